@@ -1,0 +1,161 @@
+"""Statistics of a block's inputs: which linears share an input, and the Hessian of each such site.
+
+Two ways to show every site its inputs, with the same results. `SuspendedForward` runs each batch
+once and suspends it at every site until the site's weights are final: true-sequential GPTQ for the
+price of one forward, in time, and of all live activations, in memory. `RepeatedForward` runs the
+block again up to each site and holds one batch's activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import greenlet
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linears of a block that read the same input tensor, by their names inside the block, in call order."""
+
+    linears: tuple[str, ...]
+
+
+def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
+    """The block's sites in the order a forward reaches them, from one probing call of `run`.
+
+    Linears whose input is the same memory form a site. Raises QuantkitError when a linear is never
+    called or called twice: its statistics would be wrong.
+    """
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    groups: dict[tuple, list[str]] = {}
+    alive = []  # freed inputs could hand their address to another site's
+
+    def hook(name: str):
+        def record(module: nn.Module, args: tuple) -> None:
+            (hidden,) = args
+            alive.append(hidden)
+            groups.setdefault((hidden.data_ptr(), hidden.shape, hidden.stride()), []).append(name)
+
+        return record
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    called = [name for names in groups.values() for name in names]
+    odd = [name for name in linears if called.count(name) != 1]
+    if odd:
+        raise QuantkitError(
+            f"these linears are not called exactly once in a forward pass: {name_all(odd)}",
+            hint="quantkit cannot gather statistics for this architecture",
+            exit_code=UNSUPPORTED,
+        )
+    return [Site(tuple(names)) for names in groups.values()]
+
+
+class Hessian:
+    """`H = 2 XᵀX / tokens` of one site, accumulated in float32 over batches.
+
+    H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
+    rank-k update): little more than half of the products.
+    """
+
+    def __init__(self, in_features: int, device: torch.device):
+        self.sum = torch.zeros(in_features, in_features, device=device)
+        self.tokens = 0
+        self.width = min(in_features, max(128, in_features // 8))
+
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch of inputs `[..., in]`; products and sums are float32."""
+        rows = inputs.reshape(-1, len(self.sum)).float()
+        for start in range(0, len(self.sum), self.width):
+            end = min(start + self.width, len(self.sum))
+            self.sum[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
+        self.tokens += len(rows)
+
+    def finish(self) -> Tensor:
+        """The symmetric matrix `[in, in]`; the accumulator is used up."""
+        lower = self.sum.tril_()
+        diagonal = lower.diagonal().clone()
+        full = lower.add_(lower.t().clone())
+        full.diagonal().copy_(diagonal)
+        return full.mul_(2 / max(self.tokens, 1))
+
+
+class SuspendedForward:
+    """All batches in flight at once, each suspended where it reaches the next site.
+
+    `run(batch_index)` runs the block on one batch. Greenlets switch between the forwards inside one
+    thread, so that grad mode and the thread pool stay as they are.
+    """
+
+    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
+        self._block = block
+        self._run = run
+        self._main = greenlet.getcurrent()
+        self._flights = [greenlet.greenlet(run) for _ in range(batches)]
+        self._results: list[Tensor | None] = [None] * batches
+        self._handles = [self._suspend_at(site) for site in sites]
+
+    def _suspend_at(self, site: Site):
+        def suspend(module: nn.Module, args: tuple) -> None:
+            self._main.switch(args[0])
+
+        return self._block.get_submodule(site.linears[0]).register_forward_pre_hook(suspend)
+
+    def inputs(self, site: Site) -> Iterator[Tensor]:
+        """The inputs of the next site, batch by batch. Call for every site, in order."""
+        for index, flight in enumerate(self._flights):
+            yield flight.switch() if flight else flight.switch(index)
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch, once every site has been visited."""
+        for index, flight in enumerate(self._flights):
+            yield flight.switch() if flight else flight.switch(index)
+        for handle in self._handles:
+            handle.remove()
+
+
+class RepeatedForward:
+    """One batch in memory at a time: the block runs again up to each site. Same results, more time."""
+
+    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
+        self._block = block
+        self._run = run
+        self._batches = batches
+
+    def inputs(self, site: Site) -> Iterator[Tensor]:
+        """The inputs of a site, batch by batch."""
+
+        def stop(module: nn.Module, args: tuple) -> None:
+            raise _Reached(args[0])
+
+        handle = self._block.get_submodule(site.linears[0]).register_forward_pre_hook(stop)
+        try:
+            for index in range(self._batches):
+                try:
+                    self._run(index)
+                except _Reached as reached:
+                    yield reached.inputs
+        finally:
+            handle.remove()
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch."""
+        for index in range(self._batches):
+            yield self._run(index)
+
+
+class _Reached(Exception):
+    """Carries a site's inputs out of a forward pass that need not go on."""
+
+    def __init__(self, inputs: Tensor):
+        super().__init__()
+        self.inputs = inputs

@@ -1,0 +1,189 @@
+"""A checkpoint on disk: configuration, tokenizer, and tensors read one at a time, whatever their layout.
+
+`Checkpoint.read("model.layers.0.mlp.up_proj.weight", ...)` returns the weight's values also when the
+file holds packed codes, so evaluation and inspection see one kind of model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from quantkit import hub, layouts
+from quantkit.containers import safetensors_folder
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
+
+transformers.logging.set_verbosity_error()  # its warnings speak to people who wrote the forward pass
+COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder, opened: headers are read and checked, no tensor is loaded.
+
+    `infos` maps stored names to places. `config` is the model's own configuration, without any
+    quantization. `layout` decodes quantized linears; None for a plain checkpoint.
+    """
+
+    source: str
+    folder: Path
+    raw_config: dict
+    config: transformers.PretrainedConfig
+    infos: dict[str, TensorInfo]
+    layout: layouts.Layout | None
+    trust_remote_code: bool = False
+    _quantized: dict[str, list[str]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def open(
+        source: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False
+    ) -> Checkpoint:
+        """Open a local folder or hub id. Raises QuantkitError for anything unfit (see `errors`)."""
+        folder = hub.resolve(source, revision, offline)
+        raw_config = _read_config(folder)
+        infos = safetensors_folder.read_folder(folder)
+        layout = layouts.detect(raw_config, infos)
+        return Checkpoint(
+            source=source,
+            folder=folder,
+            raw_config=raw_config,
+            config=_build_config(folder, trust_remote_code),
+            infos=infos,
+            layout=layout,
+            trust_remote_code=trust_remote_code,
+            _quantized=layouts.group_by_linear(layout, infos),
+        )
+
+    def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
+        """The same model with other tensors: how a staged block is read before the output exists."""
+        packed = layouts.group_by_linear(layout, infos)
+        return replace(self, infos=infos, layout=layout, _quantized=packed)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
+        packed = {name for names in self._quantized.values() for name in names}
+        return [name for name in self.infos if name not in packed] + [
+            f"{linear}.weight" for linear in self._quantized
+        ]
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `name` (`X.weight`) is stored as packed codes."""
+        return name.removesuffix(".weight") in self._quantized
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor's values; a packed linear's weight is decoded to `[out, in]`.
+
+        The file is opened for this tensor alone: mapped pages count as resident memory for as long
+        as a handle lives.
+        """
+        linear = name.removesuffix(".weight")
+        if linear in self._quantized:
+            assert self.layout is not None
+            parts = {stored[len(linear) + 1 :]: self.load(stored) for stored in self._quantized[linear]}
+            values = self.layout.decode(parts).values()
+            return values if dtype is None else values.to(dtype)
+        return self.load(name, dtype)
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One stored tensor as it lies on disk, copied out of the file, optionally cast."""
+        info = self.infos[name]
+        try:
+            with safe_open(info.file, framework="pt") as file:
+                stored = file.get_tensor(name)
+                return stored.to(dtype or stored.dtype, copy=True)
+        except (SafetensorError, OSError) as error:
+            raise QuantkitError(
+                f"{name} could not be read from {info.file}: {error}", hint="download the file again"
+            ) from error
+
+    @cached_property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # the library raises many kinds here; all mean the same to a user
+            raise QuantkitError(
+                f"{self.source} has no tokenizer that loads: {str(error).splitlines()[0]}",
+                hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
+                exit_code=NOT_FOUND,
+            ) from error
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence the model was made for, in tokens; None where it has no limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def companions(self) -> list[Path]:
+        """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""
+        found = {path for pattern in COMPANIONS for path in self.folder.glob(pattern) if path.is_file()}
+        return sorted(path for path in found if path.suffix != ".safetensors")
+
+    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+        """Hash of config.json and of every weight file, by name: what makes this model this model."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for path in sorted({info.file for info in self.infos.values()}):
+            digest.update(path.name.encode())
+            with open(path, "rb") as file:
+                while chunk := file.read(1 << 22):
+                    digest.update(chunk)
+                    progress(len(chunk))
+        return digest.hexdigest()
+
+
+def _read_config(folder: Path) -> dict:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise QuantkitError(
+            f"{folder} holds no config.json",
+            hint="give a Hugging Face checkpoint folder or hub id",
+            exit_code=NOT_FOUND,
+        )
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
+    if not isinstance(config, dict):
+        raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
+    return config
+
+
+def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # ValueError, KeyError, OSError, validation errors: all "not this config"
+        raise QuantkitError(
+            f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
+            + str(error).splitlines()[0],
+            hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
+            "trust the code beside the checkpoint",
+            exit_code=UNSUPPORTED,
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the skeleton is the plain model; layouts decode
+    return config

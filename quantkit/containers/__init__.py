@@ -1,0 +1,1 @@
+"""Containers: how named tensors lie in files. They know bytes, not what the tensors mean."""

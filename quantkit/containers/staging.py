@@ -1,0 +1,163 @@
+"""The staging folder: finished blocks of a running job, and the output as it is put together.
+
+`OUT.partial/` lies beside the output so that finishing is a rename. A block is staged when its
+`block-00000.safetensors` exists; its record was written before. Killed at any moment, the folder
+holds whole blocks only, and everything else in it is made again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.containers import safetensors_folder
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.errors import RESOURCES, RUNTIME, USAGE, QuantkitError, name_all
+
+
+class Staging:
+    """Staged blocks of the job that writes `output`; `fingerprint` says which job that is."""
+
+    def __init__(self, output: Path):
+        self.output = output
+        self.folder = output.with_name(output.name + ".partial")
+        self._lock = None
+
+    def stored_fingerprint(self) -> dict | None:
+        """The fingerprint of the job that was staged here; None when there is none."""
+        path = self.folder / "fingerprint.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def check(self, resume: bool, overwrite: bool) -> None:
+        """Raise QuantkitError if the output exists, or a staged job would be lost, unasked."""
+        if self.output.exists() and not overwrite:
+            raise QuantkitError(
+                f"{self.output} exists",
+                hint="choose another --output, or replace it with --overwrite",
+                exit_code=USAGE,
+            )
+        if self.folder.exists() and not (resume or overwrite):
+            raise QuantkitError(
+                f"{self.folder} holds an unfinished job",
+                hint="continue it with --resume, or start again with --overwrite",
+                exit_code=USAGE,
+            )
+
+    def open(self, fingerprint: dict, resume: bool) -> None:
+        """Take the folder for this job. Raises QuantkitError if it holds another one, or is in use."""
+        stored = self.stored_fingerprint() if resume else None
+        differences = _differences(stored, fingerprint) if stored else []
+        if differences:
+            raise QuantkitError(
+                f"{self.folder} holds another job; different: {name_all(differences)}",
+                hint="repeat the options of the first run, or start again with --overwrite",
+                exit_code=USAGE,
+            )
+        if not stored and self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  held until the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise QuantkitError(
+                f"{self.folder} is in use by another process", "wait for it", RUNTIME
+            ) from error
+        _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+
+    def _block(self, index: int) -> Path:
+        return self.folder / f"block-{index:05d}.safetensors"
+
+    def is_done(self, index: int) -> bool:
+        """Whether block `index` is staged, whole."""
+        return self._block(index).is_file()
+
+    def record(self, index: int) -> list[dict]:
+        """What was recorded about a staged block's linears."""
+        return json.loads(self._block(index).with_suffix(".json").read_text())
+
+    def infos(self, index: int) -> dict[str, TensorInfo]:
+        """Places of a staged block's tensors, by stored name."""
+        return safetensors_folder.read_header(self._block(index))
+
+    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """Stage a block: its record first, then its tensors, each whole or not at all."""
+        path = self._block(index)
+        _write_text(path.with_suffix(".json"), json.dumps(record))
+        temporary = path.with_suffix(".tmp")
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(self.folder)
+
+    def assemble(self, fill: Callable[[Path], None]) -> Path:
+        """Build the output folder inside the staging folder, from scratch, with `fill(folder)`."""
+        folder = self.folder / "output"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        fill(folder)
+        for path in folder.iterdir():
+            _sync(path)
+        _sync(folder)
+        return folder
+
+    def publish(self) -> None:
+        """Rename the assembled folder into place and remove the staging folder."""
+        if self.output.exists():  # --overwrite: checked before anything was done
+            shutil.rmtree(self.folder / "replaced", ignore_errors=True)
+            os.rename(self.output, self.folder / "replaced")
+        os.rename(self.folder / "output", self.output)
+        _sync(self.output.parent)
+        shutil.rmtree(self.folder)
+
+
+def _differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:
+    """Dotted names of the entries in which two fingerprints differ."""
+    found = []
+    for key in sorted(stored.keys() | wanted.keys()):
+        left, right = stored.get(key), wanted.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found += _differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            found.append(f"{prefix}{key} ({left} there, {right} here)")
+    return found
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text)
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn a full disk into the error that says so; staged blocks stay."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full and "No space left" not in str(error):  # safetensors wraps the OSError in its own kind
+            raise
+        raise QuantkitError(
+            f"the disk of {folder} is full",
+            hint="free some space and run the same command with --resume; finished blocks are kept there",
+            exit_code=RESOURCES,
+        ) from error

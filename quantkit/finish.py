@@ -1,0 +1,171 @@
+"""From staged blocks to a published checkpoint: merge, describe, read back, verify, rename."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantkit import __version__, model_card
+from quantkit.checkpoint import Checkpoint
+from quantkit.containers import safetensors_folder
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.job import Job
+from quantkit.progress import Progress
+from quantkit.skeleton import Skeleton
+
+MANIFEST = "quantkit.json"
+TIMINGS = "quantkit-timings.json"
+# Relative difference of hidden states between the loop and the files read back. Both compute the same
+# values in the same order; the slack is for devices whose kernels are not bit-reproducible.
+VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason."""
+
+    source: str
+    output: str
+    source_bytes: int
+    output_bytes: int
+    bits_per_weight: float
+    bits_per_weight_model: float
+    linears: int
+    kept: int
+    error: float
+    rtn_error: float | None
+    fallbacks: dict[str, str]
+    notes: dict[str, list[str]]
+    seconds: dict[str, float]
+
+
+def load_staged(job: Job, index: int) -> None:
+    """Load a block as it was staged: decoded weights where it was quantized, the source's elsewhere."""
+    rows = [row for row in job.block_specs(index) if row.grid is not None]
+    block = job.skeleton.load_block(index, skip={f"{row.local}.weight" for row in rows})
+    staged = staged_checkpoint(job, index)
+    for row in rows:
+        values = staged.read(f"{row.name}.weight", job.skeleton.dtype).to(job.skeleton.device)
+        block.get_submodule(row.local).weight = nn.Parameter(values, requires_grad=False)
+
+
+def staged_checkpoint(job: Job, index: int) -> Checkpoint:
+    """The tensors of one staged block, readable like any checkpoint's."""
+    return job.checkpoint.with_tensors(job.staging.infos(index), job.method.layout)
+
+
+def finish(job: Job, final_states: Tensor, timings, progress: Progress) -> Summary:
+    """Assemble the output beside its place, verify it, publish it.
+
+    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. A job killed in
+    here does all of it again when resumed.
+    """
+    progress.phase("writing the checkpoint")
+    records = [row for index in range(len(job.skeleton.blocks)) for row in job.staging.record(index)]
+    with timings("write"):
+        folder = job.staging.assemble(lambda folder: _fill(job, folder, records))
+    progress.phase("verifying what was written")
+    with timings("verify"):
+        _verify(job, folder, final_states)
+    summary = _summarize(job, folder, records, timings.seconds)
+    (folder / TIMINGS).write_text(json.dumps({"seconds": timings.seconds}, indent=2) + "\n")
+    (folder / "README.md").write_text(model_card.render(job, summary))
+    job.staging.publish()
+    return summary
+
+
+def merged(job: Job) -> dict[str, TensorInfo]:
+    """Every tensor of the output and where its bytes lie now: in staged blocks, or in the source."""
+    replaced = {f"{row.name}.weight" for row in job.specs if row.grid is not None}
+    infos = {name: info for name, info in job.checkpoint.infos.items() if name not in replaced}
+    for index in range(len(job.skeleton.blocks)):
+        infos.update(job.staging.infos(index))
+    return infos
+
+
+def _fill(job: Job, folder: Path, records: list[dict]) -> None:
+    shard_bytes = int(job.request.run.max_shard_gb * 1e9)
+    safetensors_folder.write_folder(folder, merged(job).values(), shard_bytes)
+    for path in job.checkpoint.companions():
+        shutil.copyfile(path, folder / path.name)
+    config = dict(job.checkpoint.raw_config, quantization_config=job.method.layout.config(job.specs))
+    _write_json(folder / "config.json", config)
+    for name, content in job.method.layout.files(job.specs).items():
+        _write_json(folder / name, content)
+    _write_json(folder / MANIFEST, _manifest(job, records))
+
+
+def _manifest(job: Job, records: list[dict]) -> dict:
+    """How this checkpoint came to be. Nothing in it depends on time or place."""
+    by_name = {record["name"]: record for record in records}
+    linears = []
+    for row in job.specs:
+        shape = [row.out_features, row.in_features]
+        if row.grid is None:
+            linears.append({"name": row.name, "shape": shape, "kept": row.kept})
+        else:
+            linears.append({"name": row.name, "shape": shape, "grid": asdict(row.grid)} | by_name[row.name])
+    return {
+        "schema": "quantkit.manifest/1",
+        "quantkit": __version__,
+        "source": {"name": Path(job.request.source).name, "sha256": job.fingerprint["source_sha256"]},
+        "method": job.request.method,
+        "job": job.fingerprint,
+        "linears": linears,
+    }
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _verify(job: Job, folder: Path, expected: Tensor) -> None:
+    """Read the folder back and run the loop's first batch through it, block by block."""
+    written = Checkpoint.open(str(folder), trust_remote_code=job.request.trust_remote_code)
+    skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
+    skeleton.load_rest()
+    hidden = skeleton.embed(job.batches[0])
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+        skeleton.free_block(index)
+    difference = (hidden.float() - expected.float()).norm() / expected.float().norm()
+    if not difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
+        raise QuantkitError(
+            f"the checkpoint read back from {folder} computes hidden states that differ by {difference:.2g} "
+            "from those it was made with",
+            hint="the disk or memory may be faulty; --resume writes and checks it again. Please report this",
+            exit_code=VERIFICATION,
+        )
+
+
+def _summarize(job: Job, folder: Path, records: list[dict], seconds: dict[str, float]) -> Summary:
+    infos = merged(job)
+    packed = {f"{row.name}.{part}" for row in job.specs for part in job.method.layout.suffixes}
+    quantized = sum(info.nbytes for name, info in infos.items() if name in packed)
+    total = sum(info.nbytes for info in infos.values())
+    weights = sum(row.weights for row in job.specs if row.grid is not None)
+    parameters = sum(p.numel() for p in job.skeleton.model.parameters())
+    parameters += sum(p.numel() for block in job.skeleton.blocks for p in block.parameters())
+    baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
+    return Summary(
+        source=job.request.source,
+        output=str(job.staging.output),
+        source_bytes=job.plan.source_bytes,
+        output_bytes=total,
+        bits_per_weight=8 * quantized / weights,
+        bits_per_weight_model=8 * total / parameters,
+        linears=len(records),
+        kept=len(job.specs) - len(records),
+        error=sum(row["error"] for row in records) / len(records),
+        rtn_error=sum(baselines) / len(baselines) if baselines else None,
+        fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
+        notes={row["name"]: row["notes"] for row in records if row["notes"]},
+        seconds=dict(seconds),
+    )

@@ -1,0 +1,62 @@
+"""From what the user typed to a local folder: an existing path, or a hub id fetched through huggingface_hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quantkit.errors import NOT_FOUND, QuantkitError
+
+PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+
+
+def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
+    """The folder that holds `source`: itself if it exists, else a snapshot of the hub repository.
+
+    The token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
+    Raises QuantkitError (exit code 3) when it is neither, or the hub cannot be reached.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise QuantkitError(
+            f"{source} is a file", hint="give the folder that holds config.json", exit_code=NOT_FOUND
+        )
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith((".", "/")):
+        raise QuantkitError(
+            f"no such folder: {source}",
+            hint="give a local checkpoint folder, or a hub id of the form OWNER/NAME",
+            exit_code=NOT_FOUND,
+        )
+    return _download(source, revision, offline)
+
+
+def _download(repo: str, revision: str | None, offline: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub import errors as hub
+
+    try:
+        return Path(
+            snapshot_download(
+                repo, revision=revision, allow_patterns=list(PATTERNS), local_files_only=offline
+            )
+        )
+    except hub.GatedRepoError as error:
+        raise QuantkitError(
+            f"{repo} is gated", hint="accept its terms on the hub and set HF_TOKEN", exit_code=NOT_FOUND
+        ) from error
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
+        where = f"{repo} at revision {revision}" if revision else repo
+        raise QuantkitError(
+            f"the hub has no {where}, or it is private",
+            hint="check the spelling; for a private repository set HF_TOKEN",
+            exit_code=NOT_FOUND,
+        ) from error
+    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, hub.HfHubHTTPError, OSError) as error:
+        why = "is not in the local cache" if offline else "could not be fetched"
+        raise QuantkitError(
+            f"{repo} is no local folder and {why}: {str(error).splitlines()[0]}",
+            hint="give a local folder, or fetch it once with a connection: hf download " + repo,
+            exit_code=NOT_FOUND,
+        ) from error

@@ -1,0 +1,165 @@
+"""From options to a job: everything is opened, resolved and checked here, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit import __version__, calibration, methods, plan, spec
+from quantkit.calibration import CalibrationSet
+from quantkit.checkpoint import Checkpoint
+from quantkit.containers.staging import Staging
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.methods import Method
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.plan import JobPlan
+from quantkit.progress import Progress
+from quantkit.skeleton import Skeleton, check_complete
+from quantkit.spec import LinearSpec
+
+VERIFY_TOKENS = 128  # length of the sequence a data-free job is verified with
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, as typed."""
+
+    source: str
+    method: str
+    options: Any  # the method's Options
+    calibration: CalibrationOptions
+    run: RunOptions
+    output: Path | None = None
+    revision: str | None = None
+    offline: bool = False
+    trust_remote_code: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked job. batches: token ids `[batch, tokens]`; without statistics to gather, one to verify with."""
+
+    request: Request
+    checkpoint: Checkpoint
+    method: Method
+    skeleton: Skeleton
+    specs: list[LinearSpec]
+    plan: JobPlan
+    calibration: CalibrationSet | None
+    batches: list[Tensor]
+    staging: Staging
+    fingerprint: dict
+
+    def block_specs(self, index: int) -> list[LinearSpec]:
+        """The linears of one block."""
+        return [row for row in self.specs if row.block == index]
+
+
+def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
+    """Open, resolve and check. Raises QuantkitError naming everything that would fail later.
+
+    A dry run skips what only matters to a job that will run: the output's place and the source's hash.
+    """
+    module = methods.load(request.method)
+    module.check(request.options)
+    checkpoint = Checkpoint.open(
+        request.source, request.revision, request.offline, request.trust_remote_code
+    )
+    if checkpoint.layout is not None:
+        raise QuantkitError(
+            f"{request.source} is quantized already ({checkpoint.raw_config['quantization_config']['quant_method']})",
+            hint="start from the original checkpoint: quantizing twice adds the errors of both",
+            exit_code=UNSUPPORTED,
+        )
+    output = request.output or Path(f"{_base_name(request.source)}-{module.suffix(request.options)}")
+    staging = Staging(output)
+    if not dry_run:
+        staging.check(request.resume, request.overwrite)
+    stored = staging.stored_fingerprint() if request.resume else None
+    adopted = stored["execution"] if stored else {}
+
+    method = module.build(request.options)
+    device = plan.choose_device(adopted.get("device", "auto") if request.run.device == "auto" else request.run.device)
+    torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
+    skeleton, specs, dtype = _resolve(checkpoint, method, request, device, adopted)
+    progress.phase("reading the calibration text")
+    calibrated = calibration.load(checkpoint, request.calibration) if method.solver.needs_statistics else None
+    if calibrated and calibrated.warning:
+        progress.warn(calibrated.warning)
+    tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
+    job_plan = plan.plan(skeleton, specs, request.run, device, dtype, *tokens.shape, adopted)
+    fingerprint = {}
+    if not dry_run:
+        plan.check_disk(output.absolute(), job_plan.disk_bytes)
+        progress.phase("hashing the source")
+        fingerprint = _fingerprint(request, checkpoint, calibrated, job_plan)
+    return Job(
+        request=request,
+        checkpoint=checkpoint,
+        method=method,
+        skeleton=skeleton,
+        specs=specs,
+        plan=job_plan,
+        calibration=calibrated,
+        batches=list(tokens.split(job_plan.execution.batch_size)),
+        staging=staging,
+        fingerprint=fingerprint,
+    )
+
+
+def _resolve(
+    checkpoint: Checkpoint, method: Method, request: Request, device: torch.device, adopted: dict
+) -> tuple[Skeleton, list[LinearSpec], str]:
+    """The skeleton in its compute precision and the specs of its linears."""
+    linears = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
+    common = max(set(linears), key=linears.count) if linears else "F32"
+    asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
+    dtype = plan.choose_dtype(asked, common, device)
+    skeleton = Skeleton(checkpoint, getattr(torch, dtype), device)
+    check_complete(skeleton)
+    specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude)
+    if all(row.grid is None for row in specs):
+        raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
+    return skeleton, specs, dtype
+
+
+def _base_name(source: str) -> str:
+    name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
+    return name or "model"
+
+
+def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
+    """One sequence of seeded random ids: a data-free job needs no tokenizer, only something to verify with."""
+    length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(checkpoint.config.vocab_size, (1, length), generator=generator)
+
+
+def _fingerprint(
+    request: Request, checkpoint: Checkpoint, calibrated: CalibrationSet | None, job_plan: JobPlan
+) -> dict:
+    """All that decides the output's bytes. A job resumes only where this is equal."""
+    return {
+        "quantkit": __version__,
+        "torch": torch.__version__,
+        "source_sha256": checkpoint.sha256(),
+        "method": request.method,
+        "options": dataclasses.asdict(request.options),
+        "exclude": list(request.run.exclude),
+        "max_shard_gb": request.run.max_shard_gb,
+        "calibration": calibrated.record() if calibrated else None,
+        "execution": dataclasses.asdict(job_plan.execution),
+    }
+
+
+def kept_in_16_bit(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
+    """Linears of the blocks that stay as they are."""
+    return [row for row in specs if row.grid is None]

@@ -1,0 +1,168 @@
+"""The GPTQ layout, read by GPTQModel, transformers, vLLM, SGLang and AutoGPTQ.
+
+Per linear, `W[o, i] = scales[g_idx[i], o] * (q[i, o] - z[g_idx[i], o])`:
+`qweight` int32 `[in * bits / 32, out]`, a little-endian bit stream down the in dimension;
+`qzeros` int32 `[groups, out * bits / 32]`, the same stream along out, holding z - 1 in
+`checkpoint_format` "gptq" and z in "gptq_v2"; `scales` float16 `[groups, out]`; `g_idx` int32 `[in]`.
+Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel `BaseQuantLinear.pack_original`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import QuantizedWeight
+from quantkit.grids.affine import AffineGrid, AffineParams
+
+if TYPE_CHECKING:
+    from quantkit.spec import LinearSpec
+
+WORD = 32
+
+
+@dataclass(frozen=True)
+class GptqLayout:
+    """bits, symmetric, desc_act and damp_percent go into the configuration as the client wants them.
+
+    version: 1 for checkpoint_format "gptq" (every client), 2 for "gptq_v2" (needed for zero points of 0).
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool = True
+    desc_act: bool = False
+    damp_percent: float = 0.01
+    version: int = 1
+    suffixes = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+
+    @property
+    def zero_min(self) -> int:
+        """Version 1 stores z - 1; a zero point of 0 would carry into its neighbour in GPTQModel."""
+        return 1 if self.version == 1 else 0
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Whole words only: `in * bits` and `out * bits` must be multiples of 32."""
+        for label, size in (("in_features", spec.in_features), ("out_features", spec.out_features)):
+            if size * self.bits % WORD:
+                fit = WORD // math.gcd(self.bits, WORD)
+                return f"{label} {size} is no multiple of {fit}, so {self.bits}-bit codes fill no whole words"
+        return None
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The four tensors of one linear."""
+        zero = weight.params.zero.to(torch.int32).t()  # [groups, out]
+        stored_zero = (zero - 1) & weight.grid.max_code if self.version == 1 else zero
+        return {
+            "qweight": pack(weight.codes.t(), self.bits),
+            "qzeros": pack(stored_zero.t(), self.bits).t().contiguous(),
+            "scales": weight.params.scale.t().half().contiguous(),
+            "g_idx": weight.column_group.to(torch.int32),
+        }
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`; bits and group size are read off the shapes, so that
+        checkpoints with per-linear overrides decode, too. A missing g_idx means the trivial one.
+        """
+        qweight, scales = tensors["qweight"], tensors["scales"]
+        groups, out_features = scales.shape
+        bits = tensors["qzeros"].shape[1] * WORD // out_features
+        in_features = qweight.shape[0] * WORD // bits
+        group_size = -(-in_features // groups)
+        column_group = tensors.get("g_idx")
+        if column_group is None:
+            column_group = torch.arange(in_features) // group_size
+        zero = unpack(tensors["qzeros"].t(), bits, out_features).t().to(torch.int32)
+        if self.version == 1:
+            zero = (zero + 1) & (2**bits - 1)
+        grid = AffineGrid(bits, group_size, self.symmetric, self.zero_min)
+        params = AffineParams(scales.t().float(), zero.t().float())
+        codes = unpack(qweight, bits, in_features).t().contiguous()
+        return QuantizedWeight(grid, codes, params, column_group.long())
+
+    def config(self, specs: Sequence[LinearSpec]) -> dict:
+        """`quantization_config`; linears kept in 16 bit are negative `dynamic` rules."""
+        config = {
+            "quant_method": "gptq",
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "desc_act": self.desc_act,
+            "sym": self.symmetric,
+            "lm_head": False,
+            "true_sequential": True,
+            "damp_percent": self.damp_percent,
+            "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2",
+            "pack_dtype": "int32",
+            "meta": {"quantizer": [f"quantkit:{__version__}"]},
+        }
+        kept = [spec.name for spec in specs if spec.grid is None]
+        if kept:
+            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in kept}
+        return config
+
+    def files(self, specs: Sequence[LinearSpec]) -> dict[str, dict]:
+        """`quantize_config.json`, which AutoGPTQ requires."""
+        legacy = {"static_groups": False, "model_name_or_path": None, "model_file_base_name": "model"}
+        return {"quantize_config.json": self.config(specs) | legacy}
+
+
+def detect(config: dict) -> GptqLayout | None:
+    """The layout that a stored `quantization_config` describes, if it is this one."""
+    if config.get("quant_method") != "gptq":
+        return None
+    form = config.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise QuantkitError(
+            f"gptq checkpoint_format {form!r} is not understood",
+            hint="quantkit reads gptq and gptq_v2",
+            exit_code=UNSUPPORTED,
+        )
+    return GptqLayout(
+        bits=config["bits"],
+        group_size=config["group_size"],
+        symmetric=config.get("sym", True),
+        desc_act=config.get("desc_act", False),
+        version=1 if form == "gptq" else 2,
+    )
+
+
+def _placement(bits: int) -> list[tuple[int, int, int]]:
+    """For each value of a period: (value, word, shift). Periods are the least whole number of words."""
+    values = WORD // math.gcd(bits, WORD)
+    return [(k, *divmod(k * bits, WORD)) for k in range(values)]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes `[n, m]` to int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
+    period = _placement(bits)
+    grouped = codes.reshape(-1, len(period), codes.shape[1])
+    words = torch.zeros(
+        (len(grouped), len(period) * bits // WORD, codes.shape[1]), dtype=torch.int32, device=codes.device
+    )
+    for value, word, shift in period:
+        column = grouped[:, value].to(torch.int32)
+        words[:, word] |= column << shift  # the top value wraps into the sign bit, as it should
+        if shift + bits > WORD:
+            words[:, word + 1] |= column >> (WORD - shift)
+    return words.view(-1, codes.shape[1])
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack`: uint8 `[count, m]`."""
+    period = _placement(bits)
+    grouped = words.reshape(-1, len(period) * bits // WORD, words.shape[1])
+    values = torch.empty((len(grouped), len(period), words.shape[1]), dtype=torch.uint8, device=words.device)
+    for value, word, shift in period:
+        stream = grouped[:, word] >> shift
+        if shift + bits > WORD:  # the arithmetic shift repeats the sign: keep the bits that are there
+            stream = stream & (2 ** (WORD - shift) - 1) | grouped[:, word + 1] << (WORD - shift)
+        values[:, value] = stream & (2**bits - 1)
+    return values.view(-1, words.shape[1])[:count]

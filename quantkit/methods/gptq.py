@@ -1,0 +1,77 @@
+"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), the GPTQ layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.methods import Method
+from quantkit.options import option
+
+SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit gptq`."""
+
+    bits: int = option(4, "Bits per weight: 2, 3, 4 or 8.")
+    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    sym: bool = option(True, "Symmetric grid, or a zero point per group (some kernels want symmetric).")
+    act_order: Literal["none", "group", "full"] = option(
+        "group",
+        "Quantize columns with large inputs first: inside the groups, which leaves no trace on disk, "
+        "or across them (desc_act; slower kernels, fewer clients).",
+    )
+    mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
+    damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
+    solver: Literal["gptq", "rtn"] = option(
+        "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
+    )
+    checkpoint_format: Literal["gptq", "gptq_v2"] = option(
+        "gptq", "gptq loads everywhere; gptq_v2 holds zero points of 0, but old clients misread it silently."
+    )
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `gptq-w4g128`."""
+    group = "channel" if options.group_size == -1 else f"g{options.group_size}"
+    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym")
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    if options.bits not in (2, 3, 4, 8):
+        raise QuantkitError(f"--bits {options.bits} does not exist", "choose 2, 3, 4 or 8", USAGE)
+    if options.group_size != -1 and options.group_size < 8:
+        raise QuantkitError(
+            f"--group-size {options.group_size} makes no sense", "choose -1, 16, 32, 64 or 128", USAGE
+        )
+    if not 0 < options.damp < 1:
+        raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
+
+
+def build(options: Options) -> Method:
+    """Compose the method."""
+    from quantkit.grids.affine import AffineGrid
+    from quantkit.layouts.gptq import GptqLayout
+    from quantkit.solvers.gptq import GptqSolver
+    from quantkit.solvers.rtn import RtnSolver
+
+    gptq = options.solver == "gptq"
+    layout = GptqLayout(
+        bits=options.bits,
+        group_size=options.group_size,
+        symmetric=options.sym,
+        desc_act=gptq and options.act_order == "full",
+        damp_percent=options.damp,
+        version=1 if options.checkpoint_format == "gptq" else 2,
+    )
+
+    def make_grid(out_features: int, in_features: int) -> AffineGrid:
+        group_size = in_features if options.group_size == -1 else options.group_size
+        return AffineGrid(options.bits, group_size, options.sym, layout.zero_min, options.mse)
+
+    solver = GptqSolver(options.damp, options.act_order) if gptq else RtnSolver()
+    return Method("gptq", solver, layout, make_grid)

@@ -1,0 +1,163 @@
+"""The job before it runs: what it takes in memory and disk, decided and checked on shapes alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
+from quantkit.options import RunOptions
+from quantkit.skeleton import Skeleton
+from quantkit.spec import LinearSpec
+
+BATCH_TOKENS = 4096  # tokens per forward pass: matrix products run at full rate, activations stay small
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the job runs; every field decides bytes of the output, so all stand in the fingerprint."""
+
+    dtype: str
+    device: str
+    batch_size: int
+    sequential: str
+    threads: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Predicted peaks in bytes, above what the interpreter itself takes, and the size of the output."""
+
+    execution: Execution
+    memory_bytes: int
+    disk_bytes: int
+    output_bytes: int
+    source_bytes: int
+    bits_per_weight: float
+
+
+def choose_device(asked: str) -> torch.device:
+    """`auto` is cuda where there is one. Raises QuantkitError for a device that is not there."""
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise QuantkitError(
+            f"device {asked!r} is not available: {str(error).splitlines()[0]}",
+            hint="use --device cpu",
+            exit_code=UNSUPPORTED,
+        ) from error
+    return device
+
+
+def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
+    """`auto`: the checkpoint's own 16-bit type where the hardware computes in it, else float32.
+
+    `stored` is the safetensors name of the type the linears are stored in, such as `BF16`.
+    """
+    if asked != "auto":
+        return asked
+    if device.type == "cuda":
+        return {"F16": "float16", "BF16": "bfloat16"}.get(stored, "float32")
+    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if stored == "BF16" and capable else "float32"
+
+
+def plan(
+    skeleton: Skeleton, specs: Sequence[LinearSpec], options: RunOptions, device: torch.device,
+    dtype: str, samples: int, seqlen: int, adopted: dict | None,
+) -> JobPlan:  # fmt: skip
+    """Decide how the job runs and predict what it takes.
+
+    `adopted` is the execution of the job being resumed: where the user says nothing, it is kept.
+    Raises QuantkitError (exit code 5) when not even the frugal way fits the memory.
+    """
+    kept = adopted or {}
+    batch_size = options.batch_size or kept.get("batch_size") or max(1, BATCH_TOKENS // seqlen)
+    sequential = options.sequential
+    if sequential == "auto":
+        sequential = kept.get("sequential", "auto")
+    element = getattr(torch, dtype).itemsize
+    need = {
+        mode: _memory(skeleton, specs, samples * seqlen, min(batch_size, samples) * seqlen, element, mode)
+        for mode in ("suspend", "repeat")
+    }
+    free = available_memory(device)
+    if sequential == "auto":
+        sequential = "suspend" if need["suspend"] < 0.8 * free else "repeat"
+    if need[sequential] > free:
+        raise QuantkitError(
+            f"the job needs about {need[sequential] / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
+            hint="use fewer --samples, shorter --seqlen, a smaller --batch-size or --sequential repeat",
+            exit_code=RESOURCES,
+        )
+    execution = Execution(dtype, str(device), batch_size, sequential, torch.get_num_threads())
+    source = sum(info.nbytes for info in skeleton.checkpoint.infos.values())
+    dense = {f"{spec.name}.weight" for spec in specs if spec.grid is not None}
+    rest = sum(info.nbytes for info in skeleton.checkpoint.infos.values() if info.name not in dense)
+    quantized = sum(spec.weights * spec.grid.bits_per_weight / 8 for spec in specs if spec.grid)
+    weights = sum(spec.weights for spec in specs if spec.grid)
+    return JobPlan(
+        execution=execution,
+        memory_bytes=need[sequential],
+        disk_bytes=int(2 * quantized + rest),  # staged blocks, then the merged files beside them
+        output_bytes=int(quantized + rest),
+        source_bytes=source,
+        bits_per_weight=8 * quantized / weights if weights else 16.0,
+    )
+
+
+def _memory(
+    skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int, element: int, mode: str
+) -> int:
+    """Peak bytes: rest of the model, one block, the working copies of its largest site, the states."""
+    first = [spec for spec in specs if spec.block == 0]
+    block = sum(spec.weights for spec in first)
+    rest = sum(
+        parameter.numel()
+        for name, parameter in skeleton.model.named_parameters()
+        if not name.startswith(skeleton.blocks_name + ".")
+    )
+    hidden = min(spec.in_features for spec in first)
+    widest = max(spec.in_features for spec in first)
+    largest = max(spec.weights for spec in first)
+    states = tokens * hidden * element
+    live = tokens * (2 * hidden + widest) * element if mode == "suspend" else 0
+    batch = batch_tokens * sum(spec.out_features for spec in first) * element + batch_tokens * widest * 4
+    solve = 4 * (4 * widest * widest + 6 * largest)  # H and its factor; W, its transpose, errors, baseline
+    return (rest + 2 * block) * element + states + live + batch + solve
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def check_disk(folder: Path, need: int) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes fit on the disk of `folder`."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if need > free:
+        raise QuantkitError(
+            f"{folder} needs about {need / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are free",
+            hint="free some space or choose another --output",
+            exit_code=RESOURCES,
+        )

@@ -1,0 +1,287 @@
+"""The model without its blocks' weights: embeddings, final norm and head are real, blocks come and go.
+
+transformers builds the model on the meta device; the decoder blocks are then replaced by stubs that
+return their hidden states and record the arguments they were called with. A block is later run by
+itself with what its stub recorded, so masks and rotary embeddings are the model's own, whatever the
+architecture. There is no table of architectures: the blocks are the ModuleList as long as the
+configuration says the model is deep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one block for hidden states of one shape, the hidden states left out."""
+
+    args: tuple
+    kwargs: dict
+
+
+class Skeleton:
+    """A checkpoint as a model whose decoder blocks are loaded one at a time.
+
+    `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in
+    `dtype` on `device`, except buffers, which keep the precision the architecture gives them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self.model = _build(checkpoint, dtype, device)
+        self.blocks_name, container = _find_blocks(self.model, checkpoint)
+        self._transposed = _replace_conv1d(self.model)
+        self._stored = self._resolve_names()
+        self.blocks = list(container)
+        self._calls: dict[tuple[int, ...], list[Call]] = {}
+        self._stubs = [_Stub(block) for block in self.blocks]
+        for index, stub in enumerate(self._stubs):
+            container[index] = stub
+
+    def _resolve_names(self) -> dict[str, str]:
+        """Model name -> stored name, by transformers' own rules (prefixes present or missing, renamings)."""
+        renamings = [
+            rule for rule in get_model_conversion_mapping(self.model) if isinstance(rule, WeightRenaming)
+        ]
+        wanted = self.model.state_dict()
+        prefix = self.model.base_model_prefix
+        stored = {}
+        for name in self.checkpoint.names:
+            target, _ = rename_source_key(name, renamings, [], prefix, wanted)
+            if target in wanted:
+                stored[target] = name
+        return stored
+
+    def stored_name(self, name: str) -> str:
+        """The name under which the model's tensor `name` lies in the checkpoint."""
+        return self._stored[name]
+
+    def missing(self) -> list[str]:
+        """Parameters of the model that the checkpoint does not hold and no tie provides."""
+        tied = self.model.all_tied_weights_keys
+        names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+        own = {f"{self.blocks_name}.{i}.{n}" for i, b in enumerate(self.blocks) for n, _ in b.named_parameters()}
+        return sorted(name for name in own.union(names) if name not in self._stored and name not in tied)
+
+    def _read(self, name: str, expected: Tensor) -> Tensor:
+        stored = self._stored[name]
+        tensor = self.checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
+        if name in self._transposed and not self.checkpoint.is_quantized(stored):
+            tensor = tensor.t().contiguous()
+        if tensor.shape != expected.shape:
+            raise QuantkitError(
+                f"{stored} is {list(tensor.shape)}, the configuration says {list(expected.shape)}",
+                hint="config.json and weights belong to different models",
+            )
+        return tensor.to(self.device)
+
+    def load_rest(self) -> None:
+        """Load everything outside the blocks; tied tensors stay one tensor."""
+        state = {
+            name: self._read(name, tensor)
+            for name, tensor in self.model.state_dict().items()
+            if name in self._stored and not name.startswith(self.blocks_name + ".")
+        }
+        self.model.load_state_dict(state, strict=False, assign=True)
+        self.model.tie_weights()
+        self.model.requires_grad_(False)
+        self._learn_return_type()
+
+    def _learn_return_type(self) -> None:
+        """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
+        ids = torch.zeros(1, 4, dtype=torch.long, device=self.device)
+        for returns_tuple in (False, True):
+            shapes = []
+            for stub in self._stubs:
+                stub.returns_tuple = returns_tuple
+                stub.record = lambda hidden, call: shapes.append(hidden.shape)
+            try:
+                logits = self._run(ids).logits
+            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
+                if returns_tuple:
+                    raise
+                continue
+            if len(set(shapes)) == 1 and logits.shape[:2] == ids.shape:
+                break
+        for stub in self._stubs:
+            stub.record = None
+
+    def _run(self, ids: Tensor):
+        with torch.no_grad():
+            return self.model(ids, use_cache=False)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`.
+
+        The arguments of every block are recorded for this shape.
+        """
+        calls: list[Call] = []
+        entry: list[Tensor] = []
+
+        def record(hidden: Tensor, call: Call) -> None:
+            entry.append(hidden)
+            calls.append(call)
+            if len(calls) == len(self._stubs):
+                raise _Recorded
+
+        for stub in self._stubs:
+            stub.record = record
+        try:
+            self._run(ids.to(self.device))
+        except _Recorded:
+            pass
+        finally:
+            for stub in self._stubs:
+                stub.record = None
+        self._calls.setdefault(tuple(ids.shape), calls)
+        return entry[0]
+
+    def run_block(self, index: int, hidden: Tensor) -> Tensor:
+        """Hidden states after block `index`; their shape must have gone through `embed`."""
+        call = self._calls[tuple(hidden.shape[:2])][index]
+        with torch.no_grad():
+            out = self.blocks[index](hidden, *call.args, **call.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
+
+        The model's own code runs what follows the blocks: norm, head, soft-capping, scaling.
+        """
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=self.device)
+        self._stubs[-1].replacement = hidden[None].to(self.device)
+        try:
+            return self._run(ids).logits[0]
+        finally:
+            self._stubs[-1].replacement = None
+
+    def block_names(self, index: int) -> dict[str, str]:
+        """Name inside block `index` -> name in the model."""
+        return {name: f"{self.blocks_name}.{index}.{name}" for name in self.blocks[index].state_dict()}
+
+    def load_block(self, index: int, skip: Collection[str] = ()) -> nn.Module:
+        """Read the weights of block `index`, except those named in `skip`, which stay on meta."""
+        block = self.blocks[index]
+        names = self.block_names(index)
+        state = {
+            name: self._read(names[name], tensor)
+            for name, tensor in block.state_dict().items()
+            if names[name] in self._stored and name not in skip
+        }
+        block.load_state_dict(state, strict=False, assign=True)
+        block.requires_grad_(False)
+        return block
+
+    def free_block(self, index: int) -> None:
+        """Give the memory of block `index` back; its parameters return to the meta device."""
+        block = self.blocks[index]
+        state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
+        block.load_state_dict(state, strict=False, assign=True)
+
+
+class _Recorded(Exception):
+    """Ends a forward pass once every block's arguments are known."""
+
+
+class _Stub(nn.Module):
+    """Stands in for a block: passes hidden states on, shows the block's attributes to the model."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.__dict__["block"] = block  # not a child: its weights are not the model's to move
+        self.returns_tuple = False
+        self.record = None
+        self.replacement: Tensor | None = None
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+    def forward(self, *args, **kwargs):
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        if self.record:
+            self.record(hidden, Call(tuple(args[1:]), kwargs))
+        if self.replacement is not None:
+            hidden = self.replacement
+        return (hidden,) if self.returns_tuple else hidden
+
+
+def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                checkpoint.config, dtype=dtype, trust_remote_code=checkpoint.trust_remote_code
+            )
+    except ValueError as error:
+        raise QuantkitError(
+            f"{checkpoint.source} is no causal language model that transformers "
+            f"{transformers.__version__} knows: {str(error).splitlines()[0]}",
+            hint="quantkit compresses decoder-only models (…ForCausalLM)",
+            exit_code=UNSUPPORTED,
+        ) from error
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+    return model.eval()
+
+
+def _find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
+    depth = getattr(checkpoint.config, "num_hidden_layers", None)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if not found:
+        raise QuantkitError(
+            f"no list of {depth} decoder blocks found in {type(model).__name__}",
+            hint="quantkit compresses decoder-only models with one stack of blocks",
+            exit_code=UNSUPPORTED,
+        )
+    return min(found, key=lambda pair: pair[0].count("."))
+
+
+def _replace_conv1d(model: nn.Module) -> set[str]:
+    """Turn GPT-2's Conv1D (`[in, out]`) into nn.Linear; returns the names of the weights to transpose."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, module in found.items():
+        owner, _, leaf = name.rpartition(".")
+        in_features, out_features = module.weight.shape
+        with torch.device("meta"):
+            linear = nn.Linear(in_features, out_features, dtype=module.weight.dtype)
+        setattr(model.get_submodule(owner), leaf, linear)
+    return {f"{name}.weight" for name in found}
+
+
+def check_complete(skeleton: Skeleton) -> None:
+    """Raise QuantkitError naming every parameter that the checkpoint lacks."""
+    missing = skeleton.missing()
+    if missing:
+        raise QuantkitError(
+            f"the checkpoint lacks {len(missing)} tensors of the model: {name_all(missing)}",
+            hint="the download is incomplete, or config.json belongs to another model",
+        )

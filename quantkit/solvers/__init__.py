@@ -1,0 +1,38 @@
+"""Solvers: how values are chosen on a grid. They take matrices and return matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from quantkit.grids import Grid, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One quantized linear and what it cost.
+
+    error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the
+    calibration tokens; without statistics `|dW|² / |W|²`.
+    rtn_error: the same for round to nearest; None where that is what was done.
+    fallback: why the solver asked for was not used; None when it was.
+    notes: what else a user should know about this linear.
+    """
+
+    weight: QuantizedWeight
+    error: float
+    rtn_error: float | None = None
+    fallback: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Solver(Protocol):
+    """`needs_statistics`: whether `solve` wants the Hessian of the site's inputs."""
+
+    needs_statistics: bool
+
+    def solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None) -> list[Solved]:
+        """Quantize the linears of one site, each `[out, in]` float32; `hessian [in, in]` float32."""

@@ -1,0 +1,183 @@
+"""GPTQ: accurate post-training quantization by error feedback (Frantar et al. 2022, arXiv:2210.17323).
+
+For a site with inputs `X [tokens, in]` the loss of replacing `W` by `Ŵ` is `tr(dW H dWᵀ)` with the
+Hessian `H = 2 XᵀX` (section 3.1). Columns are quantized one after another; each column's rounding
+error is spread over the columns not yet done, by the rows of `U`, the upper Cholesky factor of
+`H⁻¹ = UᵀU` (section 3.3, step 3). Updates are lazy: at once inside a run of columns, then for the
+whole remainder by one matrix product per block (step 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.grids import Grid, QuantizedWeight
+from quantkit.solvers import Solved, rtn
+
+BLOCK = 128  # columns between two lazy updates; the paper's B
+DAMP_RETRIES = 5
+
+
+@dataclass(frozen=True)
+class GptqSolver:
+    """damp: share of the mean Hessian diagonal added to it. act_order: `none`, `group` or `full`.
+
+    Columns with large inputs are better quantized first. `full` sorts all columns, so that groups
+    are scattered over the matrix and the client needs `g_idx`; `group` sorts the groups and the
+    columns inside each of them, which leaves no trace on disk.
+    """
+
+    damp: float = 0.01
+    act_order: str = "group"
+    needs_statistics = True
+
+    def solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None) -> list[Solved]:
+        """All linears of a site that share a grid go through one sweep over the columns.
+
+        weights: `[out_k, in]` float32. hessian: `[in, in]` float32, symmetric.
+        """
+        assert hessian is not None, "gptq needs the statistics of the site"
+        results: dict[int, Solved] = {}
+        for grid in dict.fromkeys(grids):
+            members = [k for k, other in enumerate(grids) if other == grid]
+            together = torch.cat([weights[k] for k in members])
+            solved = self._solve(together, grid, hessian)
+            starts = torch.tensor([0] + [len(weights[k]) for k in members]).cumsum(0).tolist()
+            for k, start, end in zip(members, starts, starts[1:], strict=False):
+                results[k] = _better(solved, weights[k], slice(start, end), grid, hessian)
+        return [results[k] for k in range(len(weights))]
+
+    def _solve(self, weight: Tensor, grid: Grid, hessian: Tensor) -> _Sweep:
+        order = column_order(hessian.diagonal(), grid.group_size, self.act_order)
+        factor, note = inverse_factor(hessian[order][:, order], self.damp)
+        if factor is None:
+            return _Sweep(None, note)
+        importance = hessian.diagonal()[order]
+        importance = importance + self.damp * importance.mean()  # a dead column still counts a little
+        codes, params = sweep(weight[:, order], grid, factor, importance)
+        column_group = torch.empty_like(order)
+        column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
+        if self.act_order == "group":  # whole groups moved: put their parameters back in place
+            groups = order[:: grid.group_size] // grid.group_size
+            params = [params[k] for k in torch.argsort(groups).tolist()]
+            column_group = torch.arange(len(order), device=order.device) // grid.group_size
+        unsorted = torch.empty_like(codes)
+        unsorted[:, order] = codes
+        return _Sweep(QuantizedWeight(grid, unsorted, grid.join(params), column_group), note)
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    weight: QuantizedWeight | None  # None: the Hessian could not be factored
+    note: str | None
+
+
+def column_order(diagonal: Tensor, group_size: int, act_order: str) -> Tensor:
+    """The order `[in]` in which columns are quantized, from the Hessian's diagonal."""
+    columns = torch.arange(len(diagonal), device=diagonal.device)
+    if act_order == "none":
+        return columns
+    if act_order == "full":
+        return torch.argsort(diagonal, descending=True, stable=True)
+    grouped = diagonal.view(-1, group_size)
+    inside = torch.argsort(grouped, dim=1, descending=True, stable=True)
+    groups = torch.argsort(grouped.mean(1), descending=True, stable=True)
+    return columns.view(-1, group_size).gather(1, inside)[groups].flatten()
+
+
+def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
+    """Upper triangular `U` with `(H + damp * mean(diag H) I)⁻¹ = UᵀU`, and a note if damping grew.
+
+    With J the reversal of rows and columns, `J H J = L Lᵀ` gives `H = A Aᵀ` for the upper triangular
+    `A = J L J`, so `U = A⁻¹`: one factorization and one triangular inverse, where the textbook way
+    factors twice. Dampening grows tenfold, at most five times, if H is not positive definite;
+    then `(None, reason)`.
+    """
+    mean = hessian.diagonal().mean()
+    identity = torch.eye(len(hessian), device=hessian.device)
+    dead = hessian.diagonal() == 0  # no calibration token reached these columns: round them to nearest
+    for attempt in range(DAMP_RETRIES + 1):
+        share = damp * 10**attempt
+        damped = hessian + identity * (share * mean + dead)
+        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        if info == 0 and torch.isfinite(lower.diagonal()).all():
+            factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+            if torch.isfinite(factor).all():
+                return factor, f"damping raised to {share:g}" if attempt else None
+    return None, f"Hessian is not positive definite even with damping {share:g}"
+
+
+def sweep(weight: Tensor, grid: Grid, factor: Tensor, importance: Tensor) -> tuple[Tensor, list]:
+    """Quantize the columns of `weight [out, in]` in order with error feedback.
+
+    Returns codes uint8 `[out, in]` and the parameters of each group. Works on `Wᵀ`, where a column
+    is contiguous. A run is the columns of one group inside one block; a column is brought up to
+    date from its run's errors by one matrix-vector product just before it is rounded.
+    """
+    rows = weight.t().contiguous()  # [in, out]
+    codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    params: list = []
+    for start, end in blocks(len(rows), grid.group_size):
+        errors = torch.empty_like(rows[start:end])
+        for low, high in runs(start, end, grid.group_size):
+            if low > start:
+                rows[low:high].addmm_(factor[start:low, low:high].t(), errors[: low - start], alpha=-1)
+            if low % grid.group_size == 0:
+                group = slice(low, low + grid.group_size)
+                params.append(grid.fit(rows[group].t().contiguous(), importance[group]))
+            for j in range(low, high):
+                if j > low:
+                    rows[j].addmv_(errors[low - start : j - start].t(), factor[low:j, j], alpha=-1)
+                column_codes, values = grid.round_column(rows[j], params[-1], j % grid.group_size)
+                codes[j] = column_codes
+                errors[j - start] = (rows[j] - values) / factor[j, j]
+        rows[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
+    return codes.t().contiguous(), params
+
+
+def blocks(in_features: int, group_size: int) -> Iterator[tuple[int, int]]:
+    """Column ranges between lazy updates: about BLOCK wide, never crossing into a new group midway."""
+    width = group_size if group_size > BLOCK else BLOCK // group_size * group_size
+    for start in range(0, in_features, width):
+        end = min(start + width, in_features)
+        for low in range(start, end, BLOCK):
+            yield low, min(low + BLOCK, end)
+
+
+def runs(start: int, end: int, group_size: int) -> Iterator[tuple[int, int]]:
+    """The parts of a block that belong to one group each."""
+    low = start
+    while low < end:
+        high = min(end, (low // group_size + 1) * group_size)
+        yield low, high
+        low = high
+
+
+def loss(delta: Tensor, hessian: Tensor) -> float:
+    """`tr(dW H dWᵀ)` for `delta [out, in]`, up to the scale of H."""
+    return torch.sum((delta @ hessian) * delta, dtype=torch.float64).item()
+
+
+def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
+    """The sweep's rows of one linear, or round to nearest where that loses less on the same inputs."""
+    baseline = rtn.quantize(weight, grid)
+    scale = max(loss(weight, hessian), 1e-30)
+    rtn_error = loss(baseline.values() - weight, hessian) / scale
+    if solved.weight is None:
+        return Solved(baseline, rtn_error, rtn_error, fallback=solved.note)
+    notes = (solved.note,) if solved.note else ()
+    chosen = _rows(solved.weight, rows)
+    error = loss(chosen.values() - weight, hessian) / scale
+    if error > rtn_error:
+        reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
+        return Solved(baseline, rtn_error, rtn_error, fallback=reason, notes=notes)
+    return Solved(chosen, error, rtn_error, notes=notes)
+
+
+def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    params = weight.grid.rows(weight.params, rows)
+    return QuantizedWeight(weight.grid, weight.codes[rows], params, weight.column_group)

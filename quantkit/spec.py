@@ -1,0 +1,117 @@
+"""The resolved plan, one row per linear: what grid it gets, or why it stays in 16 bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
+from quantkit.grids import Grid
+from quantkit.layouts import Layout
+from quantkit.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear of a decoder block.
+
+    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block
+    and its name inside it. grid: None when it is kept in 16 bit; `kept` then says why.
+    """
+
+    name: str
+    block: int
+    local: str
+    out_features: int
+    in_features: int
+    grid: Grid | None
+    kept: str | None = None
+
+    @property
+    def weights(self) -> int:
+        return self.out_features * self.in_features
+
+
+def resolve(
+    skeleton: Skeleton, make_grid: Callable[[int, int], Grid], layout: Layout, exclude: Sequence[str]
+) -> list[LinearSpec]:
+    """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
+
+    `make_grid(out_features, in_features)` gives the method's grid. Raises QuantkitError naming every
+    weight no site can cover, every linear the grid or layout cannot hold, and every pattern of
+    `exclude` that is malformed or matches nothing.
+    """
+    patterns = _compile(exclude)
+    specs = []
+    for index, block in enumerate(skeleton.blocks):
+        _refuse_uncovered(block, f"{skeleton.blocks_name}.{index}")
+        names = skeleton.block_names(index)
+        for local, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                name = skeleton.stored_name(names[f"{local}.weight"]).removesuffix(".weight")
+                shape = module.out_features, module.in_features
+                kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
+                grid = None if kept else make_grid(*shape)
+                specs.append(LinearSpec(name, index, local, *shape, grid, kept))
+    unused = [text for text, p in patterns.items() if not any(p.search(spec.name) for spec in specs)]
+    if unused:
+        raise QuantkitError(
+            f"--exclude matches no linear: {name_all(unused)}",
+            hint=f"names look like {specs[0].name}; --dry-run lists them all",
+            exit_code=USAGE,
+        )
+    _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
+    return specs
+
+
+def _compile(patterns: Sequence[str]) -> dict[str, re.Pattern]:
+    compiled = {}
+    for text in patterns:
+        try:
+            compiled[text] = re.compile(text)
+        except re.error as error:
+            raise QuantkitError(
+                f"--exclude {text!r} is no regular expression: {error}",
+                hint=r"escape dots and parentheses, as in 'layers\.0\.'",
+                exit_code=USAGE,
+            ) from error
+    return compiled
+
+
+def _refuse_uncovered(block: nn.Module, prefix: str) -> None:
+    linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    lost = [name for name, p in block.named_parameters() if p.ndim >= 2 and name not in linears]
+    if lost:
+        raise QuantkitError(
+            "these weights belong to no linear that a site covers (fused experts, convolutions): "
+            + name_all(f"{prefix}.{name}" for name in lost),
+            hint="quantkit does not compress this architecture yet; leaving them in 16 bit silently would "
+            "be a lie about the size",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
+    uneven = [spec for spec in specs if spec.in_features % spec.grid.group_size]
+    if uneven:
+        sizes = sorted({spec.in_features for spec in specs})
+        fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
+        raise QuantkitError(
+            f"group size {uneven[0].grid.group_size} does not divide in_features of {len(uneven)} linears: "
+            + name_all(f"{spec.name} ({spec.in_features})" for spec in uneven),
+            hint="these group sizes divide all of them: "
+            + ", ".join(str(g) for g in [*fits, -1])
+            + "; or keep the linears in 16 bit with --exclude",
+            exit_code=USAGE,
+        )
+    reasons = {spec.name: layout.check(spec) for spec in specs}
+    refused = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    if refused:
+        raise QuantkitError(
+            f"the layout cannot hold {len(refused)} linears: {name_all(refused)}",
+            hint="choose other bits, or keep these linears in 16 bit with --exclude",
+            exit_code=UNSUPPORTED,
+        )
