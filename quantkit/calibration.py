@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions
+from quantkit.shipped import shipped_folder
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
@@ -43,12 +44,6 @@ class CalibrationSet:
 
     def record(self) -> dict:
         return asdict(self.provenance)
-
-
-def shipped_folder(name: str) -> Path:
-    """A data folder of the project: inside the installed package, or beside it in a source tree."""
-    inside = Path(__file__).parent / "data" / name
-    return inside if inside.is_dir() else Path(__file__).parent.parent / name
 
 
 def load(checkpoint: Checkpoint, options: CalibrationOptions) -> CalibrationSet:

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from quantkit import __version__, model_card

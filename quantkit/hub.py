@@ -1,4 +1,4 @@
-"""From what the user typed to a local folder: an existing path, or a hub id fetched through huggingface_hub."""
+"""From what the user typed to a local folder: an existing path, or a hub id and its snapshot."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 
 
 def _download(repo: str, revision: str | None, offline: bool) -> Path:
-    from huggingface_hub import snapshot_download
     from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
 
     try:
         return Path(

@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job. batches: token ids `[batch, tokens]`; without statistics to gather, one to verify with."""
+    """A checked job. batches: token ids `[batch, tokens]`; a data-free job has one, to verify with."""
 
     request: Request
     checkpoint: Checkpoint
@@ -70,12 +70,10 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     """
     module = methods.load(request.method)
     module.check(request.options)
-    checkpoint = Checkpoint.open(
-        request.source, request.revision, request.offline, request.trust_remote_code
-    )
+    checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
     if checkpoint.layout is not None:
         raise QuantkitError(
-            f"{request.source} is quantized already ({checkpoint.raw_config['quantization_config']['quant_method']})",
+            f"{request.source} is quantized already",
             hint="start from the original checkpoint: quantizing twice adds the errors of both",
             exit_code=UNSUPPORTED,
         )
@@ -87,15 +85,20 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     adopted = stored["execution"] if stored else {}
 
     method = module.build(request.options)
-    device = plan.choose_device(adopted.get("device", "auto") if request.run.device == "auto" else request.run.device)
+    device = plan.choose_device(
+        adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
+    )
     torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
-    skeleton, specs, dtype = _resolve(checkpoint, method, request, device, adopted)
-    progress.phase("reading the calibration text")
-    calibrated = calibration.load(checkpoint, request.calibration) if method.solver.needs_statistics else None
-    if calibrated and calibrated.warning:
-        progress.warn(calibrated.warning)
+    skeleton, specs = _resolve(checkpoint, method, request, device, adopted)
+    calibrated = None
+    if method.solver.needs_statistics:
+        progress.phase("reading the calibration text")
+        calibrated = calibration.load(checkpoint, request.calibration)
+        if calibrated.warning:
+            progress.warn(calibrated.warning)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    job_plan = plan.plan(skeleton, specs, request.run, device, dtype, *tokens.shape, adopted)
+    execution, memory = plan.decide(skeleton, specs, request.run, *tokens.shape, adopted)
+    job_plan = plan.plan(checkpoint, specs, method.layout, execution, memory)
     fingerprint = {}
     if not dry_run:
         plan.check_disk(output.absolute(), job_plan.disk_bytes)
@@ -117,7 +120,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
 
 def _resolve(
     checkpoint: Checkpoint, method: Method, request: Request, device: torch.device, adopted: dict
-) -> tuple[Skeleton, list[LinearSpec], str]:
+) -> tuple[Skeleton, list[LinearSpec]]:
     """The skeleton in its compute precision and the specs of its linears."""
     linears = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(linears), key=linears.count) if linears else "F32"
@@ -128,7 +131,7 @@ def _resolve(
     specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude)
     if all(row.grid is None for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return skeleton, specs, dtype
+    return skeleton, specs
 
 
 def _base_name(source: str) -> str:
@@ -137,7 +140,7 @@ def _base_name(source: str) -> str:
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
-    """One sequence of seeded random ids: a data-free job needs no tokenizer, only something to verify with."""
+    """One sequence of seeded random ids: a data-free job needs no tokenizer, only a check."""
     length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(checkpoint.config.vocab_size, (1, length), generator=generator)

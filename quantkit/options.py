@@ -17,12 +17,12 @@ class CalibrationOptions:
     """What text the statistics are gathered on."""
 
     calibration: str | None = option(
-        None, "Text file (.txt) or JSON lines (.jsonl) to calibrate on. [default: the shipped text]"
+        None, "Text file (.txt) or JSON lines (.jsonl) to calibrate on. (default: the shipped text)"
     )
     text_column: str = option("text", "Key of the text in JSON lines.")
     samples: int = option(128, "Calibration sequences.")
     seqlen: int | None = option(
-        None, "Tokens per sequence. [default: 2048, or 512 for the shipped text; at most the model's context]"
+        None, "Tokens per sequence. (default: 2048, or 512 for the shipped text; at most the model's context)"
     )
     seed: int = option(0, "Which parts of a long text are taken.")
 
@@ -35,14 +35,15 @@ class RunOptions:
         (), "Keep linears whose name matches this regular expression in 16 bit. Repeatable."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision of the forward passes: the checkpoint's own where the hardware has it, else float32."
+        "auto",
+        "Precision of the forward passes: the checkpoint's own where the hardware has it, else float32.",
     )
-    device: str = option("auto", "cpu, cuda or cuda:N. [auto: cuda where there is one]")
-    batch_size: int | None = option(None, "Sequences per forward pass. [default: about 4096 tokens]")
+    device: str = option("auto", "cpu, cuda or cuda:N. (auto: cuda where there is one)")
+    batch_size: int | None = option(None, "Sequences per forward pass. (default: about 4096 tokens)")
     sequential: Literal["auto", "suspend", "repeat"] = option(
         "auto",
         "Gather statistics in one forward pass suspended at each site (faster), or repeat the pass up to "
         "each site (less memory). auto looks at the memory.",
     )
-    threads: int | None = option(None, "CPU threads. [default: all cores]")
+    threads: int | None = option(None, "CPU threads. (default: all cores)")
     max_shard_gb: float = option(5.0, "Largest weight file, in GB.")

@@ -11,7 +11,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -137,7 +137,8 @@ def _hessian(
         hessian = accumulator.finish()
     if not torch.isfinite(hessian.diagonal()).all():
         raise QuantkitError(
-            f"activations entering {specs[site.linears[0]].name} are not finite in {job.plan.execution.dtype}",
+            f"activations entering {specs[site.linears[0]].name} are not finite "
+            f"in {job.plan.execution.dtype}",
             hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
         )
     return hessian
@@ -172,7 +173,9 @@ def _advance(states: list[Tensor], outputs: Iterable[Tensor], timings: Timings) 
 
 
 def _refuse_not_finite(block: nn.Module, specs: dict[str, LinearSpec]) -> None:
-    bad = [row.name for row in specs.values() if not torch.isfinite(block.get_submodule(row.local).weight).all()]
+    bad = [
+        row.name for row in specs.values() if not torch.isfinite(block.get_submodule(row.local).weight).all()
+    ]
     if bad:
         raise QuantkitError(
             f"NaN or infinite weights in {', '.join(bad)}",

@@ -10,7 +10,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from quantkit.checkpoint import Checkpoint
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
+from quantkit.layouts import Layout
 from quantkit.options import RunOptions
 from quantkit.skeleton import Skeleton
 from quantkit.spec import LinearSpec
@@ -79,54 +81,59 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
     return "bfloat16" if stored == "BF16" and capable else "float32"
 
 
-def plan(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], options: RunOptions, device: torch.device,
-    dtype: str, samples: int, seqlen: int, adopted: dict | None,
-) -> JobPlan:  # fmt: skip
-    """Decide how the job runs and predict what it takes.
+def decide(
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    options: RunOptions,
+    samples: int,
+    seqlen: int,
+    kept: dict,
+) -> tuple[Execution, int]:
+    """How the job runs, and the peak memory it needs for that, in bytes.
 
-    `adopted` is the execution of the job being resumed: where the user says nothing, it is kept.
+    `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
     Raises QuantkitError (exit code 5) when not even the frugal way fits the memory.
     """
-    kept = adopted or {}
     batch_size = options.batch_size or kept.get("batch_size") or max(1, BATCH_TOKENS // seqlen)
-    sequential = options.sequential
-    if sequential == "auto":
-        sequential = kept.get("sequential", "auto")
-    element = getattr(torch, dtype).itemsize
-    need = {
-        mode: _memory(skeleton, specs, samples * seqlen, min(batch_size, samples) * seqlen, element, mode)
-        for mode in ("suspend", "repeat")
-    }
-    free = available_memory(device)
-    if sequential == "auto":
-        sequential = "suspend" if need["suspend"] < 0.8 * free else "repeat"
-    if need[sequential] > free:
+    tokens, batch_tokens = samples * seqlen, min(batch_size, samples) * seqlen
+    need = {mode: _memory(skeleton, specs, tokens, batch_tokens, mode) for mode in ("suspend", "repeat")}
+    free = available_memory(skeleton.device)
+    mode = options.sequential
+    if mode == "auto":
+        mode = kept.get("sequential") or ("suspend" if need["suspend"] < 0.8 * free else "repeat")
+    if need[mode] > free:
         raise QuantkitError(
-            f"the job needs about {need[sequential] / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
+            f"the job needs about {need[mode] / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
             hint="use fewer --samples, shorter --seqlen, a smaller --batch-size or --sequential repeat",
             exit_code=RESOURCES,
         )
-    execution = Execution(dtype, str(device), batch_size, sequential, torch.get_num_threads())
-    source = sum(info.nbytes for info in skeleton.checkpoint.infos.values())
+    dtype = str(skeleton.dtype).removeprefix("torch.")
+    return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads()), need[mode]
+
+
+def plan(
+    checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout, execution: Execution, memory: int
+) -> JobPlan:
+    """Sizes of a job, exact from shapes; `memory` is what `decide` predicted."""
     dense = {f"{spec.name}.weight" for spec in specs if spec.grid is not None}
-    rest = sum(info.nbytes for info in skeleton.checkpoint.infos.values() if info.name not in dense)
-    quantized = sum(spec.weights * spec.grid.bits_per_weight / 8 for spec in specs if spec.grid)
+    rest = sum(info.nbytes for info in checkpoint.infos.values() if info.name not in dense)
+    quantized = sum(layout.nbytes(spec) for spec in specs if spec.grid)
     weights = sum(spec.weights for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,
-        memory_bytes=need[sequential],
-        disk_bytes=int(2 * quantized + rest),  # staged blocks, then the merged files beside them
-        output_bytes=int(quantized + rest),
-        source_bytes=source,
-        bits_per_weight=8 * quantized / weights if weights else 16.0,
+        memory_bytes=memory,
+        disk_bytes=2 * quantized + rest,  # staged blocks, then the merged files beside them
+        output_bytes=quantized + rest,
+        source_bytes=sum(info.nbytes for info in checkpoint.infos.values()),
+        bits_per_weight=8 * quantized / weights,
     )
 
 
 def _memory(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int, element: int, mode: str
+    skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int, mode: str
 ) -> int:
     """Peak bytes: rest of the model, one block, the working copies of its largest site, the states."""
+    element = skeleton.dtype.itemsize
     first = [spec for spec in specs if spec.block == 0]
     block = sum(spec.weights for spec in first)
     rest = sum(

@@ -74,7 +74,9 @@ class Skeleton:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         tied = self.model.all_tied_weights_keys
         names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
-        own = {f"{self.blocks_name}.{i}.{n}" for i, b in enumerate(self.blocks) for n, _ in b.named_parameters()}
+        own = {
+            f"{self.blocks_name}.{i}.{n}" for i, b in enumerate(self.blocks) for n, _ in b.named_parameters()
+        }
         return sorted(name for name in own.union(names) if name not in self._stored and name not in tied)
 
     def _read(self, name: str, expected: Tensor) -> Tensor:
@@ -103,22 +105,31 @@ class Skeleton:
 
     def _learn_return_type(self) -> None:
         """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
-        ids = torch.zeros(1, 4, dtype=torch.long, device=self.device)
         for returns_tuple in (False, True):
-            shapes = []
-            for stub in self._stubs:
-                stub.returns_tuple = returns_tuple
-                stub.record = lambda hidden, call: shapes.append(hidden.shape)
             try:
-                logits = self._run(ids).logits
+                if self._passes_unchanged(returns_tuple):
+                    return
             except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-                if returns_tuple:
+                if returns_tuple:  # neither way works: the model's own error says most
                     raise
-                continue
-            if len(set(shapes)) == 1 and logits.shape[:2] == ids.shape:
-                break
+        raise QuantkitError(
+            f"{type(self.model).__name__} passes its hidden states from block to block in an unknown way",
+            hint="quantkit does not compress this architecture yet",
+            exit_code=UNSUPPORTED,
+        )
+
+    def _passes_unchanged(self, returns_tuple: bool) -> bool:
+        ids = torch.zeros(1, 4, dtype=torch.long, device=self.device)
+        shapes = set()
         for stub in self._stubs:
-            stub.record = None
+            stub.returns_tuple = returns_tuple
+            stub.record = lambda hidden, call: shapes.add(hidden.shape)
+        try:
+            logits = self._run(ids).logits
+        finally:
+            for stub in self._stubs:
+                stub.record = None
+        return len(shapes) == 1 and logits.shape[:2] == ids.shape
 
     def _run(self, ids: Tensor):
         with torch.no_grad():

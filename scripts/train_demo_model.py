@@ -209,8 +209,7 @@ def check(args: argparse.Namespace) -> None:
     problems = {
         f"{args.out} exists; choose another OUT or remove it": os.path.lexists(args.out),
         f"{folder} is no folder to write in": not (folder.is_dir() and os.access(folder, os.W_OK)),
-        f"{tokenizer} holds no tokenizer.json": tokenizer
-        and not Path(tokenizer, "tokenizer.json").is_file(),
+        f"{tokenizer} holds no tokenizer.json": tokenizer and not Path(tokenizer, "tokenizer.json").is_file(),
         "--hidden-size must be an even multiple of --heads": args.hidden_size % (2 * args.heads),
         "--heads must be a multiple of --kv-heads": args.heads % args.kv_heads,
         "--context must be at least --seqlen": args.context < args.seqlen,

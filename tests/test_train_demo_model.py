@@ -89,9 +89,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [plain, packed]
 
 
-def held_out_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: list[Path]
-) -> float:
+def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: list[Path]) -> float:
     """Nats per token on the last 2 % of the text, one window of 64 targets after the other."""
     plain, packed = text[0].read_bytes(), lzma.decompress(text[1].read_bytes())
     documents = [part.decode() for file in (plain, packed) for part in file.split(b"\0") if part]
@@ -110,9 +108,7 @@ def test_trains_a_model_that_loads_the_same_for_the_same_seed(text: list[Path], 
     runs = [start(*text, "-o", out, "--steps", 80, *SHAPE) for out in (first, second)]
     report, again = map(finish, runs)
     # Its tokenizer is reused, so the losses before and after are per the same tokens.
-    untrained = finish(
-        start(*text, "-o", tmp_path / "third", "--steps", 1, "--tokenizer", first, *SHAPE)
-    )
+    untrained = finish(start(*text, "-o", tmp_path / "third", "--steps", 1, "--tokenizer", first, *SHAPE))
 
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     assert (first / "tokenizer.json").read_bytes() == (second / "tokenizer.json").read_bytes()

@@ -19,10 +19,6 @@ class Grid(Protocol):
 
     group_size: int
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits per weight, the parameters of the group included."""
-
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
         """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it."""
 

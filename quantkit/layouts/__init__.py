@@ -24,6 +24,9 @@ class Layout(Protocol):
     def check(self, spec: LinearSpec) -> str | None:
         """Why this layout cannot hold `spec`, with the fix; None when it can."""
 
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes that one quantized linear takes on disk."""
+
     def encode(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         """Suffix -> tensor, as the client wants it."""
 

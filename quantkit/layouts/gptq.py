@@ -57,6 +57,13 @@ class GptqLayout:
                 return f"{label} {size} is no multiple of {fit}, so {self.bits}-bit codes fill no whole words"
         return None
 
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the four tensors of one linear."""
+        assert spec.grid is not None
+        codes = spec.weights * self.bits // 8
+        groups = spec.in_features // spec.grid.group_size
+        return codes + groups * spec.out_features * (16 + self.bits) // 8 + 4 * spec.in_features
+
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The four tensors of one linear."""
         zero = weight.params.zero.to(torch.int32).t()  # [groups, out]

@@ -1,0 +1,62 @@
+"""The command line. Commands only wire: flags in, QuantkitError out, data on stdout, the rest on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from quantkit import __version__, methods
+from quantkit.cli import evaluate, quantize
+from quantkit.errors import QuantkitError
+
+EPILOG = """Examples:
+
+  quantkit gptq ./model               (4 bit, the shipped calibration text)
+
+  quantkit gptq ./model --dry-run     (what it would do, and what it takes)
+
+  quantkit eval ./model ./model-gptq-w4g128 --text test.txt"""
+
+app = typer.Typer(
+    help="Compress causal language models and show honestly what it cost.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for name in methods.available():
+    app.command(name, help=methods.load(name).SUMMARY, epilog=quantize.epilog(name))(quantize.command(name))
+app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"quantkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print it and exit."
+    ),
+) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except QuantkitError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,162 @@
+"""What users read at the end: tables on stdout, and the same as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from quantkit.finish import Summary
+from quantkit.job import Job
+from quantkit.spec import LinearSpec
+
+
+def megabytes(nbytes: float) -> str:
+    """Decimal units, as disks and hubs count."""
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position > 0)
+    return table
+
+
+def plan_record(job: Job) -> dict:
+    """JSON of `--dry-run`: the plan and every linear's spec."""
+    return {
+        "schema": "quantkit.plan/1",
+        "source": job.request.source,
+        "output": str(job.staging.output),
+        "method": job.request.method,
+        "options": asdict(job.request.options),
+        "calibration": job.calibration.record() if job.calibration else None,
+        "plan": asdict(job.plan),
+        "linears": [
+            {
+                "name": row.name,
+                "shape": [row.out_features, row.in_features],
+                "grid": asdict(row.grid) if row.grid else None,
+                "kept": row.kept,
+            }
+            for row in job.specs
+        ],
+    }
+
+
+def print_plan(job: Job) -> None:
+    """`--dry-run` for people: identical linears of several blocks share a row."""
+    console, plan = Console(highlight=False), job.plan
+    table = _table("linears", "blocks", "shape", "quantized to")
+    rows = sorted(job.specs, key=lambda row: (_kind(row), row.block))
+    order = {row.local: position for position, row in reversed(list(enumerate(job.specs)))}
+    kinds = [(kind, [row.block for row in group]) for kind, group in groupby(rows, key=_kind)]
+    for (local, shape, target), blocks in sorted(kinds, key=lambda item: order[item[0][0]]):
+        table.add_row(local, _ranges(blocks), f"{shape[0]} × {shape[1]}", target)
+    console.print(table)
+    execution = plan.execution
+    facts = {
+        "output": f"{job.staging.output}",
+        "size": f"{megabytes(plan.source_bytes)} → {megabytes(plan.output_bytes)}"
+        f" ({plan.bits_per_weight:.2f} bits per quantized weight)",
+        "memory": f"about {megabytes(plan.memory_bytes)} above the interpreter, on {execution.device}",
+        "disk": f"{megabytes(plan.disk_bytes)} while it runs",
+        "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
+        f"{execution.sequential} forward",
+        "calibration": _calibration(job),
+    }
+    for name, fact in facts.items():
+        console.print(f"{name:12s} {fact}", markup=False)
+
+
+def _calibration(job: Job) -> str:
+    if job.calibration is None:
+        return "none needed"
+    made = job.calibration.provenance
+    return f"{made.samples} sequences of {made.seqlen} tokens, {made.source} text"
+
+
+def _kind(row: LinearSpec) -> tuple[str, tuple[int, int], str]:
+    if row.grid is None:
+        target = f"16 bit ({row.kept})"
+    else:
+        target = f"{row.grid.bits} bit, groups of {row.grid.group_size}"
+    return row.local, (row.out_features, row.in_features), target
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-3,5` for [0, 1, 2, 3, 5]."""
+    parts = []
+    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ",".join(parts)
+
+
+def summary_record(summary: Summary, evaluation: dict | None) -> dict:
+    """JSON of a finished job."""
+    record = {"schema": "quantkit.job/1"} | asdict(summary)
+    return record | {"eval": evaluation} if evaluation else record
+
+
+def print_summary(summary: Summary, evaluation: dict | None) -> None:
+    """Bytes before and after, bits per weight, error, seconds, fallbacks, and what to do next."""
+    console = Console(highlight=False)
+    ratio = summary.source_bytes / summary.output_bytes
+    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary.seconds.items() if value >= 0.05)
+    against = f" (round to nearest: {summary.rtn_error:.4f})" if summary.rtn_error is not None else ""
+    facts = {
+        "written": summary.output,
+        "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
+        f"({ratio:.2f}× smaller)",
+        "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} quantized linears, "
+        f"{summary.bits_per_weight_model:.2f} over the whole model",
+        "error": f"{summary.error:.4f} mean relative output error of a linear{against}",
+        "seconds": f"{sum(summary.seconds.values()):.1f} ({seconds})",
+        "fell back": f"{len(summary.fallbacks)} linears to round to nearest"
+        if summary.fallbacks
+        else "nothing",
+    }
+    if summary.kept:
+        facts["kept 16 bit"] = f"{summary.kept} linears"
+    for name, fact in facts.items():
+        console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
+    for linear, reason in summary.fallbacks.items():
+        console.print(f"  {linear}: {reason}", markup=False, soft_wrap=True)
+    if evaluation:
+        print_evaluation(evaluation)
+    else:
+        console.print(
+            f"\nnext: quantkit eval {summary.source} {summary.output} --text TEXT",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def print_evaluation(record: dict) -> None:
+    """The comparison table and the protocol it holds for."""
+    console, data = Console(highlight=False), record["data"]
+    table = _table("model", "size", "bits/weight", "perplexity", "KL divergence")
+    for model in record["models"]:
+        size, metrics = model["size"], model["metrics"]
+        kld = metrics["kld"]["mean"]
+        table.add_row(
+            Path(model["source"]).name or model["source"],
+            megabytes(size["weight_bytes"]),
+            f"{size['bits_per_weight']:.2f}",
+            f"{metrics['ppl']['value']:.3f} ± {metrics['ppl']['stderr']:.3f}",
+            "–" if kld is None else f"{kld:.5f}",
+        )
+    console.print(table)
+    bos = "in every window" if data["bos"] else "none"
+    console.print(
+        f"{data['text']} (sha256 {data['sha256'][:12]}), {data['tokens']} tokens scored, "
+        f"context {data['ctx']}, stride {data['stride']}, BOS {bos}, {data['dtype']}",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,131 @@
+"""Tiny random checkpoints of the families the tests run on, and a tiny tokenizer. Made, never downloaded."""
+
+import itertools
+import random
+from pathlib import Path
+
+import torch
+import transformers as hf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+VOCABULARY = 512
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+GATED = {**SHAPE, "intermediate_size": 128}
+GROUPED = {**GATED, "num_key_value_heads": 2}
+WINDOW = 16  # of the families with sliding attention: shorter than the sequences of the tests
+FAMILIES = {  # name -> (configuration class, its arguments)
+    "llama": (hf.LlamaConfig, GROUPED),
+    "mistral": (hf.MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
+    "qwen2": (hf.Qwen2Config, GROUPED),
+    "qwen3": (hf.Qwen3Config, {**GROUPED, "head_dim": 16}),
+    "gemma2": (hf.Gemma2Config, {**GROUPED, "head_dim": 16, "sliding_window": WINDOW}),
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": (hf.Phi3Config, {**GROUPED, "pad_token_id": 0}),
+    "gpt2": (hf.GPT2Config, SHAPE),
+    "opt": (hf.OPTConfig, {**SHAPE, "ffn_dim": 128, "word_embed_proj_dim": 64}),
+    "gpt_neox": (hf.GPTNeoXConfig, GATED),
+    "bloom": (hf.BloomConfig, {key: SHAPE[key] for key in SHAPE if key != "max_position_embeddings"}),
+    "falcon": (hf.FalconConfig, SHAPE),
+    "gpt_bigcode": (hf.GPTBigCodeConfig, SHAPE),
+    "stablelm": (hf.StableLmConfig, GROUPED),
+    "olmo2": (hf.Olmo2Config, GROUPED),
+    "cohere": (hf.CohereConfig, GROUPED),
+    "granite": (hf.GraniteConfig, GROUPED),
+    "starcoder2": (hf.Starcoder2Config, GROUPED),
+}
+REFUSED = {  # families that must be turned away, never quantized wrongly
+    "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "gemma4": (  # its blocks also read embeddings of the tokens
+        hf.Gemma4TextConfig,
+        {
+            **GROUPED,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    "gemma4_shared": (  # its later blocks read keys and values of earlier ones
+        hf.Gemma4TextConfig,
+        {
+            **GROUPED,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 2,
+        },
+    ),
+}
+
+
+def save_model(folder: Path, family: str, dtype: str = "float32", seed: int = 0, **overrides) -> Path:
+    """Write a random model of `family` to `folder`. `overrides` go into its configuration.
+
+    No parameter has a value it would have by default: matrices are normal(0, 0.05), norms and biases
+    are 0.1 away from theirs, so that one that is lost, swapped or left out shows.
+    """
+    make, arguments = (FAMILIES | REFUSED)[family]
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(make(**arguments | overrides), dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.05)
+        else:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def sentences(count: int = 400, seed: int = 0) -> list[str]:
+    """Generated English-like sentences, and some in Hangul: the same for the same seed."""
+    source = random.Random(seed)
+    syllables = ["".join(pair) for pair in itertools.product("bdklmnprst", "aeiou")]
+    words = ["".join(source.choices(syllables, k=source.randint(1, 3))) for _ in range(300)]
+    hangul = ["".join(chr(source.randint(0xAC00, 0xAFFF)) for _ in range(3)) for _ in range(40)]
+    pools = [hangul if k % 8 == 7 else words for k in range(count)]
+    return [" ".join(source.choices(pool, k=source.randint(6, 12))).capitalize() + "." for pool in pools]
+
+
+def save_tokenizer(folder: Path, bos: bool = False) -> Path:
+    """Write a byte-level BPE tokenizer of 512 tokens to `folder`; with `bos`, it begins texts with `<s>`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences(), trainer)
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        )
+    fast = hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    return folder
