@@ -47,35 +47,39 @@ FAMILIES = {  # name -> (configuration class, its arguments)
     "granite": (hf.GraniteConfig, GROUPED),
     "starcoder2": (hf.Starcoder2Config, GROUPED),
 }
+PER_LAYER = {
+    **GROUPED,
+    "head_dim": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 REFUSED = {  # families that must be turned away, never quantized wrongly
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
     "qwen3_moe": (
         hf.Qwen3MoeConfig,
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "gemma4": (  # its blocks also read embeddings of the tokens
+    "gemma4": (  # blocks also read embeddings of the tokens, and keys and values of earlier blocks
         hf.Gemma4TextConfig,
         {
-            **GROUPED,
-            "num_hidden_layers": 2,
-            "head_dim": 16,
+            **PER_LAYER,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
             "global_head_dim": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "vocab_size_per_layer_input": VOCABULARY,
-            "hidden_size_per_layer_input": 8,
-            "num_kv_shared_layers": 0,
+            "num_kv_shared_layers": 2,
         },
     ),
-    "gemma4_shared": (  # its later blocks read keys and values of earlier ones
-        hf.Gemma4TextConfig,
+    "gemma3n": (  # several streams of hidden states
+        hf.Gemma3nTextConfig,
         {
-            **GROUPED,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "global_head_dim": 16,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 2,
+            **PER_LAYER,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "intermediate_size": [128, 128],
+            "activation_sparsity_pattern": [0.0, 0.0],
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "num_kv_shared_layers": 0,
         },
     ),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import QuantizedWeight
-from quantkit.grids.affine import AffineGrid
+from quantkit.grids.affine import AffineGrid, AffineParams
 
 
 def order_of(diagonal: list[float], group_size: int, act_order: str) -> list[int]:
@@ -60,5 +60,30 @@ def gptq(
         # Equation 3: remove q from H⁻¹. What is left is the inverse over the remaining columns.
         inverse -= torch.outer(inverse[:, q], inverse[q, :]) / inverse[q, q]
 
-    joined = type(params)(torch.stack(scales, 1).float(), torch.stack(zeros, 1).float())
+    joined = AffineParams(torch.stack(scales, 1).float(), torch.stack(zeros, 1).float())
     return QuantizedWeight(grid, codes, joined, column_group)
+
+
+def refine(weight: Tensor, start: QuantizedWeight, hessian: Tensor, cycles: int) -> QuantizedWeight:
+    """Cyclic coordinate descent on `tr((W - Ŵ) H (W - Ŵ)ᵀ)`, everything recomputed at every step.
+
+    Along column j the loss is least at `ŵ_j + r_j / H_jj` with `r = (W - Ŵ) H`; after the columns of a
+    group, its scales take the factor that minimizes the loss along the group's own values.
+    """
+    grid, size = start.grid, start.grid.group_size
+    weight, hessian = weight.double(), hessian.double()
+    codes, scale, zero = start.codes.clone(), start.params.scale.clone(), start.params.zero
+    values = start.values().double()
+    for _ in range(cycles):
+        for k, low in enumerate(range(0, weight.shape[1], size)):
+            for j in range(low, low + size):
+                best = values[:, j] + ((weight - values) @ hessian)[:, j] / hessian[j, j]
+                steps, values[:, j] = grid.round_column(best, AffineParams(scale[:, k], zero[:, k]), j - low)
+                codes[:, j] = steps.to(torch.uint8)
+            part = torch.zeros_like(values)
+            part[:, low : low + size] = values[:, low : low + size]
+            along = ((weight - values) @ hessian * part).sum(1)
+            scale[:, k] = (scale[:, k] * (1 + along / (part @ hessian * part).sum(1))).half().float()
+            group = slice(low, low + size)
+            values[:, group] = (codes[:, group].double() - zero[:, k, None]) * scale[:, k, None]
+    return QuantizedWeight(grid, codes, AffineParams(scale, zero), start.column_group)

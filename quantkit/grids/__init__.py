@@ -31,6 +31,9 @@ class Grid(Protocol):
     def decode(self, codes: Tensor, params: Params) -> Tensor:
         """Values, float32 `[rows, group_size]`."""
 
+    def scaled(self, params: Params, factor: Tensor) -> Params:
+        """Parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
+
     def join(self, params: Sequence[Params]) -> Params:
         """Parameters of a matrix `[out, groups]` from those of its groups, each of `[out]` rows."""
 

@@ -124,6 +124,10 @@ class AffineGrid:
         """Values, float32 `[rows, group_size]`."""
         return (codes.float() - params.zero[:, None]) * params.scale[:, None]
 
+    def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
+        """Scales times `factor [rows]`, rounded to float16."""
+        return self._stored(params.scale * factor, params.zero)
+
     def join(self, params: Sequence[AffineParams]) -> AffineParams:
         """`[out, groups]` from one `[out]` per group, in order."""
         scales, zeros = [part.scale for part in params], [part.zero for part in params]

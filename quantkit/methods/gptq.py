@@ -26,6 +26,7 @@ class Options:
     )
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
     damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
     solver: Literal["gptq", "rtn"] = option(
         "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
     )
@@ -73,5 +74,5 @@ def build(options: Options) -> Method:
         group_size = in_features if options.group_size == -1 else options.group_size
         return AffineGrid(options.bits, group_size, options.sym, layout.zero_min, options.mse)
 
-    solver = GptqSolver(options.damp, options.act_order) if gptq else RtnSolver()
+    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
     return Method("gptq", solver, layout, make_grid)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight
 from quantkit.solvers import Solved, rtn
+from quantkit.solvers.refine import refine
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
 DAMP_RETRIES = 5
@@ -25,6 +26,7 @@ DAMP_RETRIES = 5
 @dataclass(frozen=True)
 class GptqSolver:
     """damp: share of the mean Hessian diagonal added to it. act_order: `none`, `group` or `full`.
+    refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm and no more.
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so that groups
     are scattered over the matrix and the client needs `g_idx`; `group` sorts the groups and the
@@ -33,6 +35,7 @@ class GptqSolver:
 
     damp: float = 0.01
     act_order: str = "group"
+    refine: int = 2
     needs_statistics = True
 
     def solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None) -> list[Solved]:
@@ -53,12 +56,13 @@ class GptqSolver:
 
     def _solve(self, weight: Tensor, grid: Grid, hessian: Tensor) -> _Sweep:
         order = column_order(hessian.diagonal(), grid.group_size, self.act_order)
-        factor, note = inverse_factor(hessian[order][:, order], self.damp)
+        damped, factor, note = inverse_factor(hessian[order][:, order], self.damp)
         if factor is None:
             return _Sweep(None, note)
-        importance = hessian.diagonal()[order]
-        importance = importance + self.damp * importance.mean()  # a dead column still counts a little
-        codes, params = sweep(weight[:, order], grid, factor, importance)
+        target = weight[:, order]
+        codes, params = sweep(target, grid, factor, damped.diagonal())
+        if self.refine:
+            codes, params = refine(target, codes, params, grid, damped, self.refine)
         column_group = torch.empty_like(order)
         column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
         if self.act_order == "group":  # whole groups moved: put their parameters back in place
@@ -89,17 +93,17 @@ def column_order(diagonal: Tensor, group_size: int, act_order: str) -> Tensor:
     return columns.view(-1, group_size).gather(1, inside)[groups].flatten()
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
-    """Upper triangular `U` with `(H + damp * mean(diag H) I)⁻¹ = UᵀU`, and a note if damping grew.
+def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor | None, str | None]:
+    """Damped `H + damp * mean(diag H) I`, upper triangular `U` with `H⁻¹ = UᵀU`, a note if damping grew.
 
     With J the reversal of rows and columns, `J H J = L Lᵀ` gives `H = A Aᵀ` for the upper triangular
     `A = J L J`, so `U = A⁻¹`: one factorization and one triangular inverse, where the textbook way
     factors twice. Dampening grows tenfold, at most five times, if H is not positive definite;
-    then `(None, reason)`.
+    then U is None and the note says why.
     """
     mean = hessian.diagonal().mean()
     identity = torch.eye(len(hessian), device=hessian.device)
-    dead = hessian.diagonal() == 0  # no calibration token reached these columns: round them to nearest
+    dead = (hessian.diagonal() == 0).all()  # no token reached any column: every choice is as good
     for attempt in range(DAMP_RETRIES + 1):
         share = damp * 10**attempt
         damped = hessian + identity * (share * mean + dead)
@@ -107,8 +111,8 @@ def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | N
         if info == 0 and torch.isfinite(lower.diagonal()).all():
             factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
             if torch.isfinite(factor).all():
-                return factor, f"damping raised to {share:g}" if attempt else None
-    return None, f"Hessian is not positive definite even with damping {share:g}"
+                return damped, factor, f"damping raised to {share:g}" if attempt else None
+    return damped, None, f"Hessian is not positive definite even with damping {share:g}"
 
 
 def sweep(weight: Tensor, grid: Grid, factor: Tensor, importance: Tensor) -> tuple[Tensor, list]:

@@ -1,0 +1,71 @@
+"""Refinement: coordinate descent on codes and scales, starting from what GPTQ found.
+
+GPTQ fixes each column once, before it knows what the later columns will become. With all columns
+chosen, any one of them can be chosen again: for `r = H (W - Ŵ)ᵀ` the loss `tr(dW H dWᵀ)` along
+column j is least at `ŵ_j + r_j / H_jj`, so the nearest grid value to that never raises it (cyclic
+coordinate descent, as in QuantEase, Behdin et al. 2023, arXiv:2309.01885, section 3). Likewise, a
+group's values `V` have a best common factor, `1 + <r, V> / <V, H V>`, which the scale takes up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.grids import Grid
+
+RUN = 128  # columns between two updates of a group's residual
+
+
+def refine(
+    target: Tensor, codes: Tensor, params: list, grid: Grid, hessian: Tensor, cycles: int
+) -> tuple[Tensor, list]:
+    """Better codes and parameters for `target [out, in]`, with the same grid and bytes.
+
+    codes: uint8 `[out, in]`. params: one entry a group, in column order. hessian: `[in, in]`,
+    damped, in the same column order. Every group is visited `cycles` times.
+    """
+    size = grid.group_size
+    params = list(params)
+    chosen = codes.t().contiguous()  # [in, out], as everything below
+    values = torch.cat(
+        [grid.decode(codes[:, k * size : (k + 1) * size], part).t() for k, part in enumerate(params)]
+    )
+    residual = hessian @ (target.t() - values)
+    for _ in range(cycles):
+        for k in range(len(params)):
+            group = slice(k * size, (k + 1) * size)
+            before = values[group].clone()
+            local = residual[group].clone()
+            _descend(chosen[group], values[group], local, params[k], grid, hessian[group, group])
+            params[k] = _rescale(chosen[group], values[group], local, params[k], grid, hessian[group, group])
+            residual.addmm_(hessian[:, group], values[group] - before, alpha=-1)
+    return chosen.t().contiguous(), params
+
+
+def _descend(codes: Tensor, values: Tensor, residual: Tensor, params, grid: Grid, hessian: Tensor) -> None:
+    """Choose every column of one group again, in place; all `[group_size, out]`, hessian the group's own."""
+    for low in range(0, len(codes), RUN):
+        high = min(low + RUN, len(codes))
+        moved = torch.zeros_like(values[low:high])
+        for j in range(low, high):
+            if j > low:
+                residual[j].addmv_(moved[: j - low].t(), hessian[low:j, j], alpha=-1)
+            best = values[j] + residual[j] / hessian[j, j]
+            column_codes, column = grid.round_column(best, params, j)
+            moved[j - low] = column - values[j]
+            values[j] = column
+            codes[j] = column_codes
+        residual[high:].addmm_(hessian[high:, low:high], moved, alpha=-1)
+        # inside the run each column saw only the moves before it: give it the others, its own included
+        residual[low:high].addmm_(hessian[low:high, low:high].triu(), moved, alpha=-1)
+        residual[:low].addmm_(hessian[:low, low:high], moved, alpha=-1)
+
+
+def _rescale(codes: Tensor, values: Tensor, residual: Tensor, params, grid: Grid, hessian: Tensor):
+    """The group's parameters with the best common factor on its values, which change in place."""
+    power = (values * (hessian @ values)).sum(0)
+    factor = 1 + (residual * values).sum(0) / power.clamp(min=torch.finfo(power.dtype).tiny)
+    scaled = grid.scaled(params, torch.where((power > 0) & (factor > 0), factor, 1.0))
+    values.copy_(grid.decode(codes.t(), scaled).t())
+    return scaled

@@ -1,0 +1,231 @@
+"""quantkit.grids.affine against its formulas and against brute force."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid, AffineParams
+
+BITS = (2, 3, 4, 8)
+GRIDS = [
+    AffineGrid(bits, 32, symmetric, zero_min)
+    for bits, (symmetric, zero_min) in product(BITS, ((True, 0), (False, 0), (False, 1)))
+]
+
+
+def name(grid: AffineGrid) -> str:
+    return f"{grid.bits}bit-" + ("sym" if grid.symmetric else f"asym{grid.zero_min}")
+
+
+def groups(kind: str, rows: int = 64, size: int = 32, seed: int = 0) -> Tensor:
+    """Weights `[rows, size]`."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = 0.02 * torch.randn(rows, size, generator=generator)
+    single = normal[:, :1] + 0.05 * normal[:, :1].sign()
+    return {
+        "normal": normal,
+        "heavy": normal / torch.rand(rows, size, generator=generator).clamp(min=0.1),
+        "positive": normal.abs() + 0.03,
+        "negative": -normal.abs() - 0.03,
+        "constant": single.expand(rows, size).contiguous(),
+        "zero": torch.zeros(rows, size),
+        "one weight": single * (torch.arange(size) == 3),
+    }[kind]
+
+
+KINDS = ("normal", "heavy", "positive", "negative", "constant", "zero", "one weight")
+
+
+def importances(size: int, seed: int = 0) -> Tensor:
+    return torch.exp(torch.randn(size, generator=torch.Generator().manual_seed(seed)))
+
+
+def errors(grid: AffineGrid, weight: Tensor, importance: Tensor, params: AffineParams) -> Tensor:
+    """Weighted squared error of each group, float64 `[rows]`."""
+    delta = grid.decode(grid.round(weight, params), params).double() - weight
+    return (importance.double() * delta.square()).sum(1)
+
+
+def plain(grid: AffineGrid) -> AffineGrid:
+    return AffineGrid(grid.bits, grid.group_size, grid.symmetric, grid.zero_min, search=False)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_fit_without_search_covers_the_range(bits):
+    """Element by element, in the words of the format: scale = range / steps, zero = where 0 lies."""
+    steps = 2**bits - 1
+    for kind, zero_min in product(("normal", "heavy", "positive", "negative"), (0, 1)):
+        weight = groups(kind)
+        symmetric = AffineGrid(bits, 32, True, zero_min, search=False).fit(weight)
+        asymmetric = AffineGrid(bits, 32, False, zero_min, search=False).fit(weight)
+        for row, values in enumerate(weight.tolist()):
+            scale = torch.tensor(2 * max(map(abs, values)) / steps).half()
+            assert symmetric.scale[row] == scale and symmetric.zero[row] == 2 ** (bits - 1)
+            low, high = min(*values, 0.0), max(*values, 0.0)
+            exact = (high - low) / steps
+            assert asymmetric.scale[row] == torch.tensor(exact).half()
+            assert asymmetric.zero[row] == min(max(round(-low / exact), zero_min), steps)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_what_is_stored_and_codes_are_the_nearest(grid, kind):
+    weight = groups(kind)
+    for fitted in (grid, plain(grid)):
+        params = fitted.fit(weight, importances(32))
+        assert params.scale.dtype == params.zero.dtype == torch.float32
+        assert torch.equal(params.scale, params.scale.half().float()) and (params.scale > 0).all()
+        assert torch.equal(params.zero, params.zero.round())
+        assert params.zero.min() >= grid.zero_min and params.zero.max() <= grid.max_code
+
+        codes = grid.round(weight, params)
+        assert codes.dtype == torch.uint8 and codes.max() <= grid.max_code
+        table = torch.arange(grid.max_code + 1).expand(len(weight), -1)
+        values = grid.decode(table, params)  # every value each group can take
+        assert torch.equal(values, (table - params.zero[:, None]) * params.scale[:, None])
+        nearest = (weight[:, :, None].double() - values[:, None, :]).abs().amin(2)
+        reached = (weight.double() - grid.decode(codes, params)).abs()
+        # a tie may fall to either side of float32's last digit
+        assert (reached <= nearest + 1e-6 * params.scale[:, None]).all()
+
+        assert torch.equal(grid.round(grid.decode(codes, params), params), codes)  # round trip
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=name)
+def test_round_column_is_round(grid):
+    weight = groups("heavy")
+    params = grid.fit(weight)
+    codes, values = zip(*(grid.round_column(weight[:, j], params, j) for j in range(32)), strict=True)
+    rounded = grid.round(weight, params)
+    assert torch.equal(torch.stack(codes, 1), rounded.float())
+    assert torch.equal(torch.stack(values, 1), grid.decode(rounded, params))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_search_is_never_worse_than_the_full_range(grid, kind):
+    weight, importance = groups(kind), importances(32)
+    searched = errors(grid, weight, importance, grid.fit(weight, importance))
+    covering = errors(grid, weight, importance, plain(grid).fit(weight))
+    size = (importance * weight.square()).sum(1)
+    assert (searched <= covering + 2.0**-22 * size).all()  # the square of float16's own rounding
+    if kind in ("normal", "heavy", "positive", "negative"):
+        assert searched.sum() < 0.97 * covering.sum()
+    if kind == "zero":
+        assert searched.max() == 0
+    if kind in ("constant", "one weight"):  # one value to hit: nothing but the scale's rounding is left
+        assert (searched <= 2.0**-22 * size).all()
+
+
+def brute_force(grid: AffineGrid, weight: Tensor, importance: Tensor) -> Tensor:
+    """Least error of each group over 400 ranges, each with the best scale for its codes."""
+    best = torch.full((len(weight),), torch.inf, dtype=torch.float64)
+    low, high = weight.amin(1).clamp(max=0), weight.amax(1).clamp(min=0)
+    if grid.symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    for share in torch.linspace(0.25, 1.1, 400).tolist():
+        scale = share * (high - low) / grid.max_code
+        zero = (-share * low / scale).round().clamp(grid.zero_min, grid.max_code)
+        if grid.symmetric:
+            zero = torch.full_like(scale, 2 ** (grid.bits - 1))
+        steps = (weight / scale[:, None]).round().clamp(-zero[:, None], grid.max_code - zero[:, None])
+        scale = (importance * weight * steps).sum(1) / (importance * steps.square()).sum(1)
+        params = AffineParams(scale.half().float(), zero)
+        best = torch.minimum(best, errors(grid, weight, importance, params))
+    return best
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy"])
+@pytest.mark.parametrize("bits, symmetric", list(product((2, 3, 4), (True, False))))
+def test_search_comes_close_to_brute_force(bits, symmetric, kind):
+    grid = AffineGrid(bits, 128, symmetric)
+    weight = groups(kind, rows=128, size=128)
+    for importance in (torch.ones(128), importances(128)):
+        searched = errors(grid, weight, importance, grid.fit(weight, importance))
+        assert searched.sum() <= 1.02 * brute_force(grid, weight, importance).sum()
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_search_does_not_hang_on_the_last_digit(bits):
+    """Weights that differ by float32's rounding get the same scale, up to float16's own rounding."""
+    grid = AffineGrid(bits, 16)
+    weight = groups("normal", rows=512, size=16)
+    one, other = grid.fit(weight).scale, grid.fit(weight.double()).scale
+    assert (one / other - 1).abs().max() < 2.0**-9
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_importance_moves_the_error_to_where_it_is_cheap(bits):
+    """A few outliers: worth covering when they matter, worth clipping when they do not."""
+    grid = AffineGrid(bits, 32)
+    weight = groups("normal")
+    outliers = torch.arange(32) % 11 == 0
+    weight[:, outliers] *= 6
+
+    def squared(importance):
+        delta = grid.decode(grid.round(weight, params := grid.fit(weight, importance)), params) - weight
+        return delta[:, outliers].square().sum(), delta[:, ~outliers].square().sum()
+
+    loud, quiet = squared(torch.where(outliers, 100.0, 1.0)), squared(torch.where(outliers, 0.01, 1.0))
+    assert loud[0] < 0.5 * quiet[0]
+    assert quiet[1] < 0.5 * loud[1]
+
+
+def test_importance_may_be_shared_or_given_for_each_weight():
+    grid = AffineGrid(4, 32, symmetric=False)
+    weight, importance = groups("heavy"), importances(32)
+    shared = grid.fit(weight, importance)
+    own = grid.fit(weight, importance.expand(64, 32).contiguous())
+    even = grid.fit(weight, torch.full((32,), 7.0))
+    assert torch.equal(shared.scale, own.scale) and torch.equal(shared.zero, own.zero)
+    assert torch.equal(even.scale, grid.fit(weight).scale)
+    assert not torch.equal(shared.scale, even.scale)
+
+
+def test_fit_in_chunks_is_fit_at_once(monkeypatch):
+    grid, weight = AffineGrid(4, 32, symmetric=False), groups("heavy")
+    expected = grid.fit(weight, importances(32))
+    monkeypatch.setattr("quantkit.grids.affine.CHUNK", 200)  # six rows at a time
+    params = grid.fit(weight, importances(32))
+    assert torch.equal(params.scale, expected.scale) and torch.equal(params.zero, expected.zero)
+
+
+@pytest.mark.parametrize("symmetric, search", list(product((True, False), (True, False))))
+def test_scales_at_the_ends_of_float16_are_clamped_and_counted(symmetric, search):
+    grid = AffineGrid(4, 32, symmetric, search=search)
+    weight = groups("normal", rows=6)
+    weight[1] *= 1e-9 / 0.02
+    weight[2] = 0
+    weight[4] *= 1e9
+    params = grid.fit(weight)
+    assert params.scale[1] == SCALE_MIN == 2.0**-24
+    assert params.scale[2] == 1 and params.scale[4] == SCALE_MAX
+    assert grid.clipped(params) == 2
+    values = grid.decode(grid.round(weight, params), params)
+    assert torch.equal(values[1:3], torch.zeros(2, 32)) and torch.isfinite(values).all()
+
+
+def test_bits_per_weight_counts_scale_and_zero():
+    assert AffineGrid(4, 128).bits_per_weight == 4.15625  # 4 + (16 + 4) / 128
+    assert AffineGrid(2, 16).bits_per_weight == 3.125
+    assert AffineGrid(8, 4096).bits_per_weight == 8 + 24 / 4096
+
+
+def test_matrices_are_joined_from_groups():
+    grid = AffineGrid(4, 8, symmetric=False)
+    weight = groups("heavy", rows=5, size=24)
+    parts = [grid.fit(part) for part in weight.split(8, 1)]
+    joined = grid.join(parts)
+    codes = torch.cat([grid.round(part, p) for part, p in zip(weight.split(8, 1), parts, strict=True)], 1)
+    expected = torch.cat([grid.decode(c, p) for c, p in zip(codes.split(8, 1), parts, strict=True)], 1)
+    shuffle = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    group = torch.arange(24) // 8
+    assert joined.scale.shape == joined.zero.shape == (5, 3)
+    assert torch.equal(grid.decode_matrix(codes, joined, group), expected)
+    shuffled = grid.decode_matrix(codes[:, shuffle], joined, group[shuffle])
+    assert torch.equal(shuffled, expected[:, shuffle])
+    rows = grid.rows(joined, slice(1, 3))
+    assert torch.equal(grid.decode_matrix(codes[1:3], rows, group), expected[1:3])

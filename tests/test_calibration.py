@@ -1,0 +1,267 @@
+"""Calibration text becomes token sequences: every token accounted for, seeded, and traceable."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from families import sentences
+
+from quantkit import calibration
+from quantkit.calibration import PIECE_CHARS, CalibrationSet
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.options import CalibrationOptions
+from quantkit.shipped import shipped_folder
+
+SHORT = "\n".join(sentences(100, seed=1)) + "\n"  # less than one piece
+LONG = "\n".join(sentences(2500, seed=2)) + "\n"
+
+
+@pytest.fixture
+def checkpoint(tiny_model):
+    return Checkpoint.open(str(tiny_model("llama", tokenizer=True)))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: str | bytes, name: str = "text.txt") -> str:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+def load(checkpoint: Checkpoint, path: str | None = None, **options) -> CalibrationSet:
+    return calibration.load(checkpoint, CalibrationOptions(calibration=path, **options))
+
+
+def error_of(checkpoint: Checkpoint, path: str, **options) -> QuantkitError:
+    with pytest.raises(QuantkitError) as caught:
+        load(checkpoint, path, **options)
+    return caught.value
+
+
+def encode(checkpoint: Checkpoint, text: str) -> list[int]:
+    """Tokens of a text, straight from the tokenizers library."""
+    return checkpoint.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def jsonl(texts, **more) -> str:
+    return "".join(json.dumps({"text": text, **more}, ensure_ascii=False) + "\n" for text in texts)
+
+
+# Slicing
+
+
+def test_a_text_is_concatenated_and_sliced(checkpoint, write):
+    assert len(SHORT) < PIECE_CHARS
+    stream = encode(checkpoint, SHORT)
+    assert checkpoint.tokenizer.decode(stream) == SHORT
+    found = load(checkpoint, write(SHORT), samples=5, seqlen=64)
+    assert found.tokens.dtype == torch.int64
+    assert found.tokens.tolist() == [stream[64 * k : 64 * (k + 1)] for k in range(5)]
+    assert found.warning is None
+
+
+def test_rows_are_concatenated_without_separator_in_seeded_order(checkpoint, write):
+    rows = sentences(8, seed=3)
+    found = load(checkpoint, write(jsonl(rows), "rows.jsonl"), samples=10**6, seqlen=2, seed=4)
+    stream = found.tokens.flatten().tolist()
+    left = {k: encode(checkpoint, row) for k, row in enumerate(rows)}
+    order = []
+    while len(stream) > 1:  # the last token may be missing
+        (here,) = [k for k, ids in left.items() if ids[: len(stream)] == stream[: len(ids)]]
+        order.append(here)
+        stream = stream[len(left.pop(here)) :]
+    assert not left and order != sorted(order)
+
+
+def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(checkpoint, write):
+    assert len(LONG) > 6 * PIECE_CHARS
+    found = load(checkpoint, write(LONG), samples=10**6, seqlen=2)
+    decoded = checkpoint.tokenizer.decode(found.tokens.flatten())
+    assert abs(len(decoded) - len(LONG)) <= 8  # an odd token at the end is left out
+    assert set(decoded.splitlines()[:-1]) <= set(LONG.splitlines())
+    assert decoded != LONG[: len(decoded)]
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(checkpoint, write):
+    path = write(LONG)
+    first, again, other = (load(checkpoint, path, samples=4, seqlen=128, seed=seed) for seed in (7, 7, 8))
+    assert torch.equal(first.tokens, again.tokens)
+    assert first.provenance == again.provenance
+    assert not torch.equal(first.tokens, other.tokens)
+    assert first.provenance.sha256 != other.provenance.sha256
+
+
+@pytest.mark.parametrize("name", [None, "text.txt", "rows.jsonl"])
+def test_every_sequence_begins_with_bos_where_the_tokenizer_says_so(tiny_model, write, name):
+    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer="bos")))
+    content = jsonl([SHORT]) if name == "rows.jsonl" else SHORT
+    found = load(checkpoint, name and write(content, name), samples=6, seqlen=64)
+    assert found.tokens.shape == (6, 64)
+    assert found.tokens[:, 0].tolist() == [0] * 6
+    assert found.tokens[:, 1:].min() > 0  # and nothing else is BOS
+    assert found.provenance.bos
+    if name:
+        assert found.tokens[:, 1:].flatten().tolist() == encode(checkpoint, SHORT)[: 6 * 63]
+
+
+def test_a_tokenizer_that_begins_without_bos_is_left_alone(checkpoint, write):
+    found = load(checkpoint, write(SHORT), samples=6, seqlen=64)
+    assert not found.provenance.bos
+    assert found.tokens.min() > 0
+
+
+def test_the_provenance_names_the_tokens(checkpoint, write):
+    path = write(LONG, "corpus.txt")
+    found = load(checkpoint, path, samples=3, seqlen=100, seed=5)
+    block = b"".join(
+        token.to_bytes(8, "little", signed=True) for row in found.tokens.tolist() for token in row
+    )
+    assert found.record() == {
+        "source": "corpus.txt",
+        "samples": 3,
+        "seqlen": 100,
+        "seed": 5,
+        "bos": False,
+        "sha256": hashlib.sha256(block).hexdigest(),
+    }
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "of_a_file", "of_the_shipped"),
+    [(4096, None, 2048, 512), (256, None, 256, 256), (256, 300, 256, 256), (256, 100, 100, 100)],
+)
+def test_the_length_of_sequences(tiny_model, write, context, asked, of_a_file, of_the_shipped):
+    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer=True, max_position_embeddings=context)))
+    own, shipped = (load(checkpoint, path, samples=2, seqlen=asked) for path in (write(LONG), None))
+    assert own.tokens.shape == (2, own.provenance.seqlen) == (2, of_a_file)
+    assert shipped.tokens.shape == (2, shipped.provenance.seqlen) == (2, of_the_shipped)
+
+
+def test_a_model_without_a_limit_takes_any_length(tiny_model, write):
+    checkpoint = Checkpoint.open(str(tiny_model("bloom", tokenizer=True)))
+    assert load(checkpoint, write(LONG), samples=1, seqlen=5000).tokens.shape == (1, 5000)
+
+
+def test_too_little_text_is_used_and_announced(checkpoint, write):
+    stream = encode(checkpoint, SHORT)
+    whole = len(stream) // 100
+    assert len(stream) % 100 and 5 < whole < 60
+    found = load(checkpoint, write(SHORT), samples=60, seqlen=100)
+    assert found.tokens.flatten().tolist() == stream[: whole * 100]
+    assert found.provenance.samples == whole
+    assert found.warning == (
+        f"calibration text text.txt holds {len(stream)} tokens; 60 sequences of 100 need 6000: "
+        f"using {whole} sequences"
+    )
+
+
+@pytest.mark.parametrize(("text", "count"), [("Ein Satz.", None), ("", 0), ("\n", 1)])
+def test_less_than_one_sequence_is_an_error(checkpoint, write, text, count):
+    count = len(encode(checkpoint, text)) if count is None else count
+    error = error_of(checkpoint, write(text), samples=2, seqlen=64)
+    assert error.message == f"calibration text text.txt holds {count} tokens; one sequence needs 64"
+    assert error.exit_code == USAGE and "--seqlen" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("option", "size"), [("samples", 0), ("samples", -1), ("seqlen", 1), ("seqlen", 0), ("seqlen", -5)]
+)
+def test_sizes_that_make_no_sequence_are_errors(checkpoint, write, option, size):
+    error = error_of(checkpoint, write(SHORT), **{option: size})
+    assert error.exit_code == USAGE and "--samples and --seqlen" in error.message
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.ndjson", "rows.json"])
+def test_json_lines_give_the_text_under_a_key(checkpoint, write, name):
+    path = write("\n" + jsonl([SHORT], title="not this") + "\n", name)
+    found = load(checkpoint, path, samples=2, seqlen=64)
+    assert found.tokens.flatten().tolist() == encode(checkpoint, SHORT)[:128]
+    renamed = write(Path(path).read_text().replace('"text"', '"body"'), name)
+    again = load(checkpoint, renamed, text_column="body", samples=2, seqlen=64)
+    assert torch.equal(again.tokens, found.tokens)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"body": "x", "title": "y"}', "has no text under 'text' (it has: body, title)"),
+        ('{"text": 5}', "has no text under 'text' (it has: text)"),
+        ('["text"]', "has no text under 'text' (it has: list)"),
+        ('{"text": "x"', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_row_without_text_is_named(checkpoint, write, line, words):
+    path = write(jsonl(["good"]) + line + "\n", "rows.jsonl")
+    error = error_of(checkpoint, path)
+    assert error.message.startswith(f"{path}:2 {words}")
+    assert error.exit_code == USAGE and error.hint
+
+
+def test_a_missing_file_is_not_found(checkpoint, tmp_path):
+    for path in (tmp_path / "absent.txt", tmp_path):
+        error = error_of(checkpoint, str(path))
+        assert error.exit_code == NOT_FOUND
+        assert error.message.startswith(f"calibration text {path} cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["text.txt", "rows.jsonl"])
+def test_text_in_another_encoding_is_refused(checkpoint, write, name):
+    path = write('{"text": "Grüße"}\n'.encode("latin-1"), name)
+    error = error_of(checkpoint, path)
+    assert error.exit_code == USAGE
+    assert error.message.startswith(f"{path} is not UTF-8 text: ")
+
+
+# The shipped text
+
+
+def hangul(text: str) -> float:
+    return sum("가" <= character <= "힣" for character in text) / len(text)
+
+
+def shipped_texts() -> dict[str, str]:
+    paths = shipped_folder("calibration").glob("*.txt")
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
+
+
+def test_the_shipped_text_is_english_and_korean():
+    sizes = {"english": 0, "korean": 0}
+    for text in shipped_texts().values():
+        sizes["korean" if hangul(text) > 0.5 else "english"] += len(text.encode())
+    assert sizes["english"] >= 60_000
+    assert sizes["korean"] >= 25_000
+
+
+def test_the_shipped_text_shares_nothing_with_the_held_out_text():
+    def fragments(text: str) -> set[str]:
+        flat = " ".join(text.split())
+        return {flat[start : start + 40] for start in range(len(flat) - 39)}
+
+    held_out = fragments((Path(__file__).parent / "data" / "heldout.txt").read_text(encoding="utf-8"))
+    assert len(held_out) > 40_000
+    assert {name: fragments(text) & held_out for name, text in shipped_texts().items()} == dict.fromkeys(
+        shipped_texts(), set()
+    )
+
+
+def test_the_shipped_text_is_what_a_job_gets_by_default(demo_model):
+    checkpoint = Checkpoint.open(str(demo_model))
+    found = load(checkpoint)
+    assert found.provenance.source == "shipped"
+    assert found.provenance.seqlen == 512 == found.tokens.shape[1]
+    assert 100 <= found.provenance.samples == len(found.tokens) <= 128
+    text = checkpoint.tokenizer.decode(found.tokens.flatten())
+    assert 0.05 < hangul(text) < 0.5

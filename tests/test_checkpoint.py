@@ -1,0 +1,538 @@
+"""Checkpoints on disk and on the hub: what is read, what is written, what is turned away and how."""
+
+import inspect
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from quantkit import hub
+from quantkit.checkpoint import Checkpoint
+from quantkit.containers.safetensors_folder import INDEX, SINGLE, read_folder, read_header, write_folder
+from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
+
+REPOSITORY = Path(__file__).parents[1]
+SHA = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "f" * 40
+TENSORS = {  # every size of element, a scalar, an empty tensor, and names whose order is not alphabetical
+    "layers.10.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
+    "layers.2.weight": torch.arange(10, dtype=torch.bfloat16).view(5, 2),
+    "layers.2.bias": torch.arange(5, dtype=torch.float16),
+    "layers.2.qweight": torch.arange(-3, 3, dtype=torch.int32).view(2, 3),
+    "layers.2.mask": torch.tensor([True, False, True]),
+    "layers.2.codes": torch.arange(7, dtype=torch.uint8),
+    "layers.2.small": torch.arange(3, dtype=torch.float32).to(torch.float8_e4m3fn),
+    "step": torch.tensor(2**40, dtype=torch.int64),
+    "empty": torch.zeros(0, 4, dtype=torch.float16),
+}
+
+
+def error_of(call, *arguments, **keywords) -> QuantkitError:
+    with pytest.raises(QuantkitError) as caught:
+        call(*arguments, **keywords)
+    return caught.value
+
+
+def store(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def store_raw(path: Path, header: bytes | dict, body: bytes = b"", length: int | None = None) -> Path:
+    """A safetensors file of any header, true or not."""
+    header = json.dumps(header).encode() if isinstance(header, dict) else header
+    size = len(header) if length is None else length
+    path.write_bytes(size.to_bytes(8, "little") + header + body)
+    return path
+
+
+def store_sharded(folder: Path, shards: dict[str, dict], weight_map: dict | None = None) -> Path:
+    """Shards and their index, put together by hand."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensors in shards.items():
+        store(folder / name, tensors)
+    true_map = {key: name for name, tensors in shards.items() for key in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map or true_map}))
+    return folder
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def stored_bytes(info) -> bytes:
+    with open(info.file, "rb") as file:
+        file.seek(info.offset)
+        return file.read(info.nbytes)
+
+
+# Reading
+
+
+def test_headers_say_what_the_library_says(tmp_path):
+    path = store(tmp_path / SINGLE, TENSORS)
+    infos = read_header(path)
+    assert infos.keys() == TENSORS.keys()
+    with safe_open(path, framework="pt") as library:
+        for name, info in infos.items():
+            part = library.get_slice(name)
+            assert (info.name, info.dtype, list(info.shape)) == (name, part.get_dtype(), part.get_shape())
+            assert info.file == path
+            assert stored_bytes(info) == raw_bytes(TENSORS[name])
+
+
+def test_shards_read_like_one_file(tmp_path):
+    half = len(TENSORS) // 2
+    first, second = dict(list(TENSORS.items())[:half]), dict(list(TENSORS.items())[half:])
+    folder = store_sharded(tmp_path, {"a.safetensors": first, "b.safetensors": second})
+    infos = read_folder(folder)
+    assert {name: info.file.name for name, info in infos.items()} == {
+        **dict.fromkeys(first, "a.safetensors"),
+        **dict.fromkeys(second, "b.safetensors"),
+    }
+    assert all(stored_bytes(infos[name]) == raw_bytes(tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_checkpoint_reads_values_names_and_context(tiny_model):
+    folder = tiny_model("gpt2", dtype="bfloat16")
+    checkpoint = Checkpoint.open(str(folder))
+    stored = load_file(folder / SINGLE)
+    assert sorted(checkpoint.names) == sorted(stored)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    assert checkpoint.read(name).dtype == torch.bfloat16
+    assert torch.equal(checkpoint.read(name), stored[name])
+    assert torch.equal(checkpoint.read(name, torch.float32), stored[name].float())
+    assert not checkpoint.is_quantized(name)
+    assert checkpoint.context == 256
+    assert [path.name for path in checkpoint.companions()] == ["generation_config.json"]
+
+
+def test_the_hash_is_of_configuration_and_weights(tiny_model, tmp_path):
+    folder = tiny_model("llama")
+    first = Checkpoint.open(str(folder)).sha256()
+    (folder / "README.md").write_text("not part of the model")
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert Checkpoint.open(str(copy)).sha256() == first
+    data = bytearray((copy / SINGLE).read_bytes())
+    data[-1] ^= 1
+    (copy / SINGLE).write_bytes(data)
+    assert Checkpoint.open(str(copy)).sha256() != first
+
+
+# Writing
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 50, 16, 1])
+def test_written_folders_hold_the_same_bytes(tmp_path, shard_bytes):
+    source = store_sharded(
+        tmp_path / "source",
+        {
+            "a.safetensors": {name: TENSORS[name] for name in list(TENSORS)[::2]},
+            "b.safetensors": {name: TENSORS[name] for name in list(TENSORS)[1::2]},
+        },
+    )
+    infos = list(read_folder(source).values())
+    outputs = []
+    for number in range(2):  # the second time from tensors in another order
+        folder = tmp_path / f"out{number}"
+        folder.mkdir()
+        random.Random(number).shuffle(infos)
+        write_folder(folder, infos, shard_bytes)
+        outputs.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert outputs[0] == outputs[1]
+
+    written = read_folder(folder)
+    assert {name: (i.dtype, i.shape) for name, i in written.items()} == {
+        info.name: (info.dtype, info.shape) for info in infos
+    }
+    assert all(stored_bytes(written[name]) == raw_bytes(tensor) for name, tensor in TENSORS.items())
+    loaded = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        part = load_file(path)  # the library's own, stricter reader
+        sizes = [tensor.nbytes for tensor in part.values()]
+        assert sum(sizes) <= shard_bytes or len(sizes) == 1
+        for name in part:
+            assert written[name].offset % part[name].element_size() == 0
+        loaded |= part
+    assert all(
+        loaded[name].dtype == tensor.dtype and raw_bytes(loaded[name]) == raw_bytes(tensor)
+        for name, tensor in TENSORS.items()
+    )
+    if shard_bytes > 1000:
+        assert list(outputs[0]) == [SINGLE]
+    else:
+        index = json.loads((folder / INDEX).read_text())
+        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in TENSORS.values())}
+        assert index["weight_map"] == {name: info.file.name for name, info in written.items()}
+        assert len(set(index["weight_map"].values())) == len(outputs[0]) - 1 > 1
+
+
+def test_shards_follow_the_order_of_the_blocks(tmp_path):
+    names = [f"layers.{number}.weight" for number in range(12)]
+    source = store(tmp_path / "source.safetensors", {name: torch.zeros(4) for name in names})
+    write_folder(tmp_path, read_header(source).values(), 48)
+    index = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    assert index == {name: f"model-{k // 3 + 1:05d}-of-00004.safetensors" for k, name in enumerate(names)}
+
+
+# Files that are broken, or lie
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BROKEN = {
+    "empty file": b"",
+    "seven bytes": b"\x10\0\0\0\0\0\0",
+    "garbage": bytes(range(1, 200)),
+    "not JSON": (b"{]", b""),
+    "not UTF-8": (b'{"\xff\xfe": 1}', b""),
+    "deep nesting": (b"[" * 200_000, b""),
+    "a list": (b"[]", b""),
+    "entry is no object": ({"a": 5}, b""),
+    "entry without offsets": ({"a": {"dtype": "F32", "shape": [2]}}, b"\0" * 8),
+    "dtype is a list": ({"a": {**F32, "dtype": ["F32"]}}, b"\0" * 8),
+    "header longer than the file": (json.dumps({"a": F32}).encode(), b"\0" * 8, 10**6),
+    "header of 2^63 bytes": (json.dumps({"a": F32}).encode(), b"\0" * 8, 2**63),
+    "header shorter than it is": (json.dumps({"a": F32}).encode(), b"\0" * 8, 20),
+    "tensors cut off": ({"a": F32}, b"\0" * 7),
+    "bytes left over": ({"a": F32}, b"\0" * 9),
+    "negative offset": ({"a": {**F32, "data_offsets": [-8, 0]}}, b"\0" * 8),
+    "offset beyond the file": ({"a": {**F32, "data_offsets": [10**15, 10**15 + 8]}}, b"\0" * 8),
+    "reversed offsets": ({"a": {**F32, "dtype": "F6_E2M3", "data_offsets": [8, 0]}}, b"\0" * 8),
+    "offsets that are no integers": ({"a": {**F32, "data_offsets": [0.0, 8.0]}}, b"\0" * 8),
+    "negative size": ({"a": {**F32, "shape": [-1, -2]}}, b"\0" * 8),
+    "size that is no integer": ({"a": {**F32, "shape": [2.5]}}, b"\0" * 8),
+    "shape too large for its bytes": ({"a": {**F32, "shape": [3]}}, b"\0" * 8),
+    "hole before a tensor": ({"a": {**F32, "data_offsets": [4, 12]}}, b"\0" * 12),
+    "overlapping tensors": ({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, b"\0" * 12),
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_refused_by_name(tmp_path, content):
+    path = tmp_path / SINGLE
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        store_raw(path, *content)
+    with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
+        pass  # the library refuses it as well
+    error = error_of(read_folder, tmp_path)
+    assert str(path) in error.message and "truncated or not safetensors" in error.message
+    assert error.exit_code == RUNTIME and error.hint
+
+
+@pytest.mark.parametrize("part", [0.2, 0.9, 0.999])
+def test_a_truncated_checkpoint_is_refused_before_loading(tiny_model, part):
+    folder = tiny_model("llama")
+    data = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(data[: int(len(data) * part)])
+    assert f"the file has {int(len(data) * part)}" in error_of(Checkpoint.open, str(folder)).message
+
+
+ONE = {"a.safetensors": {"x": torch.zeros(2)}, "b.safetensors": {"y": torch.zeros(2)}}
+TRUE_MAP = {"x": "a.safetensors", "y": "b.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "code"),
+    [
+        ({"y": "c.safetensors"}, "1 of 2 shards named in .* are absent: c.safetensors", NOT_FOUND),
+        ({"y": "../secret.safetensors"}, r"outside its folder: \.\./secret", UNSUPPORTED),
+        ({"y": "/etc/passwd"}, "outside its folder: /etc/passwd", UNSUPPORTED),
+        ({"y": "sub/b.safetensors"}, "outside its folder: sub/b", UNSUPPORTED),
+        ({"y": ".."}, r"outside its folder: \.\.", UNSUPPORTED),
+        ({"y": "a.safetensors"}, "in shards that do not hold them: y$", RUNTIME),
+        ({"z": "a.safetensors"}, "in shards that do not hold them: z$", RUNTIME),
+        ({"y": 5}, "is not a safetensors index", RUNTIME),
+        ({"y": ["b.safetensors"]}, "is not a safetensors index", RUNTIME),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, change, words, code):
+    store(tmp_path / "secret.safetensors", {"y": torch.zeros(2)})
+    folder = store_sharded(tmp_path / "model", ONE, TRUE_MAP | change)
+    with pytest.raises(QuantkitError, match=words) as caught:
+        read_folder(folder)
+    assert caught.value.exit_code == code
+    assert str(folder / INDEX) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}', "[" * 10**5]
+)
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    folder = store_sharded(tmp_path, ONE)
+    (folder / INDEX).write_text(text)
+    assert error_of(read_folder, folder).message.startswith(f"{folder / INDEX} is not a safetensors index")
+
+
+def test_pickles_are_refused_with_the_way_out(tiny_model):
+    folder = tiny_model("llama")
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    error = error_of(Checkpoint.open, str(folder))
+    assert error.exit_code == UNSUPPORTED
+    assert "pytorch_model.bin" in error.message and "save_pretrained" in error.hint
+
+
+def test_a_folder_without_weights_is_refused(tiny_model):
+    folder = tiny_model("llama")
+    (folder / SINGLE).unlink()
+    error = error_of(Checkpoint.open, str(folder))
+    assert (error.exit_code, error.message) == (NOT_FOUND, f"{folder} holds no {SINGLE} and no {INDEX}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "code"),
+    [
+        (None, "holds no config.json", NOT_FOUND),
+        ("{", "is not JSON", RUNTIME),
+        ("[" * 10**5, "is not JSON", RUNTIME),
+        ("[1]", "is not a JSON object", RUNTIME),
+        ("{}", "transformers .* cannot read", UNSUPPORTED),
+        ('{"model_type": "llamma"}', "transformers .* cannot read .*llamma", UNSUPPORTED),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "alien"}}', "'alien'", UNSUPPORTED),
+        ('{"model_type": "llama", "quantization_config": "gptq"}', "quantization .*gptq", UNSUPPORTED),
+        ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "bits", RUNTIME),
+    ],
+)
+def test_configurations_that_do_not_serve(tiny_model, text, words, code):
+    folder = tiny_model("llama")
+    (folder / "config.json").unlink()
+    if text is not None:
+        (folder / "config.json").write_text(text)
+    with pytest.raises(QuantkitError, match=words) as caught:
+        Checkpoint.open(str(folder))
+    assert caught.value.exit_code == code and caught.value.hint
+
+
+def test_a_checkpoint_without_tokenizer_says_so(tiny_model):
+    checkpoint = Checkpoint.open(str(tiny_model("llama")))
+    error = error_of(lambda: checkpoint.tokenizer)
+    assert error.exit_code == NOT_FOUND and "tokenizer.json" in error.hint
+    assert Checkpoint.open(str(tiny_model("llama", tokenizer=True))).tokenizer.vocab_size == 512
+
+
+# The hub
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("no/such/folder", "no such folder: no/such/folder"),
+        ("./org/name", "no such folder: ./org/name"),
+        ("name", "no such folder: name"),
+        ("/org/name", "no such folder: /org/name"),
+        ("org/na..me", "org/na..me"),
+        ("org/name.git", "org/name.git"),
+        ("org/-name", "org/-name"),
+        ("org/näme", "org/näme"),
+    ],
+)
+def test_sources_that_are_neither_folder_nor_hub_id(source, words):
+    error = error_of(hub.resolve, source)
+    assert words in error.message
+    assert error.exit_code == NOT_FOUND and error.hint
+
+
+def test_a_file_is_no_checkpoint(tiny_model):
+    path = tiny_model("llama") / "config.json"
+    error = error_of(hub.resolve, str(path))
+    assert (error.exit_code, error.message) == (NOT_FOUND, f"{path} is a file")
+
+
+def test_no_token_is_taken_from_an_argument():
+    for function in (hub.resolve, Checkpoint.open):
+        assert "token" not in inspect.signature(function).parameters
+
+
+@pytest.fixture
+def cache(tmp_path, tiny_model, monkeypatch):
+    """A hub cache as huggingface_hub lays it out: main of org/name, and an older revision tagged v1."""
+    repository = tmp_path / "hub" / "models--org--name"
+    for sha, ref, blocks in ((SHA, "main", 3), (OLDER, "v1", 2)):
+        shutil.copytree(
+            tiny_model("llama", name=ref, num_hidden_layers=blocks), repository / "snapshots" / sha
+        )
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / ref).write_text(sha)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return repository
+
+
+@pytest.mark.parametrize(("revision", "blocks"), [(None, 3), ("main", 3), ("v1", 2), (OLDER, 2)])
+def test_the_hub_cache_opens_offline(cache, revision, blocks):
+    checkpoint = Checkpoint.open("org/name", revision=revision, offline=True)
+    assert checkpoint.folder.parent == cache / "snapshots"
+    assert checkpoint.config.num_hidden_layers == blocks
+    assert len([name for name in checkpoint.names if "up_proj" in name]) == blocks
+
+
+@pytest.mark.parametrize(("source", "revision"), [("org/other", None), ("org/name", "v2")])
+def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revision):
+    error = error_of(Checkpoint.open, source, revision=revision, offline=True)
+    assert error.exit_code == NOT_FOUND
+    assert f"{source} is no local folder and is not in the local cache" in error.message
+    assert f"hf download {source}" in error.hint
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """The routes of the hub that a snapshot needs: repository information, its tree, its files."""
+
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes]
+    seen: list[tuple[str, str | None]]
+
+    def do_GET(self):
+        parts = self.path.split("?")[0].strip("/").split("/")
+        token = self.headers.get("Authorization")
+        self.seen.append((self.path, token))
+        if parts[0] == "api":
+            parts = parts[2:]  # api/models/
+        owner, name, *rest = parts + [""] * 4
+        if owner != "org":
+            self.answer(404, b"")
+        elif name == "gated":
+            self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        elif name == "absent" or (name == "private" and token != "Bearer hf_secret"):
+            self.answer(401, b"", {"X-Error-Code": "RepoNotFound"})
+        elif name == "broken":
+            self.answer(500, b"")
+        elif name == "portal":
+            self.answer(200, b"<html>Please log in</html>")
+        elif name == "cut" and rest[0] == "resolve" and self.command == "GET":
+            self.answer(200, b"half", {"ETag": '"cut"', "X-Repo-Commit": SHA, "Content-Length": 8})
+            self.close_connection = True
+        elif rest[1] not in ("main", "v1", SHA):
+            self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif rest[0] == "revision":
+            self.answer(200, json.dumps({"id": f"{owner}/{name}", "sha": SHA}).encode())
+        elif rest[0] == "tree":
+            tree = [
+                {"type": "file", "path": path, "size": len(data), "oid": f"{number:040x}"}
+                for number, (path, data) in enumerate(self.files.items())
+            ]
+            self.answer(200, json.dumps(tree).encode())
+        elif rest[0] == "resolve" and rest[2] in self.files:
+            self.answer(200, self.files[rest[2]], {"ETag": f'"{rest[2]}"', "X-Repo-Commit": SHA})
+        else:
+            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, body: bytes, headers: dict | None = None) -> None:
+        self.send_response(status)
+        kind = "application/json" if self.path.startswith("/api") else "application/octet-stream"
+        for key, value in {"Content-Type": kind, "Content-Length": len(body), **(headers or {})}.items():
+            self.send_header(key, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+RESOLVE = """
+import json, sys
+from quantkit import hub
+from quantkit.errors import QuantkitError
+for line in sys.stdin:
+    try:
+        print(json.dumps({"folder": str(hub.resolve(**json.loads(line)))}))
+    except QuantkitError as error:
+        print(json.dumps({"message": error.message, "hint": error.hint, "code": error.exit_code}))
+"""
+
+
+def resolve_elsewhere(home: Path, endpoint: str, requests: list[dict], token: str = "") -> list[dict]:
+    """`hub.resolve` of every request in one new process: huggingface_hub reads its variables at import."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE],
+        input="".join(json.dumps(request) + "\n" for request in requests),
+        env=environment
+        | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(REPOSITORY)}
+        | {"HF_TOKEN": token, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def stand_in(tiny_model):
+    folder = tiny_model("llama", tokenizer=True)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files |= {"pytorch_model.bin": b"pickle", "LICENSE": b"MIT", "training_args.bin": b"pickle"}
+    handler = type("Handler", (StandIn,), {"files": files, "seen": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_hub_id_is_fetched_once_and_then_opens_offline(stand_in, tmp_path):
+    online, again = resolve_elsewhere(
+        tmp_path, stand_in.url, [{"source": "org/name"}, {"source": "org/name", "offline": True}]
+    )
+    folder = Path(online["folder"])
+    assert folder == Path(again["folder"]) and folder.name == SHA
+    wanted = {name: data for name, data in stand_in.RequestHandlerClass.files.items() if ".bin" not in name}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == wanted
+    assert not any(".bin" in path for path, _ in stand_in.RequestHandlerClass.seen)
+    checkpoint = Checkpoint.open(str(folder))
+    assert checkpoint.tokenizer.vocab_size == 512 and checkpoint.config.num_hidden_layers == 3
+
+
+def test_the_token_comes_from_the_environment(stand_in, tmp_path):
+    request = {"source": "org/private"}
+    (refused,) = resolve_elsewhere(tmp_path / "a", stand_in.url, [request])
+    assert refused["code"] == NOT_FOUND and "HF_TOKEN" in refused["hint"]
+    assert {token for _, token in stand_in.RequestHandlerClass.seen} == {None}
+    (fetched,) = resolve_elsewhere(tmp_path / "b", stand_in.url, [request], token="hf_secret")
+    assert Path(fetched["folder"], "config.json").is_file()
+
+
+def test_what_the_hub_refuses_is_an_error_with_a_way_out(stand_in, tmp_path):
+    requests = [
+        {"source": "org/gated"},
+        {"source": "org/absent"},
+        {"source": "org/name", "revision": "v9"},
+        {"source": "org/broken"},
+    ]
+    gated, absent, revision, broken = resolve_elsewhere(tmp_path, stand_in.url, requests)
+    assert gated["message"] == "org/gated is gated" and "accept its terms" in gated["hint"]
+    assert absent["message"] == "the hub has no org/absent, or it is private"
+    assert revision["message"] == "the hub has no org/name at revision v9, or it is private"
+    assert broken["message"].startswith("org/broken is no local folder and could not be fetched: ")
+    assert {answer["code"] for answer in (gated, absent, revision, broken)} == {NOT_FOUND}
+
+
+@pytest.mark.parametrize("failure", ["cut", "portal"])
+def test_a_connection_that_fails_halfway_is_an_error(stand_in, tmp_path, failure):
+    (error,) = resolve_elsewhere(tmp_path, stand_in.url, [{"source": f"org/{failure}"}])
+    assert error["message"].startswith(f"org/{failure} is no local folder and could not be fetched: ")
+    assert error["code"] == NOT_FOUND and error["hint"]
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error(tmp_path):
+    (error,) = resolve_elsewhere(tmp_path, "http://127.0.0.1:9", [{"source": "org/name"}])
+    assert error["message"].startswith("org/name is no local folder and could not be fetched: ")
+    assert error["code"] == NOT_FOUND and "hf download org/name" in error["hint"]
