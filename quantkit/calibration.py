@@ -109,7 +109,7 @@ def _pieces(path: Path, options: CalibrationOptions) -> Iterator[str]:
 def _row(line: str, column: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object a line", USAGE) from error
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__

@@ -28,8 +28,8 @@ class Site:
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     """The block's sites in the order a forward reaches them, from one probing call of `run`.
 
-    Linears whose input is the same memory form a site. Raises QuantkitError when a linear is never
-    called or called twice: its statistics would be wrong.
+    Linears whose input is the same memory, unchanged in between, form a site. Raises QuantkitError
+    when a linear is never called or called twice: its statistics would be wrong.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     groups: dict[tuple, list[str]] = {}
@@ -39,7 +39,8 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
         def record(module: nn.Module, args: tuple) -> None:
             (hidden,) = args
             alive.append(hidden)
-            groups.setdefault((hidden.data_ptr(), hidden.shape, hidden.stride()), []).append(name)
+            key = (hidden.data_ptr(), hidden._version, hidden.shape, hidden.stride())
+            groups.setdefault(key, []).append(name)
 
         return record
 
@@ -93,7 +94,7 @@ class SuspendedForward:
     """All batches in flight at once, each suspended where it reaches the next site.
 
     `run(batch_index)` runs the block on one batch. Greenlets switch between the forwards inside one
-    thread, so that grad mode and the thread pool stay as they are.
+    thread, so that the thread pool stays as it is.
     """
 
     def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
@@ -110,15 +111,22 @@ class SuspendedForward:
 
         return self._block.get_submodule(site.linears[0]).register_forward_pre_hook(suspend)
 
+    def _resume(self, index: int) -> Tensor:
+        """What flight `index` reaches next. Each flight enters and leaves no_grad at its own times, so the
+        mode is set here: on resuming as a forward wants it, and afterwards as the caller had it."""
+        flight = self._flights[index]
+        with torch.no_grad():
+            return flight.switch() if flight else flight.switch(index)
+
     def inputs(self, site: Site) -> Iterator[Tensor]:
         """The inputs of the next site, batch by batch. Call for every site, in order."""
-        for index, flight in enumerate(self._flights):
-            yield flight.switch() if flight else flight.switch(index)
+        for index in range(len(self._flights)):
+            yield self._resume(index)
 
     def outputs(self) -> Iterator[Tensor]:
         """The block's outputs, batch by batch, once every site has been visited."""
-        for index, flight in enumerate(self._flights):
-            yield flight.switch() if flight else flight.switch(index)
+        for index in range(len(self._flights)):
+            yield self._resume(index)
         for handle in self._handles:
             handle.remove()
 

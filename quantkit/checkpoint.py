@@ -163,8 +163,8 @@ def _read_config(folder: Path) -> dict:
             exit_code=NOT_FOUND,
         )
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
     if not isinstance(config, dict):
         raise QuantkitError(f"{path} is not a JSON object", hint="download it again")

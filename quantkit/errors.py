@@ -25,6 +25,11 @@ class QuantkitError(Exception):
         self.exit_code = exit_code
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, for a message; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def name_all(names, limit: int = 8) -> str:
     """Join offenders for a message: every one of them up to `limit`, then how many are left."""
     names = list(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, QuantkitError
+from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 
 PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
 
@@ -53,10 +53,16 @@ def _download(repo: str, revision: str | None, offline: bool) -> Path:
             hint="check the spelling; for a private repository set HF_TOKEN",
             exit_code=NOT_FOUND,
         ) from error
-    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, hub.HfHubHTTPError, OSError) as error:
+    except hub.HFValidationError as error:
+        raise QuantkitError(
+            f"{repo} is no local folder and no hub id",
+            hint="give a local checkpoint folder, or a hub id of the form OWNER/NAME",
+            exit_code=NOT_FOUND,
+        ) from error
+    except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
         why = "is not in the local cache" if offline else "could not be fetched"
         raise QuantkitError(
-            f"{repo} is no local folder and {why}: {str(error).splitlines()[0]}",
+            f"{repo} is no local folder and {why}: {first_line(error)}",
             hint="give a local folder, or fetch it once with a connection: hf download " + repo,
             exit_code=NOT_FOUND,
         ) from error

@@ -127,6 +127,7 @@ def _resolve(
     asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
     dtype = plan.choose_dtype(asked, common, device)
     skeleton = Skeleton(checkpoint, getattr(torch, dtype), device)
+    spec.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     check_complete(skeleton)
     specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude)
     if all(row.grid is None for row in specs):

@@ -72,12 +72,14 @@ class Skeleton:
 
     def missing(self) -> list[str]:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
-        tied = self.model.all_tied_weights_keys
+        tied = self.model.all_tied_weights_keys  # either of two tied names provides the other
+        provided = {name for pair in tied.items() if self._stored.keys() & set(pair) for name in pair}
         names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
         own = {
             f"{self.blocks_name}.{i}.{n}" for i, b in enumerate(self.blocks) for n, _ in b.named_parameters()
         }
-        return sorted(name for name in own.union(names) if name not in self._stored and name not in tied)
+        provided |= self._stored.keys() | tied.keys()
+        return sorted(own.union(names) - provided)
 
     def _read(self, name: str, expected: Tensor) -> Tensor:
         stored = self._stored[name]
@@ -92,16 +94,30 @@ class Skeleton:
         return tensor.to(self.device)
 
     def load_rest(self) -> None:
-        """Load everything outside the blocks; tied tensors stay one tensor."""
+        """Load everything outside the blocks; tied tensors stay one tensor, unless they are stored unlike."""
         state = {
             name: self._read(name, tensor)
             for name, tensor in self.model.state_dict().items()
             if name in self._stored and not name.startswith(self.blocks_name + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)
-        self.model.tie_weights()
+        missing = {name for name in self.model.state_dict() if name not in self._stored}
+        self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
         self.model.requires_grad_(False)
         self._learn_return_type()
+        self._refuse_further_inputs()
+
+    def _refuse_further_inputs(self) -> None:
+        """Recorded arguments serve all tokens of their shape; refuse blocks that are given more than that."""
+        ids = torch.arange(8, device=self.device).view(2, 1, 4)
+        (hidden, calls), (_, others) = (self._record(row) for row in ids)
+        if hidden.ndim == 3 and all(_same(a, b) for a, b in zip(calls, others, strict=True)):
+            return
+        raise QuantkitError(
+            f"the blocks of {type(self.model).__name__} read more than one stream of hidden states",
+            hint="quantkit does not compress this architecture yet",
+            exit_code=UNSUPPORTED,
+        )
 
     def _learn_return_type(self) -> None:
         """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
@@ -140,6 +156,12 @@ class Skeleton:
 
         The arguments of every block are recorded for this shape.
         """
+        hidden, calls = self._record(ids)
+        self._calls.setdefault(tuple(ids.shape), calls)
+        return hidden
+
+    def _record(self, ids: Tensor) -> tuple[Tensor, list[Call]]:
+        """Hidden states that enter block 0, and the arguments of every block."""
         calls: list[Call] = []
         entry: list[Tensor] = []
 
@@ -158,8 +180,7 @@ class Skeleton:
         finally:
             for stub in self._stubs:
                 stub.record = None
-        self._calls.setdefault(tuple(ids.shape), calls)
-        return entry[0]
+        return entry[0], calls
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
         """Hidden states after block `index`; their shape must have gone through `embed`."""
@@ -198,10 +219,19 @@ class Skeleton:
         return block
 
     def free_block(self, index: int) -> None:
-        """Give the memory of block `index` back; its parameters return to the meta device."""
+        """Give the memory of block `index` back to the system; its parameters return to meta."""
         block = self.blocks[index]
         state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
         block.load_state_dict(state, strict=False, assign=True)
+
+
+def _same(a, b) -> bool:
+    """Whether two calls, or their arguments, hold equal tensors."""
+    if isinstance(a, Call):
+        return _same((*a.args, *a.kwargs.values()), (*b.args, *b.kwargs.values()))
+    if isinstance(a, (tuple, list)):
+        return all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return not isinstance(a, Tensor) or torch.equal(a, b)
 
 
 class _Recorded(Exception):

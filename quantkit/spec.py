@@ -46,8 +46,8 @@ def resolve(
     """
     patterns = _compile(exclude)
     specs = []
+    refuse_uncovered(skeleton)
     for index, block in enumerate(skeleton.blocks):
-        _refuse_uncovered(block, f"{skeleton.blocks_name}.{index}")
         names = skeleton.block_names(index)
         for local, module in block.named_modules():
             if isinstance(module, nn.Linear):
@@ -81,13 +81,17 @@ def _compile(patterns: Sequence[str]) -> dict[str, re.Pattern]:
     return compiled
 
 
-def _refuse_uncovered(block: nn.Module, prefix: str) -> None:
-    linears = {f"{name}.weight" for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-    lost = [name for name, p in block.named_parameters() if p.ndim >= 2 and name not in linears]
+def refuse_uncovered(skeleton: Skeleton) -> None:
+    """Raise QuantkitError naming every weight of a block that is no linear's."""
+    lost = []
+    for index, block in enumerate(skeleton.blocks):
+        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
+        uncovered = [n for n, p in block.named_parameters() if p.ndim >= 2 and n not in linears]
+        lost += [f"{skeleton.blocks_name}.{index}.{name}" for name in uncovered]
     if lost:
         raise QuantkitError(
             "these weights belong to no linear that a site covers (fused experts, convolutions): "
-            + name_all(f"{prefix}.{name}" for name in lost),
+            + name_all(lost),
             hint="quantkit does not compress this architecture yet; leaving them in 16 bit silently would "
             "be a lie about the size",
             exit_code=UNSUPPORTED,

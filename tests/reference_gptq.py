@@ -28,10 +28,22 @@ def order_of(diagonal: list[float], group_size: int, act_order: str) -> list[int
     return [column for group in groups for column in largest_first(group)]
 
 
+def pivots(inverse: Tensor) -> Tensor:
+    """`1 / [H⁻¹]_qq` of each column at its turn: what equation 2 divides its squared error by."""
+    inverse, found = inverse.clone(), []
+    for q in range(len(inverse)):
+        found.append(1 / inverse[q, q])
+        inverse -= torch.outer(inverse[:, q], inverse[q, :]) / inverse[q, q]
+    return torch.stack(found)
+
+
 def gptq(
     weight: Tensor, hessian: Tensor, grid: AffineGrid, damp: float = 0.01, act_order: str = "none"
 ) -> QuantizedWeight:
-    """Quantize `weight [out, in]` under `hessian [in, in]`; both of any float type."""
+    """Quantize `weight [out, in]` under `hessian [in, in]`; both of any float type.
+
+    A group's parameters are fitted when its first column is reached, on columns compensated so far.
+    """
     hessian = hessian.double()
     order = order_of(hessian.diagonal().tolist(), grid.group_size, act_order)
     weight = weight.double()[:, order].clone()
@@ -39,14 +51,14 @@ def gptq(
     columns = len(order)
 
     hessian = hessian + damp * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
-    importance = hessian.diagonal().clone()
     inverse = torch.linalg.inv(hessian)
+    importance = pivots(inverse)
 
     codes = torch.zeros(weight.shape, dtype=torch.uint8)
     column_group = torch.zeros(columns, dtype=torch.int64)
     scales, zeros = [], []
     for q in range(columns):
-        if q % grid.group_size == 0:  # fit on columns compensated so far
+        if q % grid.group_size == 0:
             group = slice(q, q + grid.group_size)
             params = grid.fit(weight[:, group], importance[group])
             scales.append(params.scale)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.solvers import gptq, rtn
-from quantkit.solvers.gptq import GptqSolver, inverse_factor
+from quantkit.solvers.gptq import GptqSolver, factorize
 from quantkit.solvers.refine import refine
 from quantkit.solvers.rtn import RtnSolver
 
@@ -164,25 +164,28 @@ def test_linears_of_a_site_are_solved_as_if_alone(act_order):
     another, _, _ = problem(256, rows=4, seed=99)
     weights = [weight[:12], another, weight[12:15], weight[15:]]
     grids = [grid, other, grid, grid]
-    solver = GptqSolver(act_order=act_order)
-    together = solver.solve(weights, grids, hessian)
-    assert [result.weight.grid for result in together] == grids
-    for w, g, result in zip(weights, grids, together, strict=True):
-        (alone,) = solver.solve([w], [g], hessian)
-        assert torch.equal(result.weight.values(), alone.weight.values())
-        assert (result.error, result.rtn_error) == pytest.approx((alone.error, alone.rtn_error))
+    for refined in (0, 2):
+        solver = GptqSolver(act_order=act_order, refine=refined)
+        together = solver.solve(weights, grids, hessian)
+        assert [result.weight.grid for result in together] == grids
+        for w, g, result in zip(weights, grids, together, strict=True):
+            (alone,) = solver.solve([w], [g], hessian)
+            assert result.rtn_error == pytest.approx(alone.rtn_error)
+            if refined:  # a near tie may fall either way, as sums run in another order
+                assert result.error == pytest.approx(alone.error, rel=0.02)
+            else:
+                assert torch.equal(result.weight.values(), alone.weight.values())
 
 
 @pytest.mark.parametrize("in_features", [64, 200])
-def test_inverse_factor(in_features):
+def test_factorize(in_features):
     _, _, hessian = problem(in_features)
-    damped, factor, note = inverse_factor(hessian, 0.01)
+    damped, factor, note = factorize(hessian, 0.01)
     assert note is None
-    assert torch.equal(factor, factor.triu())
     expected = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(in_features)
     torch.testing.assert_close(damped, expected.float())
-    expected = torch.linalg.inv(expected)
-    assert (factor.double().T @ factor.double() - expected).norm() < 1e-5 * expected.norm()
+    assert torch.equal(factor, factor.triu()) and (factor.diagonal() > 0).all()
+    assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 
 
 def indefinite(share: float, in_features: int = 64) -> Tensor:
@@ -195,12 +198,11 @@ def indefinite(share: float, in_features: int = 64) -> Tensor:
 
 def test_damping_grows_until_the_hessian_is_positive_definite():
     hessian = indefinite(0.05)
-    damped, factor, note = inverse_factor(hessian, 0.001)
+    damped, factor, note = factorize(hessian, 0.001)
     assert note == "damping raised to 0.1"
     expected = hessian.double() + 0.1 * hessian.diagonal().double().mean() * torch.eye(64)
     torch.testing.assert_close(damped, expected.float())
-    expected = torch.linalg.inv(expected)
-    assert (factor.double().T @ factor.double() - expected).norm() < 1e-4 * expected.norm()
+    assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 
     weight, _, _ = problem(64)
     (solved,) = GptqSolver(damp=0.001).solve([weight], [AffineGrid(4, 32)], hessian)

@@ -50,7 +50,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of one safetensors file, from its header alone.
 
     Raises QuantkitError naming the file if the header is malformed, a size does not fit its dtype and
-    shape, or the file ends before its tensors do.
+    shape, or the tensors do not fill the file without holes.
     """
     file_bytes = path.stat().st_size
     with open(path, "rb") as file:
@@ -62,20 +62,24 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             header.pop("__metadata__", None)
             base = 8 + length
             infos = {name: _info(path, base, name, entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _broken(path, f"its header is not a safetensors header ({error})") from error
-    end = max((info.offset + info.nbytes for info in infos.values()), default=8 + length)
-    if end > file_bytes:
+    end = base
+    for info in sorted(infos.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            raise _broken(path, f"{info.name} begins at byte {info.offset} instead of {end}")
+        end += info.nbytes
+    if end != file_bytes:
         raise _broken(path, f"its tensors end at byte {end}, the file has {file_bytes}")
     return infos
 
 
 def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     start, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
+    shape = tuple(entry["shape"])
     nbytes = end - start
-    if start < 0 or min(shape, default=0) < 0:
-        raise ValueError(f"{name}: negative size")
+    if not all(type(size) is int and size >= 0 for size in (start, end, nbytes, *shape)):
+        raise ValueError(f"{name}: sizes must be whole numbers")
     if entry["dtype"] in DTYPE_BYTES and nbytes != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
         raise ValueError(f"{name}: {nbytes} bytes do not hold {entry['dtype']} {list(shape)}")
     return TensorInfo(name, entry["dtype"], shape, path, base + start, nbytes)
@@ -118,8 +122,10 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
 def _read_sharded(folder: Path) -> dict[str, TensorInfo]:
     path = folder / INDEX
     try:
-        weight_map = dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("shard names must be strings")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error

@@ -53,6 +53,8 @@ def detect(config: dict, names: Iterable[str]) -> Layout | None:
     stored = config.get("quantization_config")
     if stored is None:
         return None
+    if not isinstance(stored, dict):
+        stored = {"quant_method": stored}
     for name in available():
         layout = importlib.import_module(f"{__name__}.{name}").detect(stored)
         if layout is not None:

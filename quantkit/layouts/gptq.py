@@ -132,6 +132,11 @@ def detect(config: dict) -> GptqLayout | None:
             hint="quantkit reads gptq and gptq_v2",
             exit_code=UNSUPPORTED,
         )
+    lacking = [key for key in ("bits", "group_size") if not isinstance(config.get(key), int)]
+    if lacking:
+        raise QuantkitError(
+            f"quantization_config says no {' and no '.join(lacking)}", hint="download config.json again"
+        )
     return GptqLayout(
         bits=config["bits"],
         group_size=config["group_size"],

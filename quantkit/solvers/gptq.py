@@ -1,10 +1,14 @@
 """GPTQ: accurate post-training quantization by error feedback (Frantar et al. 2022, arXiv:2210.17323).
 
 For a site with inputs `X [tokens, in]` the loss of replacing `W` by `Ŵ` is `tr(dW H dWᵀ)` with the
-Hessian `H = 2 XᵀX` (section 3.1). Columns are quantized one after another; each column's rounding
-error is spread over the columns not yet done, by the rows of `U`, the upper Cholesky factor of
-`H⁻¹ = UᵀU` (section 3.3, step 3). Updates are lazy: at once inside a run of columns, then for the
-whole remainder by one matrix product per block (step 2).
+Hessian `H = 2 XᵀX` (section 3.1). Columns are quantized one after another, each after it was moved
+to make up for the errors of the columns before it.
+
+The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (section 3.3, step 3).
+With `H = A Aᵀ`, A upper triangular, that factor is `A⁻¹`, and its move of column j adds up to
+`Σ_{k<j} (w_k - ŵ_k) A_kj / A_jj`: the same numbers without inverting anything (the equivalence is
+theorem 6 of QuIP, Chee et al. 2023, arXiv:2307.13304). Sums over finished blocks are matrix
+products, as in the paper's lazy batch updates (step 2).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from quantkit.solvers import Solved, rtn
 from quantkit.solvers.refine import refine
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
+RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product
 DAMP_RETRIES = 5
 
 
@@ -47,7 +52,7 @@ class GptqSolver:
         results: dict[int, Solved] = {}
         for grid in dict.fromkeys(grids):
             members = [k for k, other in enumerate(grids) if other == grid]
-            together = torch.cat([weights[k] for k in members])
+            together = torch.cat([weights[k] for k in members]) if members[1:] else weights[members[0]]
             solved = self._solve(together, grid, hessian)
             starts = torch.tensor([0] + [len(weights[k]) for k in members]).cumsum(0).tolist()
             for k, start, end in zip(members, starts, starts[1:], strict=False):
@@ -56,11 +61,12 @@ class GptqSolver:
 
     def _solve(self, weight: Tensor, grid: Grid, hessian: Tensor) -> _Sweep:
         order = column_order(hessian.diagonal(), grid.group_size, self.act_order)
-        damped, factor, note = inverse_factor(hessian[order][:, order], self.damp)
+        damped = hessian[order][:, order]
+        factor, note = factorize(damped, self.damp)
         if factor is None:
             return _Sweep(None, note)
         target = weight[:, order]
-        codes, params = sweep(target, grid, factor, damped.diagonal())
+        codes, params = sweep(target, grid, factor)
         if self.refine:
             codes, params = refine(target, codes, params, grid, damped, self.refine)
         column_group = torch.empty_like(order)
@@ -93,53 +99,59 @@ def column_order(diagonal: Tensor, group_size: int, act_order: str) -> Tensor:
     return columns.view(-1, group_size).gather(1, inside)[groups].flatten()
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, Tensor | None, str | None]:
-    """Damped `H + damp * mean(diag H) I`, upper triangular `U` with `H⁻¹ = UᵀU`, a note if damping grew.
+def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
+    """Damp H in place; upper triangular A with `A Aᵀ` equal to it, and a note if damping had to grow.
 
-    With J the reversal of rows and columns, `J H J = L Lᵀ` gives `H = A Aᵀ` for the upper triangular
-    `A = J L J`, so `U = A⁻¹`: one factorization and one triangular inverse, where the textbook way
-    factors twice. Dampening grows tenfold, at most five times, if H is not positive definite;
-    then U is None and the note says why.
+    Adds `damp * mean(diag H)` to the diagonal; tenfold, at most five times, while that is not
+    positive definite. Then A is None and the note says why. A column no token reached has nothing
+    but damping: it is rounded to nearest.
     """
-    mean = hessian.diagonal().mean()
-    identity = torch.eye(len(hessian), device=hessian.device)
-    dead = (hessian.diagonal() == 0).all()  # no token reached any column: every choice is as good
+    diagonal = hessian.diagonal().clone()
+    mean = diagonal.mean()
+    if mean == 0:  # no token reached any column: every choice is as good, nearest is natural
+        mean += 1
     for attempt in range(DAMP_RETRIES + 1):
         share = damp * 10**attempt
-        damped = hessian + identity * (share * mean + dead)
-        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        hessian.diagonal().copy_(diagonal + share * mean)
+        lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
         if info == 0 and torch.isfinite(lower.diagonal()).all():
-            factor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
-            if torch.isfinite(factor).all():
-                return damped, factor, f"damping raised to {share:g}" if attempt else None
-    return damped, None, f"Hessian is not positive definite even with damping {share:g}"
+            return lower.flip(0, 1), f"damping raised to {share:g}" if attempt else None
+    return None, f"Hessian is not positive definite even with damping {share:g}"
 
 
-def sweep(weight: Tensor, grid: Grid, factor: Tensor, importance: Tensor) -> tuple[Tensor, list]:
-    """Quantize the columns of `weight [out, in]` in order with error feedback.
+def sweep(weight: Tensor, grid: Grid, factor: Tensor) -> tuple[Tensor, list]:
+    """Quantize the columns of `weight [out, in]` in order with error feedback through `factor` (A).
 
-    Returns codes uint8 `[out, in]` and the parameters of each group. Works on `Wᵀ`, where a column
-    is contiguous. A run is the columns of one group inside one block; a column is brought up to
-    date from its run's errors by one matrix-vector product just before it is rounded.
+    Returns codes uint8 `[out, in]` and the parameters of each group. A group's range is searched
+    with the pivots `A_jj²` as importance: what a rounding error in column j costs once the columns
+    behind it have made up for what they can (the bare diagonal of H counts it as if they could not,
+    and gives 3 to 5 percent more KL divergence). Works on `Wᵀ`, where a column is contiguous.
     """
     rows = weight.t().contiguous()  # [in, out]
+    errors = torch.empty_like(rows)  # w - ŵ
+    carry = torch.zeros_like(rows)  # Σ over finished columns k of errors_k A_kj
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    importance = factor.diagonal().square()
+    identity = torch.eye(grid.group_size, device=rows.device)
     params: list = []
     for start, end in blocks(len(rows), grid.group_size):
-        errors = torch.empty_like(rows[start:end])
         for low, high in runs(start, end, grid.group_size):
             if low > start:
-                rows[low:high].addmm_(factor[start:low, low:high].t(), errors[: low - start], alpha=-1)
+                carry[low:high].addmm_(factor[start:low, low:high].t(), errors[start:low])
             if low % grid.group_size == 0:
                 group = slice(low, low + grid.group_size)
-                params.append(grid.fit(rows[group].t().contiguous(), importance[group]))
+                # where the group's columns would go if they could take any value
+                inverse = torch.linalg.solve_triangular(factor[group, group], identity, upper=True)
+                target = torch.addmm(rows[group], inverse.t(), carry[group])
+                params.append(grid.fit(target.t().contiguous(), importance[group]))
             for j in range(low, high):
                 if j > low:
-                    rows[j].addmv_(errors[low - start : j - start].t(), factor[low:j, j], alpha=-1)
-                column_codes, values = grid.round_column(rows[j], params[-1], j % grid.group_size)
+                    carry[j].addmv_(errors[low:j].t(), factor[low:j, j])
+                moved = torch.addcdiv(rows[j], carry[j], factor[j, j])
+                column_codes, values = grid.round_column(moved, params[-1], j % grid.group_size)
                 codes[j] = column_codes
-                errors[j - start] = (rows[j] - values) / factor[j, j]
-        rows[end:].addmm_(factor[start:end, end:].t(), errors, alpha=-1)
+                torch.sub(rows[j], values, out=errors[j])
+        carry[end:].addmm_(factor[start:end, end:].t(), errors[start:end])
     return codes.t().contiguous(), params
 
 
@@ -153,10 +165,10 @@ def blocks(in_features: int, group_size: int) -> Iterator[tuple[int, int]]:
 
 
 def runs(start: int, end: int, group_size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a block that belong to one group each."""
+    """The parts of a block that belong to one group each, at most RUN wide."""
     low = start
     while low < end:
-        high = min(end, (low // group_size + 1) * group_size)
+        high = min(end, (low // group_size + 1) * group_size, low + RUN)
         yield low, high
         low = high
 

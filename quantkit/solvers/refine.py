@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.grids import Grid
 
-RUN = 128  # columns between two updates of a group's residual
+RUN = 32  # columns between two updates of a group's residual
 
 
 def refine(
@@ -57,7 +57,7 @@ def _descend(codes: Tensor, values: Tensor, residual: Tensor, params, grid: Grid
             values[j] = column
             codes[j] = column_codes
         residual[high:].addmm_(hessian[high:, low:high], moved, alpha=-1)
-        # inside the run each column saw only the moves before it: give it the others, its own included
+        # in its run a column has seen the moves before it only: give it the others, its own included
         residual[low:high].addmm_(hessian[low:high, low:high].triu(), moved, alpha=-1)
         residual[:low].addmm_(hessian[:low, low:high], moved, alpha=-1)
 

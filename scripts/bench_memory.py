@@ -1,0 +1,99 @@
+"""Peak memory of a GPTQ job against the number of blocks: it must not grow.
+
+    python scripts/bench_memory.py [--width 1024 --depths 4 32 --samples 8 --seqlen 256]
+
+Each job runs in a process of its own on a random Llama; what is printed is the process's peak
+resident memory (VmHWM) above what it held after the imports, before the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+JOB = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from quantkit import job, pipeline
+from quantkit.methods.gptq import Options
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.progress import Progress
+
+def status(key):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
+    return int(line.split()[1]) / 1024
+
+torch.randn(64, 64) @ torch.randn(64, 64)
+model, out, samples, seqlen, mode = sys.argv[1:]
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
+baseline = status("VmRSS")
+prepared = job.prepare(job.Request(
+    source=model, method="gptq", options=Options(), output=Path(out),
+    calibration=CalibrationOptions(samples=int(samples), seqlen=int(seqlen)),
+    run=RunOptions(threads=1, sequential=mode),
+), Progress())
+predicted = prepared.plan.memory_bytes / 2**20
+pipeline.run(prepared, Progress())
+print(baseline, status("VmHWM") - baseline, predicted)
+"""
+
+
+def make_model(folder: Path, width: int, depth: int) -> int:
+    """A random bfloat16 Llama of `depth` blocks; returns its weight bytes."""
+    import shutil
+
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=depth,
+        num_attention_heads=width // 64,
+        vocab_size=4096,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer = Path(__file__).parent.parent / "tests/data/demo-llama-6m"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    return sum(parameter.numel() * 2 for parameter in model.parameters())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depths", type=int, nargs="+", default=[4, 32])
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--seqlen", type=int, default=256)
+    parser.add_argument("--sequential", default="suspend", choices=["suspend", "repeat"])
+    args = parser.parse_args()
+    peaks = []
+    for depth in args.depths:
+        with tempfile.TemporaryDirectory() as folder:
+            size = make_model(Path(folder) / "model", args.width, depth)
+            arguments = [f"{folder}/model", f"{folder}/out", args.samples, args.seqlen, args.sequential]
+            command = [sys.executable, "-c", JOB, *map(str, arguments)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        baseline, peak, predicted = map(float, output.split())
+        peaks.append(peak)
+        print(
+            f"{depth:3d} blocks, model {size / 2**20:7.1f} MiB: peak {peak:7.1f} MiB above {baseline:.0f} MiB, "
+            f"predicted {predicted:.1f}",
+            flush=True,
+        )
+    print(
+        f"growth from {args.depths[0]} to {args.depths[-1]} blocks: {100 * (peaks[-1] / peaks[0] - 1):+.1f} %"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""quantkit.layouts.gptq against a bit stream written by Python integers, and the format's own words."""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit import layouts
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import QuantizedWeight
+from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.layouts.gptq import GptqLayout, pack, unpack
+from quantkit.spec import LinearSpec
+
+BITS = (2, 3, 4, 8)
+OUT, IN, GROUP = 64, 96, 32
+
+
+def random_weight(layout: GptqLayout, out_features: int = OUT, in_features: int = IN) -> QuantizedWeight:
+    """Every code, and every zero point the layout can store, appears somewhere."""
+    generator = torch.Generator().manual_seed(layout.bits)
+    top = 2**layout.bits
+    group_size = in_features if layout.group_size == -1 else layout.group_size
+    groups = in_features // group_size
+    codes = torch.randint(top, (out_features, in_features), generator=generator, dtype=torch.uint8)
+    codes.view(-1)[:top] = torch.arange(top, dtype=torch.uint8)
+    scale = torch.exp(torch.randn(out_features, groups, generator=generator)).half().float()
+    zero = torch.full((out_features, groups), top / 2)
+    if not layout.symmetric:
+        zero = torch.randint(layout.zero_min, top, (out_features, groups), generator=generator).float()
+        zero[:2, 0] = torch.tensor([layout.zero_min, top - 1])
+    column_group = torch.arange(in_features) // group_size
+    if layout.desc_act:
+        column_group = column_group[torch.randperm(in_features, generator=generator)]
+    grid = AffineGrid(layout.bits, group_size, layout.symmetric, layout.zero_min)
+    return QuantizedWeight(grid, codes, AffineParams(scale, zero), column_group)
+
+
+def write_stream(columns: list[list[int]], bits: int) -> Tensor:
+    """Each list as one little-endian bit stream down a column of int32 words: one big integer, cut up."""
+    words = []
+    for values in columns:
+        stream = sum(value << (bits * place) for place, value in enumerate(values))
+        count = len(values) * bits // 32
+        words.append([stream >> (32 * k) & 0xFFFFFFFF for k in range(count)])
+    signed = [[word - (1 << 32) if word >> 31 else word for word in column] for column in words]
+    return torch.tensor(signed, dtype=torch.int32).T
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_pack_is_a_little_endian_bit_stream(bits):
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(2**bits, (96, 5), generator=generator, dtype=torch.uint8)
+    codes[:, 3], codes[:, 4] = 2**bits - 1, 0
+    words = pack(codes, bits)
+    assert words.dtype == torch.int32 and words.shape == (3 * bits, 5)
+    assert torch.equal(words, write_stream(codes.T.tolist(), bits))
+    assert torch.equal(unpack(words, bits, 96), codes)
+
+
+def test_three_bit_values_straddle_words():
+    """Values 10 and 21 of 32 lie across two words: 2 + 1 bits, then 1 + 2 bits."""
+    codes = torch.zeros(32, 2, dtype=torch.uint8)
+    codes[10, 0], codes[21, 1] = 0b101, 0b110
+    assert pack(codes, 3).tolist() == [[0b01 << 30, 0], [0b1, 0 << 31], [0, 0b11]]
+    codes[10, 0], codes[21, 1] = 0b010, 0b001
+    assert pack(codes, 3).tolist() == [[-(1 << 31), 0], [0, -(1 << 31)], [0, 0]]
+    assert torch.equal(unpack(pack(codes, 3), 3, 32), codes)
+
+
+@pytest.mark.parametrize(
+    "bits, symmetric, version, desc_act", list(product(BITS, (True, False), (1, 2), (True, False)))
+)
+def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version, desc_act):
+    layout = GptqLayout(bits, GROUP, symmetric, desc_act, version=version)
+    weight = random_weight(layout)
+    tensors = layout.encode(weight)
+
+    assert set(tensors) == layout.suffixes
+    assert torch.equal(tensors["qweight"], write_stream(weight.codes.tolist(), bits))
+    zeros = weight.params.zero.int().T.tolist()  # [groups][out]
+    if version == 1:
+        zeros = [[(z - 1) % 2**bits for z in row] for row in zeros]
+    assert torch.equal(tensors["qzeros"], write_stream(zeros, bits).T)
+    assert tensors["scales"].dtype == torch.float16
+    assert torch.equal(tensors["scales"].float(), weight.params.scale.T)
+    assert tensors["g_idx"].dtype == torch.int32
+    assert torch.equal(tensors["g_idx"].long(), weight.column_group)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+
+    decoded = layout.decode(tensors)
+    assert decoded.grid == weight.grid
+    assert torch.equal(decoded.codes, weight.codes) and decoded.codes.dtype == torch.uint8
+    assert torch.equal(decoded.params.scale, weight.params.scale)
+    assert torch.equal(decoded.params.zero, weight.params.zero)
+    assert torch.equal(decoded.column_group, weight.column_group)
+    group = weight.column_group
+    literal = weight.params.scale[:, group] * (weight.codes.float() - weight.params.zero[:, group])
+    assert torch.equal(decoded.values(), literal)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_size_on_disk_is_the_claimed_bits_per_weight(bits):
+    layout = GptqLayout(bits, GROUP)
+    weight = random_weight(layout)
+    nbytes = {name: tensor.nbytes for name, tensor in layout.encode(weight).items()}
+    assert 8 * (sum(nbytes.values()) - nbytes["g_idx"]) == weight.grid.bits_per_weight * OUT * IN
+    assert nbytes["g_idx"] == 4 * IN
+
+
+def test_version_one_stores_zero_points_less_one():
+    weight = random_weight(GptqLayout(4, GROUP))  # symmetric: every zero point is 8
+    assert (GptqLayout(4, GROUP, version=1).encode(weight)["qzeros"] == 0x77777777).all()
+    assert (GptqLayout(4, GROUP, version=2).encode(weight)["qzeros"] + (1 << 32) == 0x88888888).all()
+    assert GptqLayout(4, GROUP, version=1).zero_min == 1
+    assert GptqLayout(4, GROUP, version=2).zero_min == 0
+
+
+@pytest.mark.parametrize("bits, group_size", list(product(BITS, (-1, 16, 48))))
+def test_decode_reads_bits_and_groups_off_the_shapes(bits, group_size):
+    """A layout told of other bits and groups decodes all the same: checkpoints hold per-linear overrides."""
+    weight = random_weight(GptqLayout(bits, group_size))
+    tensors = GptqLayout(bits, group_size).encode(weight)
+    decoded = GptqLayout(bits=4, group_size=128).decode(tensors)
+    assert (decoded.grid.bits, decoded.grid.group_size) == (bits, IN if group_size == -1 else group_size)
+    assert torch.equal(decoded.values(), weight.values())
+
+
+def test_decode_without_g_idx_assumes_groups_in_order():
+    layout = GptqLayout(4, GROUP, symmetric=False)
+    weight = random_weight(layout)
+    tensors = layout.encode(weight)
+    del tensors["g_idx"]
+    assert torch.equal(layout.decode(tensors).values(), weight.values())
+
+
+def test_decode_without_g_idx_when_the_last_group_is_short():
+    """96 columns in groups of 64, as AutoGPTQ writes them: 64 and 32, not 48 and 48."""
+    weight = random_weight(GptqLayout(4, 48, symmetric=False))
+    layout = GptqLayout(4, 64, symmetric=False)
+    tensors = layout.encode(weight)
+    del tensors["g_idx"]
+    assert torch.equal(layout.decode(tensors).column_group, torch.arange(IN) // 64)
+
+
+def spec(out_features: int = OUT, in_features: int = IN, name: str = "a.b", kept: str | None = None):
+    grid = None if kept else AffineGrid(4, GROUP)
+    return LinearSpec(name, 0, "b", out_features, in_features, grid, kept)
+
+
+@pytest.mark.parametrize("bits, multiple", [(2, 16), (3, 32), (4, 8), (8, 4)])
+def test_check_refuses_sizes_that_fill_no_whole_words(bits, multiple):
+    layout = GptqLayout(bits, -1)
+    assert layout.check(spec(3 * multiple, multiple)) is None
+    words = f"is no multiple of {multiple}, so {bits}-bit codes fill no whole words"
+    assert layout.check(spec(multiple, multiple + 2)) == f"in_features {multiple + 2} {words}"
+    assert layout.check(spec(multiple - 2, multiple)) == f"out_features {multiple - 2} {words}"
+
+
+def test_config_is_what_clients_read():
+    specs = [spec(name="model.layers.0.mlp.up_proj"), spec(name="model.layers.0.mlp.down_proj")]
+    config = GptqLayout(4, 128, damp_percent=0.02).config(specs)
+    quantizer = config.pop("meta")["quantizer"]
+    assert len(quantizer) == 1 and re.fullmatch(r"quantkit:\d+\.\d+.*", quantizer[0])
+    assert config == {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "true_sequential": True,
+        "damp_percent": 0.02,
+        "checkpoint_format": "gptq",
+        "pack_dtype": "int32",
+    }
+    other = GptqLayout(3, -1, symmetric=False, desc_act=True, version=2)
+    assert other.config(specs) | {
+        "bits": 3, "group_size": -1, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"
+    } == other.config(specs)  # fmt: skip
+
+
+def test_legacy_config_file_has_all_keys_and_more():
+    layout, specs = GptqLayout(4, 128), [spec()]
+    legacy = {"static_groups": False, "model_name_or_path": None, "model_file_base_name": "model"}
+    assert layout.files(specs) == {"quantize_config.json": layout.config(specs) | legacy}
+
+
+def test_kept_linears_are_named_to_every_client():
+    """GPTQModel matches `dynamic` rules from the start of the full name. transformers (optimum) knows no
+    such rules: it packs the modules whose names end with an entry of `modules_in_block_to_quantize`.
+    """
+    names = ["model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj", "model.layers.1.mlp.up_proj2"]
+    specs = [spec(name=names[0], kept="--exclude x"), *(spec(name=name) for name in names[1:])]
+    config = GptqLayout(4, GROUP).config(specs)
+    ((rule, settings),) = config["dynamic"].items()
+    assert settings == {}
+    assert rule.startswith("-:")
+    assert [name for name in names if re.match(rule.removeprefix("-:"), name)] == names[:1]
+    packed = sum(config["modules_in_block_to_quantize"], [])
+    assert [name for name in names if any(name.endswith(part) for part in packed)] == names[1:]
+
+
+def detect(**config):
+    return layouts.detect({"quantization_config": config}, [])
+
+
+def test_detect_recognizes_its_own_configurations():
+    assert layouts.detect({}, []) is None
+    for layout in (
+        GptqLayout(4, 128),
+        GptqLayout(3, -1, symmetric=False, version=2),
+        GptqLayout(8, 32, desc_act=True),
+    ):
+        assert detect(**layout.config([spec()])) == layout
+    minimal = detect(quant_method="gptq", bits=4, group_size=64)
+    assert minimal == GptqLayout(4, 64, symmetric=True, desc_act=False, version=1)
+
+
+def test_detect_understands_the_newer_name_of_the_format():
+    """GPTQModel 7 reads `format` where there is no `checkpoint_format`."""
+    assert detect(quant_method="gptq", bits=4, group_size=64, format="gptq_v2").version == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "bits": 3, "group_size": 64, "checkpoint_format": "gptq_p"},
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "pack_dtype": "int16"},
+        {"quant_method": "exl3", "bits": 4},
+        {"bits": 4},
+    ],
+    ids=["marlin", "planar", "int16 words", "other method", "no method"],
+)
+def test_detect_refuses_what_it_would_misread(config):
+    with pytest.raises(QuantkitError) as refused:
+        detect(**config)
+    assert refused.value.exit_code == UNSUPPORTED
+    named = config.get("pack_dtype") or config.get("checkpoint_format") or config.get("quant_method") or ""
+    assert named in refused.value.message
+    assert "gptq" in refused.value.hint
+
+
+def test_stored_tensors_are_grouped_by_linear():
+    names = ["a.b.qweight", "a.b.scales", "a.b.bias", "norm.weight", "c.qzeros", "qweight_like.weight"]
+    groups = layouts.group_by_linear(GptqLayout(4, 128), names)
+    assert groups == {"a.b": ["a.b.qweight", "a.b.scales"], "c": ["c.qzeros"]}
+    assert layouts.group_by_linear(None, names) == {}
