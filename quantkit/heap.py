@@ -6,11 +6,11 @@ import ctypes
 import sys
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-RETURNED_BYTES = 1 << 20
+RETURNED_BYTES = 8 << 20
 
 
 def return_freed_memory() -> None:
-    """Make glibc map and unmap every allocation of a MiB or more by itself.
+    """Make glibc map and unmap every allocation of 8 MiB or more by itself.
 
     Left alone it raises that threshold to 32 MiB as such blocks are freed, and keeps what lies
     below in a heap that fragments: the peak of a block then varies by a third. No effect elsewhere.

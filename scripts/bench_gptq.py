@@ -113,8 +113,10 @@ def main() -> None:
     ideal = forward / forward_rate + hessian / hessian_rate
     measured = summary.seconds["forward"] + summary.seconds["hessian"]
     execution = prepared.plan.execution
-    print(f"{args.layers} blocks of {args.hidden}/{args.intermediate}, {args.samples} × {args.seqlen} tokens, "
-          f"{execution.dtype}, {execution.device}, {execution.threads} threads, {execution.sequential}")  # fmt: skip
+    print(
+        f"{args.layers} blocks of {args.hidden}/{args.intermediate}, {args.samples} × {args.seqlen} tokens, "
+        f"{execution.dtype}, {execution.device}, {execution.threads} threads, {execution.sequential}"
+    )
     for stage, seconds in summary.seconds.items():
         print(f"{stage:10s} {seconds:8.2f} s")
     print(f"whole job  {cpu:8.2f} CPU s")

@@ -86,8 +86,8 @@ def main() -> None:
         baseline, peak, predicted = map(float, output.split())
         peaks.append(peak)
         print(
-            f"{depth:3d} blocks, model {size / 2**20:7.1f} MiB: peak {peak:7.1f} MiB above {baseline:.0f} MiB, "
-            f"predicted {predicted:.1f}",
+            f"{depth:3d} blocks, model {size / 2**20:7.1f} MiB: peak {peak:7.1f} MiB "
+            f"above {baseline:.0f} MiB, predicted {predicted:.1f}",
             flush=True,
         )
     print(

@@ -25,6 +25,7 @@ from quantkit.solvers.refine import refine
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
 RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product
+LOSS_WIDTH = 256  # columns of a loss computed at a time
 DAMP_RETRIES = 5
 
 
@@ -174,8 +175,15 @@ def runs(start: int, end: int, group_size: int) -> Iterator[tuple[int, int]]:
 
 
 def loss(delta: Tensor, hessian: Tensor) -> float:
-    """`tr(dW H dWᵀ)` for `delta [out, in]`, up to the scale of H."""
-    return torch.sum((delta @ hessian) * delta, dtype=torch.float64).item()
+    """`tr(dW H dWᵀ)` for `delta [out, in]`, from one triangle of the symmetric H."""
+    total = 0.0
+    for start in range(0, len(hessian), LOSS_WIDTH):
+        block = slice(start, start + LOSS_WIDTH)
+        product = delta[:, block] @ hessian[block, block]
+        if start:
+            product.addmm_(delta[:, :start], hessian[:start, block], alpha=2)
+        total += torch.sum(product.mul_(delta[:, block]), dtype=torch.float64).item()
+    return total
 
 
 def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:

@@ -28,18 +28,20 @@ def refine(
     size = grid.group_size
     params = list(params)
     chosen = codes.t().contiguous()  # [in, out], as everything below
-    values = torch.cat(
-        [grid.decode(codes[:, k * size : (k + 1) * size], part).t() for k, part in enumerate(params)]
-    )
-    residual = hessian @ (target.t() - values)
+    wanted = target.t().contiguous()
+    delta = torch.empty_like(wanted)  # W - Ŵ
+    for k, part in enumerate(params):
+        group = slice(k * size, (k + 1) * size)
+        torch.sub(wanted[group], grid.decode(codes[:, group], part).t(), out=delta[group])
     for _ in range(cycles):
         for k in range(len(params)):
             group = slice(k * size, (k + 1) * size)
-            before = values[group].clone()
-            local = residual[group].clone()
-            _descend(chosen[group], values[group], local, params[k], grid, hessian[group, group])
-            params[k] = _rescale(chosen[group], values[group], local, params[k], grid, hessian[group, group])
-            residual.addmm_(hessian[:, group], values[group] - before, alpha=-1)
+            own = hessian[group, group]
+            values = wanted[group] - delta[group]
+            residual = hessian[group] @ delta
+            _descend(chosen[group], values, residual, params[k], grid, own)
+            params[k] = _rescale(chosen[group], values, residual, params[k], grid, own)
+            torch.sub(wanted[group], values, out=delta[group])
     return chosen.t().contiguous(), params
 
 

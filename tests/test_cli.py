@@ -1,0 +1,729 @@
+"""The command line from the outside: what it prints where, what it writes, and how it says no."""
+
+import dataclasses
+import errno
+import io
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import families
+import pytest
+import torch
+import typer
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from quantkit import cli, finish, plan
+from quantkit.containers import safetensors_folder, staging
+from quantkit.methods.gptq import Options
+from quantkit.options import CalibrationOptions, RunOptions
+
+LINEARS = {  # name inside a block -> shape, of the model that `model` makes
+    "self_attn.q_proj": [128, 128],
+    "self_attn.k_proj": [64, 128],
+    "self_attn.v_proj": [64, 128],
+    "self_attn.o_proj": [128, 128],
+    "mlp.gate_proj": [256, 128],
+    "mlp.up_proj": [256, 128],
+    "mlp.down_proj": [128, 256],
+}
+NAMES = [f"model.layers.{block}.{local}" for block in (0, 1) for local in LINEARS]
+COMMANDS = typer.main.get_command(cli.app).commands
+RECIPES = Path(__file__).parents[1] / "recipes"
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*[349]\d")
+
+Done = namedtuple("Done", "code out err")
+
+
+@pytest.fixture
+def model(tiny_model):
+    """A Llama of two blocks whose linears take groups of 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    return tiny_model("llama", name="tiny", tokenizer=True, **sizes)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Options that make a job small."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(families.sentences()))
+    return ["--calibration", text, *"--samples 4 --seqlen 32 --batch-size 2 --threads 1".split()]
+
+
+@pytest.fixture
+def quantkit(monkeypatch, capsys, tmp_path):
+    """`quantkit("gptq", ...)` runs the console script in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments) -> Done:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def make(quantkit):
+    """`make("gptq", ...)` must succeed, quietly; what `--json` printed."""
+
+    def run(*arguments) -> dict:
+        done = quantkit(*arguments, "--json", "-q")
+        assert (done.code, done.err) == (0, "")
+        return json.loads(done.out)
+
+    return run
+
+
+@pytest.fixture
+def refuse(quantkit):
+    """`refuse(code, "gptq", ...)` must fail with two lines on stderr and nothing else: (error, hint)."""
+
+    def run(code: int, *arguments) -> tuple[str, str]:
+        done = quantkit(*arguments, "-q")
+        lines = re.fullmatch(r"error: (\S.*)\nhint: (\S.*)\n", done.err)
+        assert lines, done.err
+        assert (done.code, done.out) == (code, "")
+        return lines.groups()
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder`, the timings aside."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items() if "timings" not in name}
+
+
+def rewrite(model: Path, name: str, change) -> None:
+    """Replace the tensor `name` by `change` of it."""
+    tensors = load_file(model / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def nbytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+# ---- help, version, imports
+
+
+def test_version_and_module(quantkit):
+    from quantkit import __version__
+
+    assert quantkit("--version") == (0, f"quantkit {__version__}\n", "")
+    module = subprocess.run([sys.executable, "-m", "quantkit", "--version"], capture_output=True, text=True)
+    assert (module.returncode, module.stdout, module.stderr) == (0, f"quantkit {__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["gptq", "--help"], ["eval", "-h"]])
+def test_help_imports_no_torch(arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "quantkit", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "Usage" in done.stdout and {"quantkit", "typer"} <= imported
+    assert not imported & {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_option_and_has_examples(quantkit, name):
+    flags = {flag for option in COMMANDS[name].params for flag in option.opts if flag.startswith("-")}
+    done = quantkit(name, "--help")
+    assert flags <= set(re.findall(r"(?<=[\s│])--?[a-z-]+\b", done.out))
+    assert all(option.help for option in COMMANDS[name].params)
+    assert re.search(rf"Examples:\s+quantkit {name} \./model", done.out)
+
+
+def test_every_field_is_a_flag():
+    fields = {
+        "--" + field.name.replace("_", "-")
+        for section in (Options, CalibrationOptions, RunOptions)
+        for field in dataclasses.fields(section)
+    }
+    flags = {flag for option in COMMANDS["gptq"].params for flag in option.opts}
+    fixed = "output recipe dry-run resume overwrite eval revision offline trust-remote-code json quiet"
+    assert flags == fields | {"model", "-o", "-q"} | {f"--{name}" for name in fixed.split()}
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ("", "tiny-gptq-w4g128"),
+        ("--bits 3 --group-size 64 --no-sym", "tiny-gptq-w3g64-asym"),
+        ("--group-size -1 --solver rtn", "tiny-rtn-w4channel"),
+    ],
+)
+def test_the_output_is_named_after_model_and_options(make, model, small, options, name):
+    assert make("gptq", model, *small, *options.split(), "--dry-run")["output"] == name
+
+
+def test_the_name_of_the_folder_one_stands_in(make, model, small, monkeypatch):
+    monkeypatch.chdir(model)
+    assert make("gptq", ".", *small, "--dry-run")["output"] == "tiny-gptq-w4g128"
+
+
+def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, small, tmp_path):
+    before = contents(tmp_path)
+    record = make("gptq", model, *small, "--exclude", "1.*v_proj", "--dry-run")
+    done = quantkit("gptq", model, *small, "--exclude", "1.*v_proj", "--dry-run")
+    assert contents(tmp_path) == before
+    grid = {"bits": 4, "group_size": 128, "symmetric": True, "zero_min": 1, "search": True}
+    kept = "model.layers.1.self_attn.v_proj"
+    assert record["linears"] == [
+        {
+            "name": name,
+            "shape": LINEARS[name.split(".", 3)[3]],
+            "grid": None if name == kept else grid,
+            "kept": "--exclude 1.*v_proj" if name == kept else None,
+        }
+        for name in NAMES
+    ]
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if "×" in line}
+    assert rows.keys() == LINEARS.keys()
+    assert rows["mlp.down_proj"][1:] == "0-1 128 × 256 4 bit, groups of 128".split()
+    assert "16 bit (--exclude 1.*v_proj)" in done.out
+
+
+def test_the_plan_is_what_happens(make, model, small):
+    planned = make("gptq", model, *small, "--bits", 3, "--group-size", 64, "--dry-run")["plan"]
+    made = make("gptq", model, *small, "--bits", 3, "--group-size", 64)
+    source = load_file(model / "model.safetensors")
+    written = load_file("tiny-gptq-w3g64/model.safetensors")
+    assert planned["output_bytes"] == made["output_bytes"] == nbytes(written)
+    assert planned["source_bytes"] == made["source_bytes"] == nbytes(source)
+    packed = {name: tensor for name, tensor in written.items() if name not in source}
+    weights = sum(source[f"{name}.weight"].numel() for name in NAMES)
+    assert planned["bits_per_weight"] == made["bits_per_weight"] == 8 * nbytes(packed) / weights
+    assert made["bits_per_weight_model"] == 8 * nbytes(written) / sum(t.numel() for t in source.values())
+    assert planned["execution"] == {
+        "dtype": "float32", "device": "cpu", "batch_size": 2, "sequential": "suspend", "threads": 1,
+    }  # fmt: skip
+
+
+# ---- a run
+
+
+def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
+    done = quantkit("gptq", model, *small)
+    folder = tmp_path / "tiny-gptq-w4g128"
+    source, written = nbytes(load_file(model / "model.safetensors")), load_file(folder / "model.safetensors")
+    bits = 8 * nbytes({k: t for k, t in written.items() if "proj." in k}) / (2 * 147456)
+    facts = dict(re.findall(r"^(\S+(?: \S+)?) {2,}(.*)$", done.out, re.MULTILINE))
+    assert done.code == 0
+    assert facts["written"] == folder.name
+    ratio = source / nbytes(written)
+    assert facts["size"] == f"{source / 1e6:.2f} MB → {nbytes(written) / 1e6:.2f} MB ({ratio:.2f}× smaller)"
+    assert facts["bits/weight"].startswith(f"{bits:.2f} in 14 quantized linears, ")
+    assert facts["fell back"] == "nothing"
+    errors = re.findall(r"\d\.\d{4}", facts["error"])
+    manifest = json.loads((folder / "quantkit.json").read_text())
+    rows = manifest["linears"]
+    assert [row["name"] for row in rows] == NAMES
+    assert errors == [f"{sum(row[key] for row in rows) / 14:.4f}" for key in ("error", "rtn_error")]
+    assert done.out.endswith(f"\nnext: quantkit eval {model} {folder.name} --text TEXT\n")
+    lines = done.err.splitlines()
+    assert [line.split(" error")[0] for line in lines[-4:]] == [
+        "block 1/2", "block 2/2", "writing the checkpoint", "verifying what was written",
+    ]  # fmt: skip
+    assert "\x1b" not in done.out + done.err
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_json_is_alone_on_stdout(quantkit, model, small):
+    done = quantkit("gptq", model, *small, "--json")
+    record = json.loads(done.out)
+    assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/1", 14, 0)
+    assert "block 2/2" in done.err
+    stages = {"load", "forward", "hessian", "solve", "pack", "write", "verify"}
+    assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
+    done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
+    assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
+    assert done.err == f"evaluated {model}\nevaluated tiny-gptq-w4g128\n"
+
+
+def test_quiet_says_nothing_on_stderr(quantkit, model, small):
+    done = quantkit("gptq", model, *small, "-q")
+    assert (done.code, done.err) == (0, "") and "written" in done.out
+    done = quantkit("eval", model, "--text", small[1], "--limit", 512, "-q")
+    assert (done.code, done.err) == (0, "") and "tiny" in done.out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_and_no_color_no_colour(quantkit, model, small, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert quantkit("gptq", model, *small, "--overwrite").code == 0
+    assert COLOUR.search(terminal.getvalue()) and "2/2" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert quantkit("gptq", model, *small, "--overwrite").code == 0
+    assert not COLOUR.search(terminal.getvalue()) and "2/2" in terminal.getvalue()
+
+
+def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatch):
+    monkeypatch.setattr("quantkit.solvers.gptq.factorize", lambda hessian, damp: (None, "made to fail"))
+    done = quantkit("gptq", model, *small)
+    assert re.search("^fell back +14 linears", done.out, re.MULTILINE)
+    manifest = json.loads(Path("tiny-gptq-w4g128/quantkit.json").read_text())
+    assert [row["fallback"] for row in manifest["linears"]] == ["made to fail"] * 14
+    for name in NAMES:
+        assert f"  {name}: made to fail\n" in done.out
+        assert f"warning: {name}: made to fail; kept round to nearest\n" in done.err
+
+
+@pytest.mark.parametrize("solver", ["gptq", "rtn"])
+@pytest.mark.parametrize("factor", [1e8, 1e-9])
+def test_scales_that_float16_cannot_hold_are_reported(quantkit, model, small, solver, factor):
+    """Half of the weight is lost, or more: a checkpoint like that must not pass for a good one."""
+    name = "model.layers.0.mlp.down_proj"
+    rewrite(model, f"{name}.weight", lambda weight: weight * factor)
+    done = quantkit("gptq", model, *small, "--solver", solver)
+    assert re.search(rf"^(warning|error): .*{re.escape(name)}.*float16", done.err, re.MULTILINE)
+
+
+def test_the_next_command_can_be_pasted(quantkit, model, small):
+    done = quantkit("gptq", model, *small, "-o", "my models/it's 4 bit", "--solver", "rtn")
+    command = shlex.split(re.search("^next: (.*)$", done.out, re.MULTILINE)[1])
+    assert command == ["quantkit", "eval", str(model), "my models/it's 4 bit", "--text", "TEXT"]
+
+
+def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
+    output = "/".join(["a long way down"] * 10)
+    done = quantkit("gptq", model, *small, "-o", output, "--dry-run")
+    assert re.search(f"^output +{output}$", done.out, re.MULTILINE)
+
+
+def test_eval_at_the_end_of_a_run(quantkit, make, model, small, tmp_path):
+    done = quantkit("gptq", model, *small, "--eval", small[1])
+    rows = {row[0]: row for line in done.out.splitlines() if (row := line.split())}
+    size, bits, perplexity, kld = 1, 3, 4, 7
+    assert rows["tiny"][bits] == "32.00" and rows["tiny"][kld] == "–"
+    record = make("eval", model, "tiny-gptq-w4g128", "--text", small[1])
+    metrics = record["models"][1]["metrics"]
+    result = rows["tiny-gptq-w4g128"]
+    assert result[perplexity] == f"{metrics['ppl']['value']:.3f}"
+    assert result[kld] == f"{metrics['kld']['mean']:.5f}" != "0.00000"
+    assert result[size] == f"{record['models'][1]['size']['weight_bytes'] / 1e6:.2f}"
+    assert f"{record['data']['tokens']} tokens scored, context 256, stride 256, BOS none, float32" in done.out
+    again = make("gptq", model, *small, "--overwrite", "--eval", small[1])
+    assert again["eval"] == record
+
+
+def test_a_missing_eval_text_is_noticed_before_the_work(refuse, model, small, tmp_path):
+    error, _ = refuse(3, "gptq", model, *small, "--eval", "nowhere.txt")
+    assert "nowhere.txt" in error
+    assert not list(tmp_path.glob("tiny-*"))
+
+
+# ---- what is kept
+
+
+def test_excluded_linears_keep_their_bytes(make, tiny_model, small, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    model = tiny_model("llama", name="tiny", tokenizer=True, dtype="bfloat16", **sizes)
+    patterns = ["--exclude", r"layers\.0\.mlp", "--exclude", "k_proj$"]
+    made = make("gptq", model, *small, *patterns)
+    kept = [name for name in NAMES if "layers.0.mlp" in name or "k_proj" in name]
+    assert (made["linears"], made["kept"]) == (9, 5)
+    folder = tmp_path / "tiny-gptq-w4g128"
+    source, written = load_file(model / "model.safetensors"), load_file(folder / "model.safetensors")
+    same = [name for name in source if name in written]
+    assert {f"{name}.weight" for name in kept} == {name for name in same if "proj" in name}
+    for name in same:
+        assert written[name].dtype == source[name].dtype == torch.bfloat16
+        assert torch.equal(written[name].view(torch.int16), source[name].view(torch.int16))
+    rows = {row["name"]: row for row in json.loads((folder / "quantkit.json").read_text())["linears"]}
+    assert {name: row["kept"] for name, row in rows.items() if "kept" in row} == {
+        name: r"--exclude layers\.0\.mlp" if "mlp" in name else "--exclude k_proj$" for name in kept
+    }
+    rules = json.loads((folder / "config.json").read_text())["quantization_config"]["dynamic"]
+    assert set(rules.values().__iter__().__next__()) == set() and all(rule[:2] == "-:" for rule in rules)
+    matched = [name for name in NAMES if any(re.match(rule[2:], name) for rule in rules)]
+    assert matched == kept
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["zzz", "q_proj", "yyy"], ["matches no linear", "zzz, yyy"]),
+        (["q_proj", "(up"], ["'(up'", "no regular expression"]),
+        (["."], ["nothing to quantize"]),
+    ],
+)
+def test_exclude_that_does_not_do_what_it_says(refuse, model, small, tmp_path, patterns, words):
+    options = [word for pattern in patterns for word in ("--exclude", pattern)]
+    error, _ = refuse(2, "gptq", model, *small, *options)
+    assert all(word in error for word in words) and "q_proj" not in error
+    assert not list(tmp_path.glob("tiny-*"))
+
+
+# ---- recipes
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_run(make, model, small, path):
+    recipe = yaml.safe_load(path.read_text())
+    assert len(recipe["description"]) > 20
+    named = make(recipe["method"], model, *small, "--recipe", path.stem, "--dry-run")
+    defaults = dataclasses.asdict(Options())
+    assert named["options"] == {key: recipe.get(key, value) for key, value in defaults.items()}
+    assert named == make(recipe["method"], model, *small, "--recipe", path, "--dry-run")
+
+
+def test_flags_win_over_the_recipe(make, model, small, tmp_path):
+    recipe = {"bits": 8, "group_size": 64, "sym": False, "seqlen": 16, "seed": 7, "exclude": ["k_proj"]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"method": "gptq", "damp": 0.05} | recipe))
+    flags = ["--group-size", 128, "--sym", "--exclude", "v_proj", "--recipe", "mine.yaml", "--dry-run"]
+    record = make("gptq", model, *small, *flags)
+    options, calibration = record["options"], record["calibration"]
+    assert (options["bits"], options["group_size"], options["sym"], options["damp"]) == (8, 128, True, 0.05)
+    assert (calibration["seqlen"], calibration["seed"]) == (32, 7)
+    assert {row["kept"] for row in record["linears"]} == {None, "--exclude v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bits: 4.5", ["bits", "4.5", "int"]),
+        ("bits: true", ["bits", "True"]),
+        ("sym: 1", ["sym", "1", "bool"]),
+        ("damp: high", ["damp", "high", "float"]),
+        ("samples: '9'", ["samples", "'9'", "int"]),
+        ("seqlen: long", ["seqlen", "long"]),
+        ("seqlen: true", ["seqlen", "True"]),
+        ("batch_size: 2.5", ["batch_size", "2.5"]),
+        ("calibration: 5", ["calibration", "5"]),
+        ("exclude: q_proj", ["exclude", "q_proj"]),
+        ("exclude: [1]", ["exclude", "1"]),
+        ("act_order: sideways", ["act_order", "sideways", "none", "group", "full"]),
+        ("solver: magic", ["solver", "magic", "gptq", "rtn"]),
+        ("checkpoint_format: 3", ["checkpoint_format", "3"]),
+        ("dtype: float8", ["dtype", "float8", "bfloat16"]),
+        ("sequential: never", ["sequential", "never", "suspend", "repeat"]),
+    ],
+)
+def test_recipe_values_of_the_wrong_kind(refuse, model, tmp_path, text, words):
+    (tmp_path / "mine.yaml").write_text(f"method: gptq\n{text}\n")
+    said = " ".join(refuse(2, "gptq", model, "--recipe", "mine.yaml", "--dry-run"))
+    assert "mine.yaml" in said and all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "words"),
+    [
+        (None, 3, ["mine.yaml", "No such file", "gptq-w3, gptq-w4, gptq-w4-best"]),
+        (b"method: rtn", 2, ["mine.yaml", "no recipe for gptq"]),
+        (b"bits: 4", 2, ["names no method"]),
+        (b"- gptq", 2, ["names no method"]),
+        (b"method: gptq\nbits: [", 2, ["mine.yaml", "not YAML", "line 2"]),
+        (b"method: gptq\nbits: \x07", 2, ["mine.yaml", "not YAML"]),
+        (b"method: gptq # \xff", 2, ["mine.yaml"]),
+    ],
+)
+def test_recipes_that_are_none(refuse, model, tmp_path, content, code, words):
+    if content is not None:
+        (tmp_path / "mine.yaml").write_bytes(content)
+    said = " ".join(refuse(code, "gptq", model, "--recipe", "mine.yaml", "--dry-run"))
+    assert all(word in said for word in words)
+
+
+def test_unknown_keys_are_answered_with_the_valid_ones(refuse, model, tmp_path):
+    (tmp_path / "mine.yaml").write_text("method: gptq\ngroupsize: 64\nquality: good\n")
+    error, hint = refuse(2, "gptq", model, "--recipe", "mine.yaml")
+    assert error == "mine.yaml has unknown keys: groupsize, quality"
+    assert hint.startswith("did you mean group_size? valid keys: ")
+    valid = [f.name for s in (Options, CalibrationOptions, RunOptions) for f in dataclasses.fields(s)]
+    assert hint.split("valid keys: ")[1].split(", ") == valid
+
+
+# ---- options that cannot be
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--bits 5", "2, 3, 4 or 8"),
+        ("--group-size 0", "group-size 0"),
+        ("--group-size -2", "group-size -2"),
+        ("--damp 0", "between 0 and 1"),
+        ("--damp nan", "between 0 and 1"),
+        ("--refine -1", "refine -1"),
+        ("--samples 0", "samples"),
+        ("--seqlen 1", "seqlen"),
+        ("--batch-size 0", "batch-size 0"),
+        ("--batch-size -1", "batch-size -1"),
+        ("--threads 0", "threads 0"),
+        ("--threads -1", "threads -1"),
+        ("--max-shard-gb 0", "max-shard-gb 0"),
+        ("--max-shard-gb nan", "max-shard-gb nan"),
+    ],
+)
+def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
+    said = " ".join(refuse(2, "gptq", model, *small, *option.split()))
+    assert words in said
+    assert not list(tmp_path.glob("tiny-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("gptq model --act-order sideways", ["--act-order", "sideways", "none", "group", "full"]),
+        ("gptq model --solver magic", ["--solver", "magic", "gptq", "rtn"]),
+        ("gptq model --bits four", ["--bits", "integer"]),
+        ("gptq model --dtype float8", ["--dtype", "float32", "bfloat16"]),
+        ("gptq model --groupsize 64", ["--groupsize", "--group-size"]),
+        ("gptq", ["model"]),
+        ("eval model", ["--text"]),
+        ("awq model", ["awq"]),
+    ],
+)
+def test_words_the_parser_refuses(quantkit, arguments, words):
+    done = quantkit(*arguments.split())
+    assert (done.code, done.out) == (2, "")
+    assert all(word in done.err for word in words)
+
+
+def test_a_group_size_that_does_not_divide_names_every_linear(refuse, tiny_model, small, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 10}
+    model = tiny_model("llama", name="tiny", tokenizer=True, **sizes)
+    error, hint = refuse(2, "gptq", model, *small, "--group-size", 64)
+    assert error.startswith("group size 64 does not divide in_features of 10 linears: ")
+    offenders = [f"model.layers.{block}.mlp.down_proj (160)" for block in range(10)]
+    assert error.split(": ")[1].split(", ") == offenders
+    assert [int(size) for size in re.findall(r"-?\d+(?=[,;])", hint)] == [32, 16, 8, -1]
+    assert "--exclude" in hint
+    assert not list(tmp_path.glob("tiny-*"))
+
+
+def test_a_device_that_is_not_there(refuse, model, small):
+    error, hint = refuse(4, "gptq", model, *small, "--device", "cuda:99")
+    assert "cuda:99" in error and "--device cpu" in hint
+
+
+# ---- places
+
+
+def test_an_existing_output_stays_unless_overwritten(refuse, make, model, small, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("data")
+    error, hint = refuse(2, "gptq", model, *small, "-o", out)
+    assert str(out) in error and "--overwrite" in hint
+    assert contents(out) == {"precious": b"data"}
+    make("gptq", model, *small, "-o", out, "--overwrite")
+    fresh = tmp_path / "fresh" / "out"  # the parent is made
+    make("gptq", model, *small, "-o", fresh)
+    assert contents(out) == contents(fresh)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "out", "text.txt", "tiny"]
+
+
+def test_a_staged_job_is_not_lost_unasked(refuse, make, model, small, tmp_path):
+    staged = tmp_path / "tiny-gptq-w4g128.partial"
+    staged.mkdir()
+    (staged / "block-00000.safetensors").write_bytes(b"hours of work")
+    error, hint = refuse(2, "gptq", model, *small)
+    assert staged.name in error and "--resume" in hint and "--overwrite" in hint
+    assert contents(staged) == {"block-00000.safetensors": b"hours of work"}
+    make("gptq", model, *small, "--overwrite")
+    assert not staged.exists()
+
+
+@pytest.mark.parametrize("output", [".", "text.txt", "text.txt/out"])
+def test_outputs_that_cannot_be(refuse, model, small, tmp_path, output):
+    before = contents(tmp_path)
+    error, _ = refuse(2, "gptq", model, *small, "-o", output)
+    assert output.split("/")[0] in error
+    assert contents(tmp_path) == before
+
+
+# ---- damaged and unfit models
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+@pytest.mark.parametrize(("solver", "value"), [("gptq", math.nan), ("rtn", math.inf)])
+def test_weights_that_are_not_finite_are_named(refuse, model, small, tmp_path, name, solver, value):
+    rewrite(model, name, lambda weight: weight.index_fill(0, torch.tensor([3]), value))
+    error, hint = refuse(1, "gptq", model, *small, "--solver", solver)
+    assert name.removesuffix(".weight") in error and "damaged" in hint
+    assert not (tmp_path / f"tiny-{solver}-w4g128").exists()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "factor", "linear"),
+    [
+        ("float16", "model.layers.1.mlp.up_proj.weight", 2e5, "model.layers.1.mlp.down_proj"),
+        ("float32", "model.layers.0.input_layernorm.weight", 1e25, "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_activations_that_overflow_are_named(refuse, model, small, tmp_path, dtype, name, factor, linear):
+    rewrite(model, name, lambda weight: weight * factor)
+    error, hint = refuse(1, "gptq", model, *small, "--dtype", dtype)
+    assert error == f"activations entering {linear} are not finite in {dtype}"
+    assert "--dtype float32" in hint
+    assert not (tmp_path / "tiny-gptq-w4g128").exists()
+
+
+def test_a_quantized_model_is_not_quantized_again(make, refuse, model, small):
+    make("gptq", model, *small, "--solver", "rtn", "-o", "once")
+    error, hint = refuse(4, "gptq", "once", *small)
+    assert error == "once is quantized already" and "original" in hint
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (None, 3, "cannot be read: No such file"),
+        ("", 2, "holds 0 tokens; one sequence needs 32"),
+        ("Too short.", 2, "one sequence needs 32"),
+    ],
+)
+def test_calibration_texts_that_do_not_serve(refuse, model, small, tmp_path, text, code, words):
+    if text is not None:
+        (tmp_path / "other.txt").write_text(text)
+    error, hint = refuse(code, "gptq", model, *small, "--calibration", "other.txt")
+    assert "other.txt" in error and words in error and "--calibration" in hint
+
+
+def test_too_little_text_is_a_warning_even_when_quiet(quantkit, model, small):
+    done = quantkit("gptq", model, *small, "--samples", 100000, "--dry-run", "-q")
+    warning = r"warning: calibration text text.txt holds \d+ tokens; .*: using \d+ sequences\n"
+    assert done.code == 0 and re.fullmatch(warning, done.err)
+
+
+# ---- resources
+
+
+def test_a_disk_that_is_too_small(refuse, make, model, small, tmp_path, monkeypatch):
+    need = make("gptq", model, *small, "--dry-run")["plan"]["disk_bytes"]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, need - 1))
+    error, hint = refuse(5, "gptq", model, *small)
+    assert "of disk" in error and "--output" in hint
+    assert not list(tmp_path.glob("tiny-*"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, need))
+    make("gptq", model, *small)
+
+
+def test_the_predicted_disk_is_what_a_run_takes(make, model, small, tmp_path, monkeypatch):
+    seen = []
+    publish = staging.Staging.publish
+
+    def measure(self):
+        seen.extend(path for path in self.folder.rglob("*.safetensors"))
+        seen[:] = [nbytes(load_file(path)) for path in seen]
+        publish(self)
+
+    monkeypatch.setattr(staging.Staging, "publish", measure)
+    need = make("gptq", model, *small, "--dry-run")["plan"]["disk_bytes"]
+    make("gptq", model, *small)
+    assert len(seen) == 3 and sum(seen) == need
+
+
+def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, small, tmp_path, monkeypatch):
+    def need(mode: str) -> int:
+        return make("gptq", model, *small, "--sequential", mode, "--dry-run")["plan"]["memory_bytes"]
+
+    def chosen(free: int) -> tuple[str, int]:
+        monkeypatch.setattr(plan, "available_memory", lambda device: free)
+        record = make("gptq", model, *small, "--dry-run")["plan"]
+        return record["execution"]["sequential"], record["memory_bytes"]
+
+    suspend, repeat = need("suspend"), need("repeat")
+    assert repeat < suspend
+    assert chosen(2 * suspend) == ("suspend", suspend)
+    assert chosen(repeat) == ("repeat", repeat)
+    monkeypatch.setattr(plan, "available_memory", lambda device: repeat)
+    error, hint = refuse(5, "gptq", model, *small, "--sequential", "suspend")
+    assert "of memory" in error and "--sequential repeat" in hint
+    monkeypatch.setattr(plan, "available_memory", lambda device: repeat - 1)
+    refuse(5, "gptq", model, *small)
+    assert not list(tmp_path.glob("tiny-*"))
+
+
+FULL = {
+    "os": OSError(errno.ENOSPC, "No space left on device"),
+    "quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "safetensors": SafetensorError("Error while serializing: No space left on device (os error 28)"),
+}
+
+
+@pytest.mark.parametrize("full", FULL.values(), ids=FULL)
+@pytest.mark.parametrize("where", ["block", "merge"])
+def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch, full, where):
+    module, function = (staging, "save_file") if where == "block" else (safetensors_folder, "_copy")
+    whole, calls = getattr(module, function), []
+
+    def fails_the_second_time(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise full
+        return whole(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, function, fails_the_second_time)
+        error, hint = refuse(5, "gptq", model, *small, "-o", "out")
+    assert error == "the disk of out.partial is full" and "--resume" in hint
+    assert not (tmp_path / "out").exists()
+    staged = {path.name for path in (tmp_path / "out.partial").glob("*.safetensors")}
+    assert staged == {f"block-0000{k}.safetensors" for k in range(1 if where == "block" else 2)}
+    make("gptq", model, *small, "-o", "out", "--resume")
+    make("gptq", model, *small, "-o", "whole/out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole" / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.qweight",
+        "model.layers.1.mlp.down_proj.scales",
+        "model.layers.1.mlp.down_proj.g_idx",
+        "model.layers.1.input_layernorm.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_what_reads_back_otherwise_is_not_published(make, refuse, model, small, tmp_path, monkeypatch, name):
+    assemble = staging.Staging.assemble
+
+    def corrupt(self, fill):
+        folder = assemble(self, fill)
+        rewrite(folder, name, lambda tensor: tensor.flip(0))
+        return folder
+
+    options = ["gptq", model, *small, "--group-size", 64, "-o", "out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Staging, "assemble", corrupt)
+        error, hint = refuse(6, *options)
+    assert "differ" in error and "--resume" in hint
+    assert not (tmp_path / "out").exists()
+    make(*options, "--resume")
+    assert (tmp_path / "out" / finish.MANIFEST).is_file() and not (tmp_path / "out.partial").exists()
