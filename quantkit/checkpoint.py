@@ -139,7 +139,8 @@ class Checkpoint:
 
     def companions(self) -> list[Path]:
         """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""
-        found = {path for pattern in COMPANIONS for path in self.folder.glob(pattern) if path.is_file()}
+        patterns = (*COMPANIONS, "*.py") if self.trust_remote_code else COMPANIONS
+        found = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
         return sorted(path for path in found if path.suffix != ".safetensors")
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:

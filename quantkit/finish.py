@@ -17,6 +17,7 @@ from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
+from quantkit.timings import Timings
 
 MANIFEST = "quantkit.json"
 TIMINGS = "quantkit-timings.json"
@@ -59,7 +60,7 @@ def staged_checkpoint(job: Job, index: int) -> Checkpoint:
     return job.checkpoint.with_tensors(job.staging.infos(index), job.method.layout)
 
 
-def finish(job: Job, final_states: Tensor, timings, progress: Progress) -> Summary:
+def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
     """Assemble the output beside its place, verify it, publish it.
 
     `final_states [batch, tokens, hidden]` are the loop's own for its first batch. A job killed in

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 
-PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*")
+PATTERNS = (
+    "*.safetensors",
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:

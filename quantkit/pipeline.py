@@ -10,10 +10,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -27,24 +24,10 @@ from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.solvers import Solved
 from quantkit.spec import LinearSpec
+from quantkit.timings import Timings
 
 PROBE_TOKENS = 8
 FORWARDS = {"suspend": SuspendedForward, "repeat": RepeatedForward}
-
-
-@dataclass
-class Timings:
-    """Wall seconds by stage. Kept apart from everything that must come out the same twice."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
 
 def run(job: Job, progress: Progress) -> finish.Summary:

@@ -124,6 +124,14 @@ def test_beats_rtn_and_tells_its_error(site, bits, group_size):
             assert torch.equal(solved.weight.column_group, trivial), cell
 
 
+@pytest.mark.parametrize("act_order", ORDERS)
+def test_solving_leaves_its_arguments_as_they_are(site, act_order):
+    weight, _, hessian = site
+    before = weight.clone(), hessian.clone()
+    GptqSolver(act_order=act_order).solve([weight], [AffineGrid(4, 256)], hessian)
+    assert torch.equal(weight, before[0]) and torch.equal(hessian, before[1])
+
+
 def test_ordering_columns_pays(site):
     weight, _, hessian = site
     none, group, full = (
@@ -180,10 +188,10 @@ def test_linears_of_a_site_are_solved_as_if_alone(act_order):
 @pytest.mark.parametrize("in_features", [64, 200])
 def test_factorize(in_features):
     _, _, hessian = problem(in_features)
-    damped, factor, note = factorize(hessian, 0.01)
-    assert note is None
     expected = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(in_features)
-    torch.testing.assert_close(damped, expected.float())
+    factor, note = factorize(hessian, 0.01)
+    assert note is None
+    torch.testing.assert_close(hessian, expected.float())  # damped in place
     assert torch.equal(factor, factor.triu()) and (factor.diagonal() > 0).all()
     assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 
@@ -198,9 +206,10 @@ def indefinite(share: float, in_features: int = 64) -> Tensor:
 
 def test_damping_grows_until_the_hessian_is_positive_definite():
     hessian = indefinite(0.05)
-    damped, factor, note = factorize(hessian, 0.001)
-    assert note == "damping raised to 0.1"
     expected = hessian.double() + 0.1 * hessian.diagonal().double().mean() * torch.eye(64)
+    damped = hessian.clone()
+    factor, note = factorize(damped, 0.001)
+    assert note == "damping raised to 0.1"
     torch.testing.assert_close(damped, expected.float())
     assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 

@@ -62,17 +62,29 @@ class Staging:
                 hint="repeat the options of the first run, or start again with --overwrite",
                 exit_code=USAGE,
             )
-        if not stored and self.folder.exists():
-            shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "lock", "w")  # noqa: SIM115  held until the process ends
+        self._acquire()
+        if not stored:
+            self._clear()
+        _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+
+    def _acquire(self) -> None:
+        """Hold the folder's lock until the process ends."""
+        self._lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise QuantkitError(
-                f"{self.folder} is in use by another process", "wait for it", RUNTIME
+                f"{self.folder} is in use by another process", "wait until it is done", RUNTIME
             ) from error
-        _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+
+    def _clear(self) -> None:
+        """Remove what another job left, the lock excepted: this process holds it."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
 
     def _block(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"

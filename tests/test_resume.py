@@ -1,0 +1,391 @@
+"""A job stopped at any moment and resumed writes the bytes that an uninterrupted one writes.
+
+Jobs run in processes forked from a server that has torch imported already, so that a kill is a real
+one and costs no start. `FAULTS` are what such a process does to itself on the way.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import families
+import pytest
+import torch
+
+from quantkit import cli, finish, pipeline
+from quantkit.containers import safetensors_folder, staging
+
+BLOCKS = 6
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": BLOCKS}
+OPTIONS = "-o out --group-size 64 --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([__name__])
+assert pipeline  # imported here for the server's sake
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, the timings aside."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != finish.TIMINGS}
+
+
+# ---- processes and what befalls them
+
+
+def die(*_, **__) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(module, name: str, action, call: int = 1) -> None:
+    """Do `action` just before the `call`-th call of a function; 0: before every call."""
+    whole, calls = getattr(module, name), []
+
+    def replaced(*arguments, **options):
+        calls.append(name)
+        if call in (0, len(calls)):
+            action(*arguments, **options)
+        return whole(*arguments, **options)
+
+    setattr(module, name, replaced)
+
+
+def pause(*_, **__) -> None:
+    time.sleep(0.1)
+
+
+def slow() -> None:
+    """Waits where a kill could do harm: between record and tensors, before the rename, in the merge."""
+    for module, name in [(staging, "save_file"), (os, "replace"), (safetensors_folder, "write_file")]:
+        before(module, name, pause, 0)
+    before(finish, "_write_json", pause, 0)
+    before(finish, "_verify", pause, 0)
+
+
+def torn() -> None:
+    """Half of a block's tensors are written."""
+
+    def half(tensors, path, **options):
+        path.write_bytes(b"\x08" * 1000)
+        die()
+
+    before(staging, "save_file", half, 2)
+
+
+FAULTS = {
+    "slow": slow,
+    "record": lambda: before(staging, "save_file", die, 2),
+    "torn": torn,
+    "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
+    "next": lambda: before(staging.Staging, "write_block", die, 2),
+    "merge": lambda: before(safetensors_folder, "_copy", die, 40),
+    "config": lambda: before(finish, "_write_json", die),
+    "verify": lambda: before(finish, "_verify", die),
+    "card": lambda: before(finish.model_card, "render", die),
+    "publish": lambda: before(staging.Staging, "publish", die),
+    "first rename": lambda: before(os, "rename", die),
+    "second rename": lambda: before(os, "rename", die, 2),
+}
+
+
+def child(folder: Path, arguments: list[str], fault: str | None) -> None:
+    os.chdir(folder)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    if fault:
+        FAULTS[fault]()
+    sys.argv = ["quantkit", *arguments]
+    cli.main()
+
+
+def start(folder: Path, arguments: list, fault: str | None = None):
+    folder.mkdir(exist_ok=True)
+    process = SERVER.Process(target=child, args=(folder, [*map(str, arguments)], fault), daemon=True)
+    process.start()
+    return process
+
+
+def run(folder: Path, arguments: list, fault: str | None = None) -> int:
+    """The exit code of a job; negative: the signal that ended it."""
+    process = start(folder, arguments, fault)
+    process.join()
+    return process.exitcode
+
+
+def wait_for(path: Path, process) -> None:
+    while not path.exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with two models, two texts, and `reference/out`, a slow job's uninterrupted result."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name, seed in [("model", 0), ("other", 1)]:
+        families.save_tokenizer(families.save_model(folder / name, "llama", seed=seed, **SIZES))
+        (folder / f"{name}.txt").write_text("\n".join(families.sentences(seed=seed)))
+    began = time.monotonic()
+    assert run(folder / "reference", job(folder), "slow") == 0
+    (folder / "seconds").write_text(str(time.monotonic() - began))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(workplace) -> dict[str, bytes]:
+    return contents(workplace / "reference" / "out")
+
+
+def job(workplace: Path, model: str = "model", text: str = "model.txt") -> list:
+    return ["gptq", workplace / model, *OPTIONS, "--calibration", workplace / text]
+
+
+@pytest.fixture
+def quantkit(monkeypatch, capsys, tmp_path):
+    """Runs the command line in this process, in `tmp_path`: exit code and stderr, which is left quiet."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments), "-q"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, capsys.readouterr().err
+
+    yield invoke
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def one_block(workplace) -> Path:
+    """What a killed job leaves after one block of six."""
+    assert run(workplace / "staged", job(workplace), "next") == -signal.SIGKILL
+    return workplace / "staged" / "out.partial"
+
+
+@pytest.fixture
+def staged(one_block, tmp_path) -> Path:
+    """A copy of it in the folder of the test."""
+    copy = tmp_path / "out.partial"
+    copy.mkdir()
+    for name, content in contents(one_block).items():
+        (copy / name).write_bytes(content)
+    return copy
+
+
+# ---- kills
+
+
+def test_killed_at_ten_random_moments(workplace, reference, tmp_path):
+    source, seconds = random.Random(0), float((workplace / "seconds").read_text())
+    moments = []
+    for number in range(10):
+        folder = tmp_path / str(number)
+        delay = seconds * (number + source.random()) / 10
+        while True:
+            process = start(folder, job(workplace), "slow")
+            process.join(delay)
+            running = process.is_alive() and not (folder / "out").exists()
+            process.kill()
+            process.join()
+            if running and not (folder / "out").exists():
+                break
+            delay *= 0.9  # it was faster this time: only a kill that hits a running job counts
+            assert run(folder, ["gptq", "--help"]) == 0
+            for path in folder.glob("out*"):
+                path.rename(tmp_path / f"missed-{number}-{delay}-{path.name}")
+        assert process.exitcode == -signal.SIGKILL
+        staging_folder = folder / "out.partial"
+        done = len(list(staging_folder.glob("block-*.safetensors")))
+        moments.append((done, (staging_folder / "output").exists()))
+        assert run(folder, [*job(workplace), "--resume"]) == 0, (folder / "log").read_text()
+        assert contents(folder / "out") == reference, moments
+        assert not staging_folder.exists()
+    assert moments == sorted(moments) and len(set(moments)) >= 6, moments
+    assert moments[0][0] < 2 and moments[-1] == (BLOCKS, True), moments
+
+
+@pytest.mark.parametrize(
+    ("fault", "blocks", "left"),
+    [
+        ("record", 1, "block-00001.json"),
+        ("torn", 1, "block-00001.tmp"),
+        ("rename", 1, "block-00001.tmp"),
+        ("next", 1, "fingerprint.json"),
+        ("merge", BLOCKS, "output/model.safetensors"),
+        ("config", BLOCKS, "output/tokenizer.json"),
+        ("verify", BLOCKS, "output/quantkit.json"),
+        ("card", BLOCKS, "output/quantkit-timings.json"),
+        ("publish", BLOCKS, "output/README.md"),
+        ("first rename", BLOCKS, "output/README.md"),
+    ],
+)
+def test_killed_at_the_worst_moments(workplace, reference, tmp_path, fault, blocks, left):
+    partial = tmp_path / "out.partial"
+    assert run(tmp_path, job(workplace), fault) == -signal.SIGKILL
+    assert not (tmp_path / "out").exists() and (partial / left).exists()
+    assert len(list(partial.glob("block-*.safetensors"))) == blocks
+    assert run(tmp_path, [*job(workplace), "--resume"]) == 0
+    assert contents(tmp_path / "out") == reference
+    assert f"resuming: {blocks} of {BLOCKS} blocks" in (tmp_path / "log").read_text()
+    assert not partial.exists()
+
+
+def test_killed_after_every_block(workplace, reference, tmp_path):
+    """Each run adds one block to those before it: nothing is computed twice."""
+    for done in range(1, BLOCKS):
+        assert run(tmp_path, [*job(workplace), "--resume"], "next") == -signal.SIGKILL
+        assert len(list(tmp_path.glob("out.partial/block-*.safetensors"))) == done
+    assert run(tmp_path, [*job(workplace), "--resume"], "next") == 0
+    assert contents(tmp_path / "out") == reference
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"), [("first rename", "out"), ("second rename", "out.partial/replaced")]
+)
+def test_killed_while_replacing_an_output(workplace, reference, tmp_path, fault, place):
+    """The old output is there, or between the renames in the staging folder, until the new one is."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("old")
+    assert run(tmp_path, [*job(workplace), "--overwrite"], fault) == -signal.SIGKILL
+    assert contents(tmp_path / place) == {"precious": b"old"}
+    assert contents(tmp_path / "out.partial" / "output") == reference
+    if place == "out":
+        assert run(tmp_path, [*job(workplace), "--resume"]) == 2
+        assert contents(tmp_path / place) == {"precious": b"old"}
+    assert run(tmp_path, [*job(workplace), "--resume", "--overwrite"]) == 0
+    assert contents(tmp_path / "out") == reference
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_interrupted_by_hand(workplace, reference, tmp_path, overwrite):
+    """What the hint says can be pasted, whatever the command was."""
+    if overwrite:
+        (tmp_path / "out").mkdir()
+    process = start(tmp_path, [*job(workplace), *overwrite], "slow")
+    wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    *_, error, hint = (tmp_path / "log").read_text().splitlines()
+    assert process.exitcode == 130
+    assert error == "error: interrupted; finished blocks are kept in out.partial"
+    command, *arguments = shlex.split(hint.removeprefix("hint: continue with: "))
+    assert command == "quantkit" and arguments[-1] == "--resume"
+    assert run(tmp_path, arguments) == 0, (tmp_path / "log").read_text()
+    assert contents(tmp_path / "out") == reference
+    assert not (tmp_path / "out.partial").exists()
+
+
+# ---- what may be resumed, and with what
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("--damp 0.02", ["options.damp (0.01 there, 0.02 here)"]),
+        ("--solver rtn", ["options.solver (gptq there, rtn here)", "calibration"]),
+        ("--exclude k_proj", ["exclude ([] there, ['k_proj'] here)"]),
+        ("--max-shard-gb 1", ["max_shard_gb (5.0 there, 1.0 here)"]),
+        ("--seed 1", ["calibration.seed (0 there, 1 here)"]),
+        ("--samples 5", ["calibration.samples (6 there, 5 here)"]),
+        ("--seqlen 16", ["calibration.seqlen (32 there, 16 here)"]),
+        ("--dtype bfloat16", ["execution.dtype (float32 there, bfloat16 here)"]),
+        ("--batch-size 3", ["execution.batch_size (2 there, 3 here)"]),
+        ("--sequential repeat", ["execution.sequential (suspend there, repeat here)"]),
+        ("--threads 2", ["execution.threads (1 there, 2 here)"]),
+    ],
+)
+def test_another_job_is_refused(workplace, quantkit, staged, changed, named):
+    before = contents(staged)
+    code, said = quantkit(*job(workplace), *changed.split(), "--resume")
+    assert code == 2 and said.startswith("error: out.partial holds another job; different: ")
+    assert all(words in said for words in named), said
+    assert contents(staged) == before
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "named"),
+    [("other", "model.txt", "source_sha256"), ("model", "other.txt", "calibration.sha256")],
+)
+def test_another_model_or_text_is_refused(workplace, quantkit, staged, model, text, named):
+    code, said = quantkit(*job(workplace, model, text), "--resume")
+    assert code == 2 and re.search(rf"different: .*{named} \(\w{{64}} there, \w{{64}} here\)", said)
+
+
+def test_another_version_is_refused(workplace, quantkit, staged):
+    path = staged / "fingerprint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "0.1"}))
+    code, said = quantkit(*job(workplace), "--resume")
+    assert code == 2 and f"torch (0.1 there, {torch.__version__} here)" in said
+
+
+@pytest.mark.parametrize("left", [None, "block-00000.safetensors"])
+def test_nothing_staged_starts_afresh(workplace, reference, quantkit, tmp_path, left):
+    if left:  # killed before the fingerprint was written: whose block that is, nobody knows
+        (tmp_path / "out.partial").mkdir()
+        (tmp_path / "out.partial" / left).write_text("?")
+    assert quantkit(*job(workplace), "--resume") == (0, "")
+    assert contents(tmp_path / "out") == reference
+
+
+def test_how_the_first_run_ran_is_adopted(workplace, tmp_path):
+    how = "--batch-size 3 --threads 2 --sequential repeat --dtype bfloat16".split()
+    plain = ["gptq", workplace / "model", *OPTIONS[:-4], "--calibration", workplace / "model.txt"]
+    assert run(tmp_path / "whole", [*plain, *how]) == 0
+    assert run(tmp_path / "killed", [*plain, *how], "next") == -signal.SIGKILL
+    assert run(tmp_path / "killed", [*plain, "--resume"]) == 0
+    execution = json.loads((tmp_path / "killed/out/quantkit.json").read_text())["job"]["execution"]
+    assert execution == {
+        "dtype": "bfloat16", "device": "cpu", "batch_size": 3, "sequential": "repeat", "threads": 2,
+    }  # fmt: skip
+    assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
+
+
+def test_a_job_without_calibration_resumes(workplace, tmp_path):
+    rtn = ["gptq", workplace / "model", "-o", "out", *"--solver rtn --group-size 32 --threads 1".split()]
+    assert run(tmp_path / "whole", rtn) == 0
+    assert run(tmp_path / "killed", rtn, "next") == -signal.SIGKILL
+    assert run(tmp_path / "killed", [*rtn, "--resume"]) == 0
+    assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
+
+
+@pytest.mark.parametrize("mode", ["--resume", "--overwrite"])
+def test_one_process_at_a_time(workplace, reference, quantkit, tmp_path, mode):
+    process = start(tmp_path, job(workplace), "slow")
+    wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
+    code, said = quantkit(*job(workplace), mode)
+    assert code == 1 and "out.partial is in use by another process" in said
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert contents(tmp_path / "out") == reference
+
+
+# ---- the same twice
+
+
+def test_two_runs_write_the_same_bytes(workplace, reference, quantkit, tmp_path):
+    """Only the timings differ: the reference ran slowly."""
+    assert quantkit(*job(workplace)) == (0, "")
+    assert contents(tmp_path / "out") == reference
+    seconds = [
+        json.loads((folder / "out" / finish.TIMINGS).read_text())["seconds"]
+        for folder in (tmp_path, workplace / "reference")
+    ]
+    assert seconds[0].keys() == seconds[1].keys() and seconds[1]["write"] - seconds[0]["write"] > 1
+    assert not any(b"seconds" in content for name, content in reference.items() if name != "tokenizer.json")
+
+
+def test_both_ways_to_gather_statistics_write_the_same_weights(workplace, reference, quantkit, tmp_path):
+    assert quantkit(*job(workplace), "--sequential", "repeat") == (0, "")
+    made = contents(tmp_path / "out")
+    assert [name for name in reference if made[name] != reference[name]] == ["quantkit.json"]
+    manifests = [json.loads(content["quantkit.json"]) for content in (made, reference)]
+    assert [manifest["job"]["execution"].pop("sequential") for manifest in manifests] == ["repeat", "suspend"]
+    assert manifests[0] == manifests[1]
