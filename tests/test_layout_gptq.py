@@ -192,7 +192,8 @@ def test_kept_linears_are_named_to_every_client():
     """GPTQModel matches `dynamic` rules from the start of the full name. transformers (optimum) knows no
     such rules: it packs the modules whose names end with an entry of `modules_in_block_to_quantize`.
     """
-    names = ["model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj", "model.layers.1.mlp.up_proj2"]
+    block = "model.layers.1"
+    names = [f"{block}{rest}" for rest in (".mlp.up_proj", "1.mlp.up_proj", ".mlp.up_proj2", "_mlp.up_proj")]
     specs = [spec(name=names[0], kept="--exclude x"), *(spec(name=name) for name in names[1:])]
     config = GptqLayout(4, GROUP).config(specs)
     ((rule, settings),) = config["dynamic"].items()

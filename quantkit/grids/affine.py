@@ -13,7 +13,7 @@ from torch import Tensor
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
-SHRINK = torch.linspace(1.0, 0.45, 12)  # candidate ranges, as fractions of the group's full range
+SHRINK = torch.linspace(1.0, 0.4, 16)  # candidate ranges, as fractions of the group's full range
 CHUNK = 1 << 17  # elements searched at a time: the temporaries stay in the cache
 
 
@@ -83,22 +83,39 @@ class AffineGrid:
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
     def _search(self, weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-        best_scale, best_zero = self._range(weight, 1.0)
-        best = torch.full_like(best_scale, -torch.inf)
+        """The best of `SHRINK`, once more from its own scale; the full range where that is better still."""
+        full = self._range(weight, 1.0)
+        scale, zero = full
+        best = torch.full_like(scale, -torch.inf)
         weighted = importance * weight
         for shrink in SHRINK.tolist():
-            scale, zero = self._range(weight, shrink)
-            codes = weight / scale.clamp(min=SCALE_MIN)[:, None]
-            low, high = -zero[:, None], (self.max_code - zero)[:, None]
-            codes = torch.clamp(codes.round_(), low, high)  # code - zero
-            along = (weighted * codes).sum(1)
-            power = (importance * codes.square_()).sum(1)
-            gain = along * along / power.clamp(min=torch.finfo(power.dtype).tiny)
-            better = (gain > best) & (along > 0)
+            candidate, candidate_zero = self._range(weight, shrink)
+            gain, fitted = self._gain(weight, weighted, importance, candidate, candidate_zero)
+            better = gain > best * (1 + 2.0**-20)  # codes twice as large are no better: keep the first
             best = torch.where(better, gain, best)
-            best_scale = torch.where(better, along / power, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-        return best_scale, best_zero
+            scale = torch.where(better, fitted, scale)
+            zero = torch.where(better, candidate_zero, zero)
+        _, scale = self._gain(weight, weighted, importance, scale, zero)
+        searched, covering = self._stored(scale, zero), self._stored(*full)
+        worse = self._error(weight, importance, searched) > self._error(weight, importance, covering)
+        return torch.where(worse, full[0], scale), torch.where(worse, full[1], zero)
+
+    def _gain(
+        self, weight: Tensor, weighted: Tensor, importance: Tensor, scale: Tensor, zero: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What rounding on `scale` explains, (Σ h w c)² / Σ h c², and the best scale for its codes."""
+        codes = (weight / scale.clamp(min=SCALE_MIN)[:, None]).round_()
+        codes.clamp_(-zero[:, None], (self.max_code - zero)[:, None])  # code - zero
+        along = (weighted * codes).sum(1)
+        power = (importance * codes.square_()).sum(1).clamp_(min=torch.finfo(codes.dtype).tiny)
+        fitted = torch.where(along > 0, along / power, scale)
+        return torch.where(along > 0, along * along / power, 0.0), fitted
+
+    def _error(self, weight: Tensor, importance: Tensor, params: AffineParams) -> Tensor:
+        """Σ h (w - ŵ)² of each row."""
+        codes = (weight / params.scale[:, None]).round_()
+        codes.clamp_(-params.zero[:, None], (self.max_code - params.zero)[:, None])
+        return (importance * codes.mul_(params.scale[:, None]).sub_(weight).square_()).sum(1)
 
     def _stored(self, scale: Tensor, zero: Tensor) -> AffineParams:
         """Round scales to float16; an all-zero group gets scale 1 (any would do)."""
