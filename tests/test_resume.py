@@ -134,6 +134,7 @@ def workplace(tmp_path_factory) -> Path:
         (folder / f"{name}.txt").write_text("\n".join(families.sentences(seed=seed)))
     with pytest.MonkeyPatch.context() as patch:  # for the server, which begins with the first job
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("OMP_WAIT_POLICY", "passive")
         assert run(folder / "reference", job(folder), "slow") == 0
     return folder
 

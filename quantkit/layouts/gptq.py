@@ -83,7 +83,9 @@ class GptqLayout:
         groups, out_features = scales.shape
         bits = tensors["qzeros"].shape[1] * WORD // out_features
         in_features = qweight.shape[0] * WORD // bits
-        group_size = -(-in_features // groups)
+        group_size = min(self.group_size, in_features)
+        if group_size < 1 or -(-in_features // group_size) != groups:
+            group_size = -(-in_features // groups)
         column_group = tensors.get("g_idx")
         if column_group is None:
             column_group = torch.arange(in_features) // group_size
@@ -96,7 +98,9 @@ class GptqLayout:
         return QuantizedWeight(grid, codes, params, column_group.long())
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
-        """`quantization_config`; linears kept in 16 bit are negative `dynamic` rules."""
+        """`quantization_config`. Linears kept in 16 bit are negative `dynamic` rules for GPTQModel and
+        vLLM; optimum knows none, and packs the names that end with what `modules_in_block_to_quantize` lists.
+        """
         config = {
             "quant_method": "gptq",
             "bits": self.bits,
@@ -113,6 +117,7 @@ class GptqLayout:
         kept = [spec.name for spec in specs if spec.grid is None]
         if kept:
             config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in kept}
+            config["modules_in_block_to_quantize"] = [[spec.name for spec in specs if spec.grid]]
         return config
 
     def files(self, specs: Sequence[LinearSpec]) -> dict[str, dict]:
@@ -125,11 +130,12 @@ def detect(config: dict) -> GptqLayout | None:
     """The layout that a stored `quantization_config` describes, if it is this one."""
     if config.get("quant_method") != "gptq":
         return None
-    form = config.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    words = config.get("pack_dtype", "int32")
+    if form not in ("gptq", "gptq_v2") or words != "int32":
         raise QuantkitError(
-            f"gptq checkpoint_format {form!r} is not understood",
-            hint="quantkit reads gptq and gptq_v2",
+            f"gptq checkpoint_format {form!r} in {words} words is not understood",
+            hint="quantkit reads gptq and gptq_v2 in int32 words",
             exit_code=UNSUPPORTED,
         )
     lacking = [key for key in ("bits", "group_size") if not isinstance(config.get(key), int)]
