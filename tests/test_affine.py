@@ -219,12 +219,6 @@ def test_scaled_values_are_stored_values():
     assert torch.equal(scaled.zero, params.zero)
 
 
-def test_bits_per_weight_counts_scale_and_zero():
-    assert AffineGrid(4, 128).bits_per_weight == 4.15625  # 4 + (16 + 4) / 128
-    assert AffineGrid(2, 16).bits_per_weight == 3.125
-    assert AffineGrid(8, 4096).bits_per_weight == 8 + 24 / 4096
-
-
 def test_matrices_are_joined_from_groups():
     grid = AffineGrid(4, 8, symmetric=False)
     weight = groups("heavy", rows=5, size=24)

@@ -71,6 +71,7 @@ CASES = [  # in_features, grid; the solver's blocks are 128 columns
     (160, AffineGrid(4, 32, symmetric=True, search=False)),
     (128, AffineGrid(2, 16, symmetric=False, zero_min=1)),
     (192, AffineGrid(4, 96, symmetric=False)),  # blocks of 96
+    (256, AffineGrid(3, 64, symmetric=False)),  # two groups a block, two runs a group
     (256, AffineGrid(4, 128)),  # the default
     (384, AffineGrid(3, 192, symmetric=False)),  # groups wider than a block
     (320, AffineGrid(2, 320, symmetric=False)),  # one group, the third block half full
@@ -92,7 +93,7 @@ def test_sweep_is_the_papers_algorithm(in_features, grid, act_order):
 
 @pytest.fixture(scope="module")
 def site():
-    return problem(256, rows=24)
+    return problem(256, rows=16)
 
 
 @pytest.mark.parametrize("bits, group_size", list(product((2, 3, 4, 8), (-1, 16, 32, 64, 128))))
@@ -169,9 +170,9 @@ def test_refinement_is_coordinate_descent(in_features, grid):
 @pytest.mark.parametrize("act_order", ORDERS)
 def test_linears_of_a_site_are_solved_as_if_alone(act_order):
     grid, other = AffineGrid(4, 128, symmetric=False), AffineGrid(3, 64, symmetric=False)
-    weight, hessian, _ = settled(256, grid, act_order, rows=20)
+    weight, hessian, _ = settled(256, grid, act_order, rows=10)
     another, _, _ = problem(256, rows=4, seed=99)
-    weights = [weight[:12], another, weight[12:15], weight[15:]]
+    weights = [weight[:6], another, weight[6:7], weight[7:]]
     grids = [grid, other, grid, grid]
     for refined in (0, 2):
         solver = GptqSolver(act_order=act_order, refine=refined)

@@ -102,12 +102,13 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_size_on_disk_is_the_claimed_bits_per_weight(bits):
+def test_size_on_disk_is_the_size_that_is_planned(bits):
     layout = GptqLayout(bits, GROUP)
     weight = random_weight(layout)
     nbytes = {name: tensor.nbytes for name, tensor in layout.encode(weight).items()}
-    assert 8 * (sum(nbytes.values()) - nbytes["g_idx"]) == weight.grid.bits_per_weight * OUT * IN
-    assert nbytes["g_idx"] == 4 * IN
+    row = LinearSpec("a.b", 0, "b", OUT, IN, weight.grid)
+    assert sum(nbytes.values()) == layout.nbytes(row)
+    assert 8 * layout.nbytes(row) == OUT * IN * (bits + (16 + bits) / GROUP) + 32 * IN
 
 
 def test_version_one_stores_zero_points_less_one():

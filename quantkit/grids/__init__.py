@@ -34,6 +34,9 @@ class Grid(Protocol):
     def scaled(self, params: Params, factor: Tensor) -> Params:
         """Parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
 
+    def clipped(self, params: Params) -> int:
+        """How many parameters lie at the end of what can be stored, where weights may be lost."""
+
     def join(self, params: Sequence[Params]) -> Params:
         """Parameters of a matrix `[out, groups]` from those of its groups, each of `[out]` rows."""
 

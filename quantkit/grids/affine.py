@@ -13,7 +13,8 @@ from torch import Tensor
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
-SHRINK = torch.linspace(1.0, 0.4, 16)  # candidate ranges, as fractions of the group's full range
+CANDIDATES = 14  # ranges tried: 1 + 2 STEP, 1 + STEP, 1, 1 - STEP, ... of the group's full range
+STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # by bits
 CHUNK = 1 << 17  # elements searched at a time: the temporaries stay in the cache
 
 
@@ -33,9 +34,9 @@ class AffineGrid:
     """bits: 2 to 8. symmetric: zero is fixed at 2^(bits-1). zero_min: smallest zero a layout can store.
 
     search: choose the range that minimises the importance-weighted squared rounding error, instead
-    of covering the group's largest weight. For each of `SHRINK` ranges the codes are rounded and the
-    best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero; the
-    range with the least error Σ h w² - (Σ h w c)² / Σ h c² wins.
+    of covering the group's largest weight. For each of `CANDIDATES` ranges the codes are rounded
+    and the best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero;
+    rounded to float16, the range with the least error Σ h (w - s c)² wins.
     """
 
     bits: int
@@ -48,18 +49,14 @@ class AffineGrid:
     def max_code(self) -> int:
         return 2**self.bits - 1
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Codes, a float16 scale and a zero point per group, as every layout stores them."""
-        return self.bits + (16 + self.bits) / self.group_size
-
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
         """Scale and zero, each `[rows]`, for `weight [rows, group_size]` (float32).
 
         `importance` broadcasts to weight's shape: the cost of a squared error in each place.
         """
         if not self.search:
-            return self._stored(*self._range(weight, 1.0))
+            scale, zero = self._range(weight, 1.0)
+            return AffineParams(_storable(scale).float(), zero)
         if importance is None:
             importance = torch.ones((), device=weight.device)
         importance = importance.expand_as(weight)
@@ -69,7 +66,7 @@ class AffineGrid:
             for part, weights in zip(weight.split(step), importance.split(step), strict=True)
         ]
         scale, zero = (torch.cat(side) for side in zip(*parts, strict=True))
-        return self._stored(scale, zero)
+        return AffineParams(scale.float(), zero)
 
     def _range(self, weight: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
         """Scale and zero that cover `shrink` of each row's range (zero always representable)."""
@@ -83,44 +80,27 @@ class AffineGrid:
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
     def _search(self, weight: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-        """The best of `SHRINK`, once more from its own scale; the full range where that is better still."""
-        full = self._range(weight, 1.0)
-        scale, zero = full
-        best = torch.full_like(scale, -torch.inf)
+        """Never worse than the full range, which is a candidate: of all float16 scales the one nearest
+        to the best has the least error for given codes, and rounding anew can only lessen it."""
+        best = best_scale = best_zero = None
         weighted = importance * weight
-        for shrink in SHRINK.tolist():
-            candidate, candidate_zero = self._range(weight, shrink)
-            gain, fitted = self._gain(weight, weighted, importance, candidate, candidate_zero)
-            better = gain > best * (1 + 2.0**-20)  # codes twice as large are no better: keep the first
+        for k in range(CANDIDATES):
+            scale, zero = self._range(weight, 1 + (2 - k) * STEP[self.bits])
+            scale = _storable(scale)
+            codes = (weight / scale[:, None]).round_()
+            codes.clamp_(-zero[:, None], (self.max_code - zero)[:, None])  # code - zero
+            along = (weighted * codes).sum(1)
+            power = (importance * codes.square_()).sum(1)
+            scale = torch.where(along > 0, _storable(along / power), scale)
+            gain = scale * (2 * along - scale * power)  # Σ h w² less the error of the scale as stored
+            if best is None:
+                best, best_scale, best_zero = gain, scale, zero
+                continue
+            better = gain > best
             best = torch.where(better, gain, best)
-            scale = torch.where(better, fitted, scale)
-            zero = torch.where(better, candidate_zero, zero)
-        _, scale = self._gain(weight, weighted, importance, scale, zero)
-        searched, covering = self._stored(scale, zero), self._stored(*full)
-        worse = self._error(weight, importance, searched) > self._error(weight, importance, covering)
-        return torch.where(worse, full[0], scale), torch.where(worse, full[1], zero)
-
-    def _gain(
-        self, weight: Tensor, weighted: Tensor, importance: Tensor, scale: Tensor, zero: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What rounding on `scale` explains, (Σ h w c)² / Σ h c², and the best scale for its codes."""
-        codes = (weight / scale.clamp(min=SCALE_MIN)[:, None]).round_()
-        codes.clamp_(-zero[:, None], (self.max_code - zero)[:, None])  # code - zero
-        along = (weighted * codes).sum(1)
-        power = (importance * codes.square_()).sum(1).clamp_(min=torch.finfo(codes.dtype).tiny)
-        fitted = torch.where(along > 0, along / power, scale)
-        return torch.where(along > 0, along * along / power, 0.0), fitted
-
-    def _error(self, weight: Tensor, importance: Tensor, params: AffineParams) -> Tensor:
-        """Σ h (w - ŵ)² of each row."""
-        codes = (weight / params.scale[:, None]).round_()
-        codes.clamp_(-params.zero[:, None], (self.max_code - params.zero)[:, None])
-        return (importance * codes.mul_(params.scale[:, None]).sub_(weight).square_()).sum(1)
-
-    def _stored(self, scale: Tensor, zero: Tensor) -> AffineParams:
-        """Round scales to float16; an all-zero group gets scale 1 (any would do)."""
-        scale = torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX))
-        return AffineParams(scale.half().float(), zero)
+            best_scale = torch.where(better, scale, best_scale)
+            best_zero = torch.where(better, zero, best_zero)
+        return best_scale, best_zero
 
     def clipped(self, params: AffineParams) -> int:
         """How many scales lie at the end of float16's range, where weights may be lost."""
@@ -143,7 +123,7 @@ class AffineGrid:
 
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
         """Scales times `factor [rows]`, rounded to float16."""
-        return self._stored(params.scale * factor, params.zero)
+        return AffineParams(_storable(params.scale * factor), params.zero)
 
     def join(self, params: Sequence[AffineParams]) -> AffineParams:
         """`[out, groups]` from one `[out]` per group, in order."""
@@ -158,3 +138,8 @@ class AffineGrid:
         """Values, float32 `[out, in]`."""
         zero, scale = params.zero[:, column_group], params.scale[:, column_group]
         return (codes.float() - zero) * scale
+
+
+def _storable(scale: Tensor) -> Tensor:
+    """The nearest float16 scale that loses no weight; an all-zero group gets 1 (any would do)."""
+    return torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX)).half().to(scale.dtype)

@@ -29,6 +29,12 @@ class Solved:
     notes: tuple[str, ...] = ()
 
 
+def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
+    """A note for the user where scales do not fit the float16 they are stored in."""
+    count = weight.grid.clipped(weight.params)
+    return (f"{count} scales lie at the end of float16's range",) if count else ()
+
+
 class Solver(Protocol):
     """`needs_statistics`: whether `solve` wants the Hessian of the site's inputs."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight
-from quantkit.solvers import Solved, rtn
+from quantkit.solvers import Solved, clipping, rtn
 from quantkit.solvers.refine import refine
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
@@ -133,27 +133,34 @@ def sweep(weight: Tensor, grid: Grid, factor: Tensor) -> tuple[Tensor, list]:
     carry = torch.zeros_like(rows)  # Σ over finished columns k of errors_k A_kj
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
     importance = factor.diagonal().square()
-    identity = torch.eye(grid.group_size, device=rows.device)
+    size = grid.group_size
     params: list = []
-    for start, end in blocks(len(rows), grid.group_size):
-        for low, high in runs(start, end, grid.group_size):
-            if low > start:
-                carry[low:high].addmm_(factor[start:low, low:high].t(), errors[start:low])
-            if low % grid.group_size == 0:
-                group = slice(low, low + grid.group_size)
-                # where the group's columns would go if they could take any value
-                inverse = torch.linalg.solve_triangular(factor[group, group], identity, upper=True)
-                target = torch.addmm(rows[group], inverse.t(), carry[group])
+    for start, end in blocks(len(rows), size):
+        for low, high in runs(start, end, size):
+            opens = low % size == 0  # a group as a whole learns of the block's errors before it is fitted
+            since, until = (start, min(end, low + size)) if opens else (max(start, low // size * size), high)
+            if low > since:
+                carry[low:until].addmm_(factor[since:low, low:until].t(), errors[since:low])
+            if opens:
+                group = slice(low, low + size)
+                target = _freely(rows[group], carry[group], factor[group, group]) if low else rows[group]
                 params.append(grid.fit(target.t().contiguous(), importance[group]))
             for j in range(low, high):
                 if j > low:
                     carry[j].addmv_(errors[low:j].t(), factor[low:j, j])
                 moved = torch.addcdiv(rows[j], carry[j], factor[j, j])
-                column_codes, values = grid.round_column(moved, params[-1], j % grid.group_size)
+                column_codes, values = grid.round_column(moved, params[-1], j % size)
                 codes[j] = column_codes
                 torch.sub(rows[j], values, out=errors[j])
         carry[end:].addmm_(factor[start:end, end:].t(), errors[start:end])
     return codes.t().contiguous(), params
+
+
+def _freely(rows: Tensor, carry: Tensor, factor: Tensor) -> Tensor:
+    """Where a group's columns would go, given the errors before it, if they could take any value."""
+    identity = torch.eye(len(factor), device=factor.device)
+    inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
+    return torch.addmm(rows, inverse.t(), carry)
 
 
 def blocks(in_features: int, group_size: int) -> Iterator[tuple[int, int]]:
@@ -192,9 +199,9 @@ def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Te
     scale = max(loss(weight, hessian), 1e-30)
     rtn_error = loss(baseline.values() - weight, hessian) / scale
     if solved.weight is None:
-        return Solved(baseline, rtn_error, rtn_error, fallback=solved.note)
-    notes = (solved.note,) if solved.note else ()
+        return Solved(baseline, rtn_error, rtn_error, fallback=solved.note, notes=clipping(baseline))
     chosen = _rows(solved.weight, rows)
+    notes = ((solved.note,) if solved.note else ()) + clipping(chosen)
     error = loss(chosen.values() - weight, hessian) / scale
     if error > rtn_error:
         reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight
-from quantkit.solvers import Solved
+from quantkit.solvers import Solved, clipping
 
 
 def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
@@ -37,5 +37,5 @@ class RtnSolver:
         for weight, grid in zip(weights, grids, strict=True):
             quantized = quantize(weight, grid)
             error = (quantized.values() - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
-            solved.append(Solved(quantized, error.item()))
+            solved.append(Solved(quantized, error.item(), notes=clipping(quantized)))
         return solved
