@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.calibration import begins_with_bos
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
-from quantkit.heap import return_freed_memory
+from quantkit.heap import map_large_blocks
 from quantkit.plan import BATCH_TOKENS
 from quantkit.skeleton import Skeleton, check_complete
 
@@ -161,7 +161,7 @@ def evaluate(
     Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
     """
     check_comparable(checkpoints)
-    return_freed_memory()
+    map_large_blocks()
     results, base = [], None
     for checkpoint in checkpoints:
         skeleton = Skeleton(checkpoint, dtype, device)

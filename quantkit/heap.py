@@ -6,14 +6,22 @@ import ctypes
 import sys
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-RETURNED_BYTES = 8 << 20
+MAPPED_BYTES = 4 << 20
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def return_freed_memory() -> None:
-    """Make glibc map and unmap every allocation of 8 MiB or more by itself.
+def map_large_blocks() -> None:
+    """Make glibc map and unmap every allocation of `MAPPED_BYTES` or more by itself.
 
     Left alone it raises that threshold to 32 MiB as such blocks are freed, and keeps what lies
-    below in a heap that fragments: the peak of a block then varies by a third. No effect elsewhere.
+    below in a heap that fragments. No effect where there is no glibc.
     """
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
+def return_freed_pages() -> None:
+    """Give whole free pages of the heap back: its holes grow from block to block otherwise."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)

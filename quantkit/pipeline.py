@@ -19,7 +19,7 @@ from quantkit import finish
 from quantkit.capture import Hessian, RepeatedForward, Site, SuspendedForward, find_sites
 from quantkit.containers.staging import disk_errors
 from quantkit.errors import QuantkitError
-from quantkit.heap import return_freed_memory
+from quantkit.heap import map_large_blocks
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.solvers import Solved
@@ -36,7 +36,7 @@ def run(job: Job, progress: Progress) -> finish.Summary:
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
     timings = Timings()
-    return_freed_memory()
+    map_large_blocks()
     with disk_errors(job.staging.folder):
         job.staging.open(job.fingerprint, job.request.resume)
         with timings("load"):

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.heap import return_freed_pages
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ class Skeleton:
         block = self.blocks[index]
         state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
         block.load_state_dict(state, strict=False, assign=True)
+        return_freed_pages()
 
 
 def _same(a, b) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from quantkit import cli, finish, pipeline
 from quantkit.containers import safetensors_folder, staging
+from quantkit.skeleton import Skeleton
 
 BLOCKS = 6
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": BLOCKS}
@@ -77,8 +78,21 @@ def torn() -> None:
     before(staging, "save_file", half, 2)
 
 
+def swallowed() -> None:
+    """What torch makes of an interrupt while a tensor is read: seen in one of a hundred."""
+
+    def interrupt(*_, **__):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of object type 'UntypedStorage'") from None
+
+    before(Skeleton, "load_block", interrupt, 2)
+
+
 FAULTS = {
     "slow": slow,
+    "swallowed": swallowed,
     "record": lambda: before(staging, "save_file", die, 2),
     "torn": torn,
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
@@ -266,17 +280,19 @@ def test_killed_while_replacing_an_output(workplace, reference, tmp_path, fault,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
 
 
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_interrupted_by_hand(workplace, reference, tmp_path, overwrite):
+@pytest.mark.parametrize(("fault", "more"), [("slow", []), ("slow", ["--overwrite"]), ("swallowed", [])])
+def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more):
     """What the hint says can be pasted, whatever the command was."""
-    if overwrite:
+    if more:
         (tmp_path / "out").mkdir()
-    process = start(tmp_path, [*job(workplace), *overwrite], "slow")
-    wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
-    os.kill(process.pid, signal.SIGINT)
+    process = start(tmp_path, [*job(workplace), *more], fault)
+    if fault == "slow":
+        wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
+        os.kill(process.pid, signal.SIGINT)
     process.join()
-    *_, error, hint = (tmp_path / "log").read_text().splitlines()
-    assert process.exitcode == 130
+    log = (tmp_path / "log").read_text()
+    assert process.exitcode == 130, log
+    *_, error, hint = log.splitlines()
     assert error == "error: interrupted; finished blocks are kept in out.partial"
     command, *arguments = shlex.split(hint.removeprefix("hint: continue with: "))
     assert command == "quantkit" and arguments[-1] == "--resume"
