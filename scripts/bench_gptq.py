@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import random_llama
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -28,30 +30,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--sequential", default="auto", choices=["auto", "suspend", "repeat"])
     return parser.parse_args()
-
-
-def make_model(folder: Path, args: argparse.Namespace) -> None:
-    """A random Llama of the wanted shape, with the demo model's tokenizer."""
-    import shutil
-
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=args.hidden,
-        intermediate_size=args.intermediate,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        vocab_size=4096,
-        max_position_embeddings=args.seqlen,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
-    model.save_pretrained(folder)
-    tokenizer = Path(__file__).parent.parent / "tests/data/demo-llama-6m"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / name, folder / name)
 
 
 def matmul_rate(dtype, device, rows: int, inner: int, columns: int) -> float:
@@ -91,7 +69,15 @@ def main() -> None:
 
     device = plan.choose_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model", args)
+        random_llama.make(
+            Path(folder) / "model",
+            args.hidden,
+            args.intermediate,
+            args.layers,
+            args.heads,
+            args.seqlen,
+            args.dtype,
+        )
         request = job.Request(
             source=f"{folder}/model",
             method="gptq",

@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import random_llama
+
 JOB = """
 import sys
 from pathlib import Path
@@ -43,31 +45,6 @@ print(baseline, status("VmHWM") - baseline, predicted)
 """
 
 
-def make_model(folder: Path, width: int, depth: int) -> int:
-    """A random bfloat16 Llama of `depth` blocks; returns its weight bytes."""
-    import shutil
-
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=depth,
-        num_attention_heads=width // 64,
-        vocab_size=4096,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
-    tokenizer = Path(__file__).parent.parent / "tests/data/demo-llama-6m"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / name, folder / name)
-    return sum(parameter.numel() * 2 for parameter in model.parameters())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
@@ -79,7 +56,8 @@ def main() -> None:
     peaks = []
     for depth in args.depths:
         with tempfile.TemporaryDirectory() as folder:
-            size = make_model(Path(folder) / "model", args.width, depth)
+            shape = (args.width, args.width * 11 // 4, depth, args.width // 64, args.seqlen, "bfloat16")
+            size = random_llama.make(Path(folder) / "model", *shape)
             arguments = [f"{folder}/model", f"{folder}/out", args.samples, args.seqlen, args.sequential]
             command = [sys.executable, "-c", JOB, *map(str, arguments)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
