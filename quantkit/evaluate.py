@@ -8,6 +8,7 @@ candidate are formed chunk by chunk from them, so the KL divergence is exact and
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -66,17 +67,16 @@ def load_windows(
     content = _read(text)
     tokenizer = checkpoint.tokenizer
     context = checkpoint.context
-    ctx = ctx or min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT)
-    stride = stride or ctx
-    if context is not None and ctx > context:
-        raise QuantkitError(
-            f"--ctx {ctx} is longer than the model's context {context}", f"use --ctx {context}", USAGE
-        )
+    ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
+    stride = ctx if stride is None else stride
+    _check_context(checkpoint, ctx)
     if not 2 <= ctx or not 1 <= stride <= ctx:
         raise QuantkitError(f"--ctx {ctx} --stride {stride} make no windows", "1 ≤ stride ≤ ctx", USAGE)
+    if limit is not None and limit < 1:
+        raise QuantkitError(f"--limit {limit} leaves no token", "choose 1 or more", USAGE)
     bos = begins_with_bos(tokenizer)
     stream = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"][:limit]
-    body, step = ctx - bos, max(1, stride - bos)
+    body, step = ctx - bos, min(stride, ctx - bos)
     starts = list(range(0, len(stream) - body + 1, step))
     if not starts:
         raise QuantkitError(
@@ -90,6 +90,12 @@ def load_windows(
     overlap = ctx - step - bos  # text tokens a window shares with the one before
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
     scored = sum(ctx - 1 - start for start in first)
+    if scored < 2:
+        raise QuantkitError(
+            f"1 token of {text} would be scored, which has no standard error",
+            hint="give a longer --text, a larger --limit or a longer --ctx",
+            exit_code=USAGE,
+        )
     protocol = Protocol(
         text=text.name,
         sha256=hashlib.sha256(content.encode()).hexdigest(),
@@ -114,10 +120,25 @@ def _read(path: Path) -> str:
 
 
 def tokenizer_sha256(tokenizer) -> str:
-    """Hash of the vocabulary and of how a fixed sample is cut: equal means comparable perplexities."""
+    """Hash of the vocabulary and of how texts are cut: equal means comparable perplexities."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     sample = tokenizer("Hello  World's 1234\n\tnaïve 안녕", add_special_tokens=False)["input_ids"]
-    return hashlib.sha256(repr((vocabulary, sample)).encode()).hexdigest()
+    rules: list = []
+    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        rules = [backend[part] for part in ("normalizer", "pre_tokenizer", "model")]
+    return hashlib.sha256(repr((vocabulary, sample, rules)).encode()).hexdigest()
+
+
+def _check_context(checkpoint: Checkpoint, ctx: int) -> None:
+    """Raise QuantkitError if windows are longer than what the model was made for."""
+    context = checkpoint.context
+    if context is not None and ctx > context:
+        raise QuantkitError(
+            f"--ctx {ctx} is longer than the context {context} of {checkpoint.source}",
+            hint=f"use --ctx {context}",
+            exit_code=USAGE,
+        )
 
 
 @dataclass(frozen=True)
@@ -161,6 +182,8 @@ def evaluate(
     Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
     """
     check_comparable(checkpoints)
+    for checkpoint in checkpoints:
+        _check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
     results, base = [], None
     for checkpoint in checkpoints:
@@ -175,13 +198,20 @@ def evaluate(
 
 
 def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise QuantkitError unless all checkpoints read a text as the same tokens."""
+    """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
     first = checkpoints[0]
     for other in checkpoints[1:]:
         if tokenizer_sha256(other.tokenizer) != tokenizer_sha256(first.tokenizer):
             raise QuantkitError(
                 f"{other.source} and {first.source} have different tokenizers",
                 hint="perplexities over different tokens cannot be compared: evaluate them one by one",
+                exit_code=UNSUPPORTED,
+            )
+        sizes = first.config.vocab_size, other.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise QuantkitError(
+                f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}",
+                hint="a divergence over different vocabularies is not defined: evaluate them one by one",
                 exit_code=UNSUPPORTED,
             )
 

@@ -21,6 +21,7 @@ from quantkit.timings import Timings
 
 MANIFEST = "quantkit.json"
 TIMINGS = "quantkit-timings.json"
+VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states
 # Relative difference of hidden states between the loop and the files read back. Both compute the same
 # values in the same order; the slack is for devices whose kernels are not bit-reproducible.
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
@@ -135,10 +136,14 @@ def _verify(job: Job, folder: Path, expected: Tensor) -> None:
         skeleton.load_block(index)
         hidden = skeleton.run_block(index, hidden)
         skeleton.free_block(index)
-    difference = (hidden.float() - expected.float()).norm() / expected.float().norm()
-    if not difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
+    last = slice(-VERIFY_TOKENS, None)
+    logits = skeleton.logits(hidden[0, last]), job.skeleton.logits(expected[0, last])
+    for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():
+        difference = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        if difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
+            continue
         raise QuantkitError(
-            f"the checkpoint read back from {folder} computes hidden states that differ by {difference:.2g} "
+            f"the checkpoint read back from {folder} computes {what} that differ by {difference:.2g} "
             "from those it was made with",
             hint="the disk or memory may be faulty; --resume writes and checks it again. Please report this",
             exit_code=VERIFICATION,

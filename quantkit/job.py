@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     """
     module = methods.load(request.method)
     module.check(request.options)
+    _check_run(request.run)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
     if checkpoint.layout is not None:
         raise QuantkitError(
@@ -78,6 +80,8 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             exit_code=UNSUPPORTED,
         )
     output = request.output or Path(f"{_base_name(request.source)}-{module.suffix(request.options)}")
+    if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
+        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     staging = Staging(output)
     if not dry_run:
         staging.check(request.resume, request.overwrite)
@@ -116,6 +120,17 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         staging=staging,
         fingerprint=fingerprint,
     )
+
+
+def _check_run(run: RunOptions) -> None:
+    """Raise QuantkitError for options no job could run with."""
+    for name in ("batch_size", "threads"):
+        if (value := getattr(run, name)) is not None and value < 1:
+            raise QuantkitError(
+                f"--{name.replace('_', '-')} {value} makes no sense", "choose 1 or more", USAGE
+            )
+    if not 0 < run.max_shard_gb < math.inf:
+        raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
 
 
 def _resolve(

@@ -19,7 +19,7 @@ from quantkit import finish
 from quantkit.capture import Hessian, RepeatedForward, Site, SuspendedForward, find_sites
 from quantkit.containers.staging import disk_errors
 from quantkit.errors import QuantkitError
-from quantkit.heap import map_large_blocks
+from quantkit.heap import map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.solvers import Solved
@@ -37,8 +37,8 @@ def run(job: Job, progress: Progress) -> finish.Summary:
     """
     timings = Timings()
     map_large_blocks()
-    with disk_errors(job.staging.folder):
-        job.staging.open(job.fingerprint, job.request.resume)
+    staging = job.staging
+    with disk_errors(staging.folder), staging.opened(job.fingerprint, job.request.resume):
         with timings("load"):
             job.skeleton.load_rest()
         states = [job.skeleton.embed(ids) for ids in job.batches]
@@ -68,7 +68,6 @@ def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, prog
     with timings("load"):
         block = job.skeleton.load_block(index)
     specs = {row.local: row for row in job.block_specs(index)}
-    _refuse_not_finite(block, specs)
     probe = states[0][:1, :PROBE_TOKENS]
     sites = find_sites(block, lambda: job.skeleton.run_block(index, probe))
     wanted = [site for site in sites if any(specs[name].grid for name in site.linears)]
@@ -120,6 +119,7 @@ def _hessian(
             accumulator.add(batch)
     with timings("hessian"):
         hessian = accumulator.finish()
+        return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
     if not torch.isfinite(hessian.diagonal()).all():
         raise QuantkitError(
             f"activations entering {specs[site.linears[0]].name} are not finite "
@@ -155,14 +155,3 @@ def _advance(states: list[Tensor], outputs: Iterable[Tensor], timings: Timings) 
             states[k] = next(source)
     for _ in source:  # runs the generator's clean-up; there is nothing left to yield
         raise AssertionError("more outputs than batches")
-
-
-def _refuse_not_finite(block: nn.Module, specs: dict[str, LinearSpec]) -> None:
-    bad = [
-        row.name for row in specs.values() if not torch.isfinite(block.get_submodule(row.local).weight).all()
-    ]
-    if bad:
-        raise QuantkitError(
-            f"NaN or infinite weights in {', '.join(bad)}",
-            hint="the checkpoint is damaged, or was saved in a precision that overflowed",
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 
 from rich import box
 from rich.console import Console
@@ -71,7 +72,7 @@ def print_plan(job: Job) -> None:
         "calibration": _calibration(job),
     }
     for name, fact in facts.items():
-        console.print(f"{name:12s} {fact}", markup=False)
+        console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
 
 
 def _calibration(job: Job) -> str:
@@ -132,7 +133,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         print_evaluation(evaluation)
     else:
         console.print(
-            f"\nnext: quantkit eval {summary.source} {summary.output} --text TEXT",
+            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)} --text TEXT",
             markup=False,
             soft_wrap=True,
         )

@@ -92,6 +92,11 @@ class Skeleton:
                 f"{stored} is {list(tensor.shape)}, the configuration says {list(expected.shape)}",
                 hint="config.json and weights belong to different models",
             )
+        if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+            raise QuantkitError(
+                f"{stored} holds NaN or infinite values in {str(self.dtype).removeprefix('torch.')}",
+                hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
+            )
         return tensor.to(self.device)
 
     def load_rest(self) -> None:

@@ -105,7 +105,7 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
         raise QuantkitError(
             f"group size {uneven[0].grid.group_size} does not divide in_features of {len(uneven)} linears: "
-            + name_all(f"{spec.name} ({spec.in_features})" for spec in uneven),
+            + name_all((f"{spec.name} ({spec.in_features})" for spec in uneven), len(uneven)),
             hint="these group sizes divide all of them: "
             + ", ".join(str(g) for g in [*fits, -1])
             + "; or keep the linears in 16 bit with --exclude",

@@ -37,6 +37,12 @@ class Quiet(Progress):
         else:
             self._computed += 1
 
+    def linear(self, spec: LinearSpec, solved: Solved) -> None:
+        if solved.fallback:
+            self.warn(f"{spec.name}: {solved.fallback}; kept round to nearest")
+        for note in solved.notes:
+            self.warn(f"{spec.name}: {note}")
+
     def remaining(self) -> str:
         """Estimated time left, from the blocks computed in this run."""
         if not self._computed:
@@ -67,11 +73,8 @@ class Lines(Quiet):
             self.phase(f"resuming: {done} of {blocks} blocks are done already")
 
     def linear(self, spec: LinearSpec, solved: Solved) -> None:
+        super().linear(spec, solved)
         self._errors.append(solved.error)
-        if solved.fallback:
-            self.warn(f"{spec.name}: {solved.fallback}; kept round to nearest")
-        for note in solved.notes:
-            self.warn(f"{spec.name}: {note}")
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)

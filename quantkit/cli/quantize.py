@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -149,36 +150,59 @@ def _quantize(
             else:
                 report.print_plan(prepared)
             return
+        windows = _windows(prepared, values["eval_text"])  # a text that does not serve is noticed here
+        interrupts = _count_interrupts()
         try:
             summary = pipeline.run(prepared, progress)
-        except KeyboardInterrupt as error:
+        except BaseException as error:
+            if not interrupts:
+                raise
             raise QuantkitError(
                 f"interrupted; finished blocks are kept in {prepared.staging.folder}",
                 hint=f"continue with: {_again()}",
                 exit_code=INTERRUPTED,
             ) from error
-        results = _evaluate(prepared, values, progress) if values["eval_text"] else None
+        results = _evaluate(prepared, windows, progress) if windows else None
     if values["as_json"]:
         print(json.dumps(report.summary_record(summary, results), indent=2))
     else:
         report.print_summary(summary, results)
 
 
+def _count_interrupts() -> list:
+    """A list that grows with every SIGINT: torch turns some KeyboardInterrupts into other exceptions."""
+    interrupts = []
+
+    def interrupt(*arguments: Any) -> None:
+        interrupts.append(arguments)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    return interrupts
+
+
 def _again() -> str:
-    """The command as typed, with --resume."""
-    typed = [argument for argument in sys.argv[1:] if argument not in ("--resume", "--overwrite")]
+    """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
+    typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
     return shlex.join(["quantkit", *typed, "--resume"])
 
 
-def _evaluate(prepared: Any, values: dict[str, Any], progress: Any) -> Any:
+def _windows(prepared: Any, text: Path | None) -> Any:
+    """The text of --eval, where it is given."""
+    from quantkit import evaluate
+
+    return evaluate.load_windows(prepared.checkpoint, text, None, None, None) if text else None
+
+
+def _evaluate(prepared: Any, windows: Any, progress: Any) -> Any:
     """Original and result on the text of --eval."""
     import torch
 
     from quantkit import evaluate
     from quantkit.checkpoint import Checkpoint
 
-    made = Checkpoint.open(str(prepared.staging.output), trust_remote_code=values["trust_remote_code"])
-    windows = evaluate.load_windows(prepared.checkpoint, values["eval_text"], None, None, None)
+    trusted = prepared.request.trust_remote_code
+    made = Checkpoint.open(str(prepared.staging.output), trust_remote_code=trusted)
     device = prepared.plan.execution.torch_device
     results = evaluate.evaluate(
         [prepared.checkpoint, made], windows, torch.float32, device, progress.evaluating

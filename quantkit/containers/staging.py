@@ -29,7 +29,7 @@ class Staging:
 
     def __init__(self, output: Path):
         self.output = output
-        self.folder = output.with_name(output.name + ".partial")
+        self.folder = output.parent / f"{output.name}.partial"
         self._lock = None
 
     def stored_fingerprint(self) -> dict | None:
@@ -38,7 +38,12 @@ class Staging:
         return json.loads(path.read_text()) if path.is_file() else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Raise QuantkitError if the output exists, or a staged job would be lost, unasked."""
+        """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
+        above = next(path for path in self.output.absolute().parents if path.exists())
+        if self.output.name in ("", "..") or not above.is_dir():
+            raise QuantkitError(
+                f"{self.output} cannot be a new folder", hint="choose another --output", exit_code=USAGE
+            )
         if self.output.exists() and not overwrite:
             raise QuantkitError(
                 f"{self.output} exists",
@@ -52,8 +57,16 @@ class Staging:
                 exit_code=USAGE,
             )
 
-    def open(self, fingerprint: dict, resume: bool) -> None:
-        """Take the folder for this job. Raises QuantkitError if it holds another one, or is in use."""
+    @contextmanager
+    def opened(self, fingerprint: dict, resume: bool) -> Iterator[None]:
+        """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use."""
+        self._open(fingerprint, resume)
+        try:
+            yield
+        finally:
+            self._lock.close()
+
+    def _open(self, fingerprint: dict, resume: bool) -> None:
         stored = self.stored_fingerprint() if resume else None
         differences = _differences(stored, fingerprint) if stored else []
         if differences:
@@ -69,7 +82,7 @@ class Staging:
         _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
 
     def _acquire(self) -> None:
-        """Hold the folder's lock until the process ends."""
+        """Take the folder's lock; it goes with the process at the latest."""
         self._lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

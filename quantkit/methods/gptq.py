@@ -49,6 +49,8 @@ def check(options: Options) -> None:
         raise QuantkitError(
             f"--group-size {options.group_size} makes no sense", "choose -1, 16, 32, 64 or 128", USAGE
         )
+    if options.refine < 0:
+        raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
     if not 0 < options.damp < 1:
         raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
 
