@@ -39,10 +39,12 @@ print("CPU", seconds)
 
 def run_peer(model: str, tokens: Path, out: Path, bits: int, mse: float) -> float:
     """CPU seconds of GPTQModel's quantization; the checkpoint lies in `out`."""
-    python = os.environ["QUANTKIT_CLIENTS_PYTHON"]
+    python = str(Path(os.environ["QUANTKIT_CLIENTS_PYTHON"]).absolute())
     command = [python, "-c", PEER, model, str(tokens), str(out), str(bits), str(mse)]
     environment = os.environ | {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(  # it leaves logs where it runs
+        command, env=environment, cwd=tokens.parent, check=True, capture_output=True, text=True
+    ).stdout
     return float(output.rpartition("CPU")[2].split()[0])
 
 

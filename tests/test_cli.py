@@ -337,6 +337,19 @@ def test_a_missing_eval_text_is_noticed_before_the_work(refuse, model, small, tm
     assert not list(tmp_path.glob("tiny-*"))
 
 
+@pytest.mark.parametrize(("moment", "made"), [("job.prepare", False), ("evaluate.evaluate", True)])
+def test_an_interrupt_outside_the_loop(quantkit, model, small, monkeypatch, moment, made):
+    """Before the loop there is nothing to resume, after it the result is there."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"quantkit.{moment}", interrupt)
+    done = quantkit("gptq", model, *small, "--eval", small[1], "-q")
+    assert (done.code, done.out, done.err) == (130, "", "")
+    assert Path("tiny-gptq-w4g128").exists() == made
+
+
 # ---- what is kept
 
 

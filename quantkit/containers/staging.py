@@ -103,8 +103,9 @@ class Staging:
         return self.folder / f"block-{index:05d}.safetensors"
 
     def is_done(self, index: int) -> bool:
-        """Whether block `index` is staged, whole."""
-        return self._block(index).is_file()
+        """Whether block `index` is staged, whole; a folder half removed may have lost either file."""
+        path = self._block(index)
+        return path.is_file() and path.with_suffix(".json").is_file()
 
     def record(self, index: int) -> list[dict]:
         """What was recorded about a staged block's linears."""
