@@ -110,14 +110,16 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     console = Console(highlight=False)
     ratio = summary.source_bytes / summary.output_bytes
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary.seconds.items() if value >= 0.05)
-    against = f" (round to nearest: {summary.rtn_error:.4f})" if summary.rtn_error is not None else ""
+    against_rtn = summary.rtn_error is not None
+    measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
+    against = f" (round to nearest: {summary.rtn_error:.4f})" if against_rtn else ""
     facts = {
         "written": summary.output,
         "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
         f"({ratio:.2f}× smaller)",
         "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} quantized linears, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
-        "error": f"{summary.error:.4f} mean relative output error of a linear{against}",
+        "error": f"{summary.error:.4f} mean relative {measured}{against}",
         "seconds": f"{sum(summary.seconds.values()):.1f} ({seconds})",
         "fell back": f"{len(summary.fallbacks)} linears to round to nearest"
         if summary.fallbacks

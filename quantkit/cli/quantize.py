@@ -8,7 +8,8 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -151,17 +152,8 @@ def _quantize(
                 report.print_plan(prepared)
             return
         windows = _windows(prepared, values["eval_text"])  # a text that does not serve is noticed here
-        interrupts = _count_interrupts()
-        try:
+        with _resumable(prepared.staging.folder):
             summary = pipeline.run(prepared, progress)
-        except BaseException as error:
-            if not interrupts:
-                raise
-            raise QuantkitError(
-                f"interrupted; finished blocks are kept in {prepared.staging.folder}",
-                hint=f"continue with: {_again()}",
-                exit_code=INTERRUPTED,
-            ) from error
         results = _evaluate(prepared, windows, progress) if windows else None
     if values["as_json"]:
         print(json.dumps(report.summary_record(summary, results), indent=2))
@@ -169,16 +161,31 @@ def _quantize(
         report.print_summary(summary, results)
 
 
-def _count_interrupts() -> list:
-    """A list that grows with every SIGINT: torch turns some KeyboardInterrupts into other exceptions."""
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    """Answer an interrupt with the way to go on.
+
+    It is the signal that counts: torch turns some KeyboardInterrupts into other exceptions.
+    """
     interrupts = []
 
     def interrupt(*arguments: Any) -> None:
         interrupts.append(arguments)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
-    return interrupts
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except BaseException as error:
+        if not interrupts:
+            raise
+        raise QuantkitError(
+            f"interrupted; finished blocks are kept in {folder}",
+            hint=f"continue with: {_again()}",
+            exit_code=INTERRUPTED,
+        ) from error
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _again() -> str:
