@@ -70,6 +70,8 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions) -> CalibrationSet:
             exit_code=USAGE,
         )
     warning = None
+    if options.seqlen is not None and options.seqlen > seqlen:
+        warning = f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens"
     if len(tokens) < options.samples and not shipped:
         warning = (
             f"calibration text {source} holds {found} tokens; {options.samples} sequences of {seqlen} need "
