@@ -74,7 +74,7 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
     progress.phase("verifying what was written")
     with timings("verify"):
         _verify(job, folder, final_states)
-    summary = _summarize(job, folder, records, timings.seconds)
+    summary = _summarize(job, records, timings.seconds)
     (folder / TIMINGS).write_text(json.dumps({"seconds": timings.seconds}, indent=2) + "\n")
     (folder / "README.md").write_text(model_card.render(job, summary))
     job.staging.publish()
@@ -150,7 +150,7 @@ def _verify(job: Job, folder: Path, expected: Tensor) -> None:
         )
 
 
-def _summarize(job: Job, folder: Path, records: list[dict], seconds: dict[str, float]) -> Summary:
+def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summary:
     infos = merged(job)
     packed = {f"{row.name}.{part}" for row in job.specs for part in job.method.layout.suffixes}
     quantized = sum(info.nbytes for name, info in infos.items() if name in packed)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from quantkit import __version__, calibration, methods, plan, spec
@@ -169,6 +169,7 @@ def _fingerprint(
     return {
         "quantkit": __version__,
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "source_sha256": checkpoint.sha256(),
         "method": request.method,
         "options": dataclasses.asdict(request.options),
@@ -177,8 +178,3 @@ def _fingerprint(
         "calibration": calibrated.record() if calibrated else None,
         "execution": dataclasses.asdict(job_plan.execution),
     }
-
-
-def kept_in_16_bit(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
-    """Linears of the blocks that stay as they are."""
-    return [row for row in specs if row.grid is None]
