@@ -331,6 +331,6 @@ def check_complete(skeleton: Skeleton) -> None:
     if missing:
         raise QuantkitError(
             f"the checkpoint lacks {len(missing)} tensors of the model: {name_all(missing)}",
-            hint="the download is incomplete, config.json belongs to another model, or the architecture fuses "
-            "tensors while loading (mixtures of experts), which quantkit does not read yet",
+            hint="the download is incomplete, config.json belongs to another model, or the architecture "
+            "fuses tensors while loading (mixtures of experts), which quantkit does not read yet",
         )
