@@ -8,7 +8,8 @@ block again up to each site and holds one batch's activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import greenlet
@@ -61,33 +62,62 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     return [Site(tuple(names)) for names in groups.values()]
 
 
-class Hessian:
-    """`H = 2 XᵀX / tokens` of one site, accumulated in float32 over batches.
+@dataclass(frozen=True)
+class SiteStatistics:
+    """hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`."""
+
+    hessian: Tensor
+    magnitude: Tensor | None = None
+
+
+class Statistics:
+    """Sums over the inputs of one site, accumulated in float32 over batches.
 
     H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
     rank-k update): little more than half of the products.
     """
 
-    def __init__(self, in_features: int, device: torch.device):
-        self.sum = torch.zeros(in_features, in_features, device=device)
+    def __init__(self, in_features: int, device: torch.device, magnitudes: bool = False):
+        self.squares = torch.zeros(in_features, in_features, device=device)
+        self.magnitudes = torch.zeros(in_features, device=device) if magnitudes else None
         self.tokens = 0
         self.width = min(in_features, max(128, in_features // 8))
 
     def add(self, inputs: Tensor) -> None:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
-        rows = inputs.reshape(-1, len(self.sum)).float()
-        for start in range(0, len(self.sum), self.width):
-            end = min(start + self.width, len(self.sum))
-            self.sum[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
+        rows = inputs.reshape(-1, len(self.squares)).float()
+        for start in range(0, len(self.squares), self.width):
+            end = min(start + self.width, len(self.squares))
+            self.squares[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
+        if self.magnitudes is not None:
+            self.magnitudes += rows.abs().sum(0)
         self.tokens += len(rows)
 
-    def finish(self) -> Tensor:
-        """The symmetric matrix `[in, in]`; the accumulator is used up."""
-        lower = self.sum.tril_()
+    def finish(self) -> SiteStatistics:
+        """Symmetric and averaged; the accumulator is used up."""
+        tokens = max(self.tokens, 1)
+        lower = self.squares.tril_()
         diagonal = lower.diagonal().clone()
         full = lower.add_(lower.t().clone())
         full.diagonal().copy_(diagonal)
-        return full.mul_(2 / max(self.tokens, 1))
+        magnitude = None if self.magnitudes is None else self.magnitudes.div_(tokens)
+        return SiteStatistics(full.mul_(2 / tokens), magnitude)
+
+
+@contextmanager
+def gathering(block: nn.Module, statistics: Mapping[Site, Statistics]) -> Iterator[None]:
+    """Add the inputs of each site to its statistics while the block runs."""
+    handles = [
+        block.get_submodule(site.linears[0]).register_forward_pre_hook(
+            lambda module, args, sums=sums: sums.add(args[0])
+        )
+        for site, sums in statistics.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class SuspendedForward:

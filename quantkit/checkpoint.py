@@ -53,7 +53,7 @@ class Checkpoint:
     infos: dict[str, TensorInfo]
     layout: layouts.Layout | None
     trust_remote_code: bool = False
-    _quantized: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def open(
@@ -83,7 +83,7 @@ class Checkpoint:
     @cached_property
     def names(self) -> list[str]:
         """Names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
-        packed = {name for names in self._quantized.values() for name in names}
+        packed = {name for parts in self._quantized.values() for name in parts.values()}
         return [name for name in self.infos if name not in packed] + [
             f"{linear}.weight" for linear in self._quantized
         ]
@@ -92,19 +92,26 @@ class Checkpoint:
         """Whether `name` (`X.weight`) is stored as packed codes."""
         return name.removesuffix(".weight") in self._quantized
 
+    def stored_as(self, name: str) -> list[str]:
+        """The stored tensors behind `name`: itself, or the parts of a packed linear."""
+        packed = self._quantized.get(name.removesuffix(".weight"))
+        return list(packed.values()) if packed else [name]
+
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor's values; a packed linear's weight is decoded to `[out, in]`.
 
         The file is opened for this tensor alone: mapped pages count as resident memory for as long
         as a handle lives.
         """
-        linear = name.removesuffix(".weight")
-        if linear in self._quantized:
-            assert self.layout is not None
-            parts = {stored[len(linear) + 1 :]: self.load(stored) for stored in self._quantized[linear]}
-            values = self.layout.decode(parts).values()
+        if self.is_quantized(name):
+            values = self.layout.decode(self.parts(name)).values()
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
+
+    def parts(self, name: str) -> dict[str, torch.Tensor]:
+        """The stored tensors of a packed linear (`X.weight`), by suffix."""
+        linear = name.removesuffix(".weight")
+        return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One stored tensor as it lies on disk, copied out of the file, optionally cast."""
@@ -153,6 +160,19 @@ class Checkpoint:
                     digest.update(chunk)
                     progress(len(chunk))
         return digest.hexdigest()
+
+
+class _Parts(dict[str, torch.Tensor]):
+    """Tensors of a packed linear; asking for one that is not stored is the checkpoint's error."""
+
+    def __init__(self, linear: str, parts: dict[str, torch.Tensor]):
+        super().__init__(parts)
+        self.linear = linear
+
+    def __missing__(self, part: str) -> torch.Tensor:
+        raise QuantkitError(
+            f"{self.linear} is quantized, but {self.linear}.{part} is absent", hint="download it again"
+        )
 
 
 def _read_config(folder: Path) -> dict:

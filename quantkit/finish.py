@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit import __version__, model_card
 from quantkit.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
+from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 
 MANIFEST = "quantkit.json"
@@ -46,19 +48,10 @@ class Summary:
     seconds: dict[str, float]
 
 
-def load_staged(job: Job, index: int) -> None:
-    """Load a block as it was staged: decoded weights where it was quantized, the source's elsewhere."""
-    rows = [row for row in job.block_specs(index) if row.grid is not None]
-    block = job.skeleton.load_block(index, skip={f"{row.local}.weight" for row in rows})
-    staged = staged_checkpoint(job, index)
-    for row in rows:
-        values = staged.read(f"{row.name}.weight", job.skeleton.dtype).to(job.skeleton.device)
-        block.get_submodule(row.local).weight = nn.Parameter(values, requires_grad=False)
-
-
 def staged_checkpoint(job: Job, index: int) -> Checkpoint:
-    """The tensors of one staged block, readable like any checkpoint's."""
-    return job.checkpoint.with_tensors(job.staging.infos(index), job.method.layout)
+    """The checkpoint as it is once block `index` is staged: readable like any other."""
+    infos = _remaining(job, job.block_specs(index))
+    return job.checkpoint.with_tensors(infos | job.staging.infos(index), job.method.layout)
 
 
 def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
@@ -83,11 +76,16 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
 
 def merged(job: Job) -> dict[str, TensorInfo]:
     """Every tensor of the output and where its bytes lie now: in staged blocks, or in the source."""
-    replaced = {f"{row.name}.weight" for row in job.specs if row.grid is not None}
-    infos = {name: info for name, info in job.checkpoint.infos.items() if name not in replaced}
+    infos = _remaining(job, job.specs)
     for index in range(len(job.skeleton.blocks)):
         infos.update(job.staging.infos(index))
     return infos
+
+
+def _remaining(job: Job, rows: Sequence[LinearSpec]) -> dict[str, TensorInfo]:
+    """The source's tensors without the weights that `rows` quantize, plain or packed."""
+    gone = {name for row in rows if row.grid for name in job.checkpoint.stored_as(f"{row.name}.weight")}
+    return {name: info for name, info in job.checkpoint.infos.items() if name not in gone}
 
 
 def _fill(job: Job, folder: Path, records: list[dict]) -> None:
@@ -152,10 +150,11 @@ def _verify(job: Job, folder: Path, expected: Tensor) -> None:
 
 def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summary:
     infos = merged(job)
-    packed = {f"{row.name}.{part}" for row in job.specs for part in job.method.layout.suffixes}
+    rows = [row for row in job.specs if row.grid]
+    packed = {f"{row.name}.{part}" for row in rows for part in job.method.layout.suffixes}
     quantized = sum(info.nbytes for name, info in infos.items() if name in packed)
     total = sum(info.nbytes for info in infos.values())
-    weights = sum(row.weights for row in job.specs if row.grid is not None)
+    weights = sum(row.weights for row in rows)
     parameters = sum(p.numel() for p in job.skeleton.model.parameters())
     parameters += sum(p.numel() for block in job.skeleton.blocks for p in block.parameters())
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]

@@ -16,7 +16,7 @@ from quantkit import __version__, calibration, methods, plan, spec
 from quantkit.calibration import CalibrationSet
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.staging import Staging
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.methods import Method
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.plan import JobPlan
@@ -94,6 +94,11 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     )
     torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
     skeleton, specs = _resolve(checkpoint, method, request, device, adopted)
+    if split := spec.split_fusions(specs):
+        progress.warn(
+            f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
+            "transformers loads it"
+        )
     calibrated = None
     if method.solver.needs_statistics:
         progress.phase("reading the calibration text")
@@ -144,7 +149,7 @@ def _resolve(
     skeleton = Skeleton(checkpoint, getattr(torch, dtype), device)
     spec.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     check_complete(skeleton)
-    specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude)
+    specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude, request.run.override)
     if all(row.grid is None for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
     return skeleton, specs
@@ -174,6 +179,7 @@ def _fingerprint(
         "method": request.method,
         "options": dataclasses.asdict(request.options),
         "exclude": list(request.run.exclude),
+        "override": list(request.run.override),
         "max_shard_gb": request.run.max_shard_gb,
         "calibration": calibrated.record() if calibrated else None,
         "execution": dataclasses.asdict(job_plan.execution),

@@ -34,6 +34,11 @@ class RunOptions:
     exclude: tuple[str, ...] = option(
         (), "Keep linears whose name matches this regular expression in 16 bit. Repeatable."
     )
+    override: tuple[str, ...] = option(
+        (),
+        "REGEX=bits[,group_size]: quantize the linears whose name matches to other bits. Repeatable, the "
+        "first match counts.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Precision of the forward passes: the checkpoint's own where the hardware has it, else float32.",

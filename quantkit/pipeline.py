@@ -1,7 +1,7 @@
 """The loop. Read this first: a checkpoint flows through it one decoder block at a time.
 
     for each block:
-        gather the statistics of its sites ▶ solve each site ▶ encode ▶ install what was encoded
+        gather the statistics of its sites ▶ transform ▶ solve each site ▶ encode ▶ install what was encoded
         ▶ advance the hidden states through the block as it was written ▶ stage the block
 
 The next block sees the decoded codes, never the solver's private floats. What comes out is assembled,
@@ -10,13 +10,22 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from quantkit import finish
-from quantkit.capture import Hessian, RepeatedForward, Site, SuspendedForward, find_sites
+from quantkit.capture import (
+    RepeatedForward,
+    Site,
+    SiteStatistics,
+    Statistics,
+    SuspendedForward,
+    find_sites,
+    gathering,
+)
 from quantkit.containers.staging import disk_errors
 from quantkit.errors import QuantkitError
 from quantkit.heap import map_large_blocks, return_freed_pages
@@ -25,6 +34,7 @@ from quantkit.progress import Progress
 from quantkit.solvers import Solved
 from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
+from quantkit.transforms import BlockView, Transformed
 
 PROBE_TOKENS = 8
 FORWARDS = {"suspend": SuspendedForward, "repeat": RepeatedForward}
@@ -57,84 +67,149 @@ def run(job: Job, progress: Progress) -> finish.Summary:
 def _replay(job: Job, index: int, states: list[Tensor], timings: Timings, progress: Progress) -> None:
     """Advance through a block that an earlier run staged."""
     with timings("load"):
-        finish.load_staged(job, index)
-    with timings("forward"):
-        for k, hidden in enumerate(states):
-            states[k] = job.skeleton.run_block(index, hidden)
+        job.skeleton.load_block(index, finish.staged_checkpoint(job, index))
+    _advance(states, (job.skeleton.run_block(index, hidden) for hidden in states), timings)
 
 
 def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, progress: Progress) -> None:
     """Quantize one block and stage it; `states` become its outputs."""
     with timings("load"):
-        block = job.skeleton.load_block(index)
-    specs = {row.local: row for row in job.block_specs(index)}
+        module = job.skeleton.load_block(index, decoded=True)
     probe = states[0][:1, :PROBE_TOKENS]
-    sites = find_sites(block, lambda: job.skeleton.run_block(index, probe))
-    wanted = [site for site in sites if any(specs[name].grid for name in site.linears)]
-    tensors: dict[str, Tensor] = {}
-    record: list[dict] = []
-
-    def solve(site: Site, hessian: Tensor | None) -> None:
-        rows = [specs[name] for name in site.linears if specs[name].grid]
-        modules = [block.get_submodule(row.local) for row in rows]
-        with timings("solve"):
-            solved = job.method.solver.solve(
-                [module.weight.float() for module in modules], [row.grid for row in rows], hessian
-            )
-        with timings("pack"):
-            for row, module, result in zip(rows, modules, solved, strict=True):
-                tensors.update(_install(job, row, module, result))
-                record.append(_recorded(row, result))
-                progress.linear(row, result)
-
-    if job.method.solver.needs_statistics:
-        forward = FORWARDS[job.plan.execution.sequential](
-            block, wanted, lambda k: job.skeleton.run_block(index, states[k]), len(states)
-        )
-        for site in wanted:
-            width = specs[site.linears[0]].in_features
-            solve(site, _hessian(forward.inputs(site), width, job, site, specs, timings))
-        outputs = forward.outputs()
+    sites = find_sites(module, lambda: job.skeleton.run_block(index, probe))
+    specs = {row.local: row for row in job.block_specs(index)}
+    work = _Work(job, index, module, sites, specs, states, timings, progress)
+    if job.method.transform is not None:
+        outputs = _solve_transformed(work)
+    elif job.method.solver.needs_statistics:
+        outputs = _solve_in_sequence(work)
     else:
-        for site in wanted:
-            solve(site, None)
-        outputs = (job.skeleton.run_block(index, hidden) for hidden in states)
+        for site in work.wanted:
+            work.solve(site, None)
+        outputs = work.forward()
     _advance(states, outputs, timings)
     with timings("write"):
-        job.staging.write_block(index, {name: tensor.cpu() for name, tensor in tensors.items()}, record)
+        tensors = {name: tensor.cpu() for name, tensor in work.tensors.items()}
+        job.staging.write_block(index, tensors, work.record)
 
 
-def _hessian(
-    inputs: Iterable[Tensor], width: int, job: Job, site: Site, specs: dict[str, LinearSpec], timings: Timings
-) -> Tensor:
-    """The site's Hessian over all batches; refuses activations that are not finite, by name."""
-    accumulator = Hessian(width, job.plan.execution.torch_device)
-    batches = iter(inputs)
+@dataclass
+class _Work:
+    """One block on its way: what is known of it, and what is to be staged."""
+
+    job: Job
+    index: int
+    block: nn.Module
+    sites: list[Site]
+    specs: dict[str, LinearSpec]
+    states: list[Tensor]
+    timings: Timings
+    progress: Progress
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    record: list[dict] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> list[Site]:
+        """Sites with something to quantize."""
+        return [site for site in self.sites if any(self.specs[name].grid for name in site.linears)]
+
+    def run(self, batch: int) -> Tensor:
+        """The block's output for one batch of the calibration states."""
+        return self.job.skeleton.run_block(self.index, self.states[batch])
+
+    def forward(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch."""
+        return (self.run(batch) for batch in range(len(self.states)))
+
+    def solve(self, site: Site, hessian: Tensor | None, transformed: Transformed | None = None) -> None:
+        """Quantize the site's linears and install what was encoded."""
+        rows = [self.specs[name] for name in site.linears if self.specs[name].grid]
+        weights = [self.block.get_submodule(row.local).weight.float() for row in rows]
+        with self.timings("solve"):
+            solver = self.job.method.solver
+            solved = solver.solve(weights, [row.grid for row in rows], hessian)
+        for row, result in zip(rows, solved, strict=True):
+            if transformed:
+                result = transformed.amend(row.local, result)
+            with self.timings("pack"):
+                parts = self.job.method.layout.encode(result.weight)
+                stored = f"{row.name}.weight"
+                self.job.skeleton.install(self.index, row.local, self.job.method.layout, parts, stored)
+            self.tensors.update({f"{row.name}.{part}": tensor for part, tensor in parts.items()})
+            self.record.append(_recorded(row, result))
+            self.progress.linear(row, result)
+
+    def keep(self, parameters: Iterable[str]) -> None:
+        """Stage parameters of the block that are not quantized but have changed."""
+        for name in parameters:
+            stored, tensor = self.job.skeleton.as_stored(self.index, name)
+            self.tensors[stored] = tensor
+
+
+def _solve_in_sequence(work: _Work) -> Iterator[Tensor]:
+    """Each site's statistics are gathered behind the sites that were quantized before it."""
+    execution = work.job.plan.execution
+    forward = FORWARDS[execution.sequential](work.block, work.wanted, work.run, len(work.states))
+    for site in work.wanted:
+        statistics = Statistics(work.specs[site.linears[0]].in_features, execution.torch_device)
+        for batch in _timed(forward.inputs(site), work.timings):
+            with work.timings("hessian"):
+                statistics.add(batch)
+        work.solve(site, _finished(statistics, site, work).hessian)
+    return forward.outputs()
+
+
+def _solve_transformed(work: _Work) -> Iterator[Tensor]:
+    """The statistics of all sites come from one forward with the original weights."""
+    job, device = work.job, work.job.plan.execution.torch_device
+    gathered = {
+        site: Statistics(work.specs[site.linears[0]].in_features, device, magnitudes=True)
+        for site in work.wanted
+    }
+    with work.timings("forward"), gathering(work.block, gathered):
+        for _ in work.forward():
+            pass
+    probe = work.states[0][:1, :PROBE_TOKENS]
+    with work.timings("transform"):
+        transformed = job.method.transform.apply(
+            BlockView(
+                block=work.block,
+                sites=work.sites,
+                statistics={site: _finished(sums, site, work) for site, sums in gathered.items()},
+                grids={name: row.grid for name, row in work.specs.items()},
+                probe=lambda: job.skeleton.run_block(work.index, probe),
+                stored=lambda name, tensor: tensor.to(job.skeleton.stored_dtype(work.index, name)),
+            )
+        )
+    for site in work.wanted:
+        work.solve(site, transformed.hessians.pop(site), transformed)
+    work.keep(sorted(transformed.changed))
+    return work.forward()
+
+
+def _timed(batches: Iterable[Tensor], timings: Timings) -> Iterator[Tensor]:
+    """The same batches; waiting for one counts as forward time."""
+    source = iter(batches)
     while True:
         with timings("forward"):
-            batch = next(batches, None)
+            batch = next(source, None)
         if batch is None:
-            break
-        with timings("hessian"):
-            accumulator.add(batch)
-    with timings("hessian"):
-        hessian = accumulator.finish()
+            return
+        yield batch
+
+
+def _finished(sums: Statistics, site: Site, work: _Work) -> SiteStatistics:
+    """The site's statistics over all batches; refuses activations that are not finite, by name."""
+    with work.timings("hessian"):
+        statistics = sums.finish()
         return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
-    if not torch.isfinite(hessian.diagonal()).all():
+    if not torch.isfinite(statistics.hessian.diagonal()).all():
         raise QuantkitError(
-            f"activations entering {specs[site.linears[0]].name} are not finite "
-            f"in {job.plan.execution.dtype}",
+            f"activations entering {work.specs[site.linears[0]].name} are not finite "
+            f"in {work.job.plan.execution.dtype}",
             hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
         )
-    return hessian
-
-
-def _install(job: Job, row: LinearSpec, module: nn.Module, solved: Solved) -> dict[str, Tensor]:
-    """Encode a weight and put what the encoded tensors decode to into the running block."""
-    encoded = job.method.layout.encode(solved.weight)
-    values = job.method.layout.decode(encoded).values()
-    module.weight = nn.Parameter(values.to(module.weight.dtype), requires_grad=False)
-    return {f"{row.name}.{part}": tensor for part, tensor in encoded.items()}
+    return statistics
 
 
 def _recorded(row: LinearSpec, solved: Solved) -> dict:
@@ -149,9 +224,6 @@ def _recorded(row: LinearSpec, solved: Solved) -> dict:
 
 
 def _advance(states: list[Tensor], outputs: Iterable[Tensor], timings: Timings) -> None:
-    source = iter(outputs)
-    for k in range(len(states)):
-        with timings("forward"):
-            states[k] = next(source)
-    for _ in source:  # runs the generator's clean-up; there is nothing left to yield
-        raise AssertionError("more outputs than batches")
+    for k, hidden in enumerate(_timed(outputs, timings)):
+        states[k] = hidden
+    assert k + 1 == len(states), "as many outputs as batches"

@@ -86,7 +86,7 @@ def _kind(row: LinearSpec) -> tuple[str, tuple[int, int], str]:
     if row.grid is None:
         target = f"16 bit ({row.kept})"
     else:
-        target = f"{row.grid.bits} bit, groups of {row.grid.group_size}"
+        target = row.grid.describe()
     return row.local, (row.out_features, row.in_features), target
 
 

@@ -9,7 +9,6 @@ configuration says the model is deep.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.heap import return_freed_pages
+from quantkit.layouts import Layout
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Skeleton:
         self._stored = self._resolve_names()
         self.blocks = list(container)
         self._calls: dict[tuple[int, ...], list[Call]] = {}
+        self._replaced: dict[tuple[int, str], nn.Module] = {}  # plain linears whose place `install` gave away
         self._stubs = [_Stub(block) for block in self.blocks]
         for index, stub in enumerate(self._stubs):
             container[index] = stub
@@ -82,14 +85,19 @@ class Skeleton:
         provided |= self._stored.keys() | tied.keys()
         return sorted(own.union(names) - provided)
 
-    def _read(self, name: str, expected: Tensor) -> Tensor:
+    def _read(self, name: str, expected: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
+        checkpoint = checkpoint or self.checkpoint
         stored = self._stored[name]
-        tensor = self.checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
-        if name in self._transposed and not self.checkpoint.is_quantized(stored):
+        tensor = checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
+        if name in self._transposed and not checkpoint.is_quantized(stored):
             tensor = tensor.t().contiguous()
-        if tensor.shape != expected.shape:
+        return self._checked(tensor, expected.shape, stored)
+
+    def _checked(self, tensor: Tensor, shape: torch.Size, stored: str) -> Tensor:
+        """The tensor on the device. Raises QuantkitError unless it has this shape and is finite."""
+        if tensor.shape != shape:
             raise QuantkitError(
-                f"{stored} is {list(tensor.shape)}, the configuration says {list(expected.shape)}",
+                f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",
                 hint="config.json and weights belong to different models",
             )
         if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
@@ -211,22 +219,64 @@ class Skeleton:
         """Name inside block `index` -> name in the model."""
         return {name: f"{self.blocks_name}.{index}.{name}" for name in self.blocks[index].state_dict()}
 
-    def load_block(self, index: int, skip: Collection[str] = ()) -> nn.Module:
-        """Read the weights of block `index`, except those named in `skip`, which stay on meta."""
+    def load_block(
+        self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False
+    ) -> nn.Module:
+        """Read the weights of block `index`, from `checkpoint` instead of the skeleton's own if given.
+
+        Packed linears compute as `install` says; `decoded`: with the decoded weight alone, whatever the
+        layout does to activations.
+        """
+        checkpoint = checkpoint or self.checkpoint
         block = self.blocks[index]
         names = self.block_names(index)
+        stored = {name: self._stored.get(names[name]) for name in names}
+        packed = [
+            name for name, key in stored.items() if key and checkpoint.is_quantized(key) and not decoded
+        ]
         state = {
-            name: self._read(names[name], tensor)
+            name: self._read(names[name], tensor, checkpoint)
             for name, tensor in block.state_dict().items()
-            if names[name] in self._stored and name not in skip
+            if stored[name] and name not in packed
         }
         block.load_state_dict(state, strict=False, assign=True)
         block.requires_grad_(False)
+        for name in packed:
+            local = name.removesuffix(".weight")
+            self.install(index, local, checkpoint.layout, checkpoint.parts(stored[name]), stored[name])
         return block
+
+    def install(self, index: int, local: str, layout: Layout, parts: dict[str, Tensor], stored: str) -> None:
+        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`.
+
+        That is the decoded weight, or the layout's own module where activations are quantized, too.
+        """
+        block = self.blocks[index]
+        linear = block.get_submodule(local)
+        values = self._checked(layout.decode(parts).values().to(self.dtype), linear.weight.shape, stored)
+        module = layout.module(parts, linear.bias)
+        if module is None:
+            linear.weight = nn.Parameter(values, requires_grad=False)
+        else:
+            self._replaced[index, local] = linear
+            block.set_submodule(local, module.to(self.device))
+
+    def stored_dtype(self, index: int, name: str) -> torch.dtype:
+        """The precision in which parameter `name` of a block is stored; the computing one if it is packed."""
+        info = self.checkpoint.infos.get(self._stored[self.block_names(index)[name]])
+        return TORCH_DTYPES.get(info.dtype, self.dtype) if info else self.dtype
+
+    def as_stored(self, index: int, name: str) -> tuple[str, Tensor]:
+        """Stored name of parameter `name` of a block, and its present values as they are stored."""
+        model_name = self.block_names(index)[name]
+        tensor = self.blocks[index].get_parameter(name).to(self.stored_dtype(index, name))
+        return self._stored[model_name], tensor.t() if model_name in self._transposed else tensor
 
     def free_block(self, index: int) -> None:
         """Give the memory of block `index` back to the system; its parameters return to meta."""
         block = self.blocks[index]
+        for key in [key for key in self._replaced if key[0] == index]:
+            block.set_submodule(key[1], self._replaced.pop(key))
         state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
         block.load_state_dict(state, strict=False, assign=True)
         return_freed_pages()

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.grids import Grid
-from quantkit.layouts import Layout
+from quantkit.layouts import Layout, fusions
 from quantkit.skeleton import Skeleton
 
 
@@ -35,16 +35,36 @@ class LinearSpec:
         return self.out_features * self.in_features
 
 
+@dataclass(frozen=True)
+class Override:
+    """`REGEX=bits[,group_size]`: another grid for the linears that match."""
+
+    text: str
+    pattern: re.Pattern
+    bits: int
+    group_size: int | None = None
+
+    @property
+    def flag(self) -> str:
+        """How a message names it."""
+        return f"--override {self.text}"
+
+
+MakeGrid = Callable[[int, int, Override | None], Grid]
+
+
 def resolve(
-    skeleton: Skeleton, make_grid: Callable[[int, int], Grid], layout: Layout, exclude: Sequence[str]
+    skeleton: Skeleton, make_grid: MakeGrid, layout: Layout, exclude: Sequence[str], override: Sequence[str]
 ) -> list[LinearSpec]:
     """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
 
-    `make_grid(out_features, in_features)` gives the method's grid. Raises QuantkitError naming every
-    weight no site can cover, every linear the grid or layout cannot hold, and every pattern of
-    `exclude` that is malformed or matches nothing.
+    `make_grid(out_features, in_features, override)` gives the method's grid; of several overrides that
+    match the first counts, and `exclude` counts more. Raises QuantkitError naming every
+    weight no site can cover, every linear the grid or layout cannot hold, and every pattern
+    that is malformed or matches nothing.
     """
-    patterns = _compile(exclude)
+    patterns = {text: _compile(text, "--exclude") for text in exclude}
+    overrides = [_override(text) for text in override]
     specs = []
     refuse_uncovered(skeleton)
     for index, block in enumerate(skeleton.blocks):
@@ -54,12 +74,15 @@ def resolve(
                 name = skeleton.stored_name(names[f"{local}.weight"]).removesuffix(".weight")
                 shape = module.out_features, module.in_features
                 kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
-                grid = None if kept else make_grid(*shape)
+                other = next((o for o in overrides if o.pattern.search(name)), None)
+                grid = None if kept else make_grid(*shape, other)
                 specs.append(LinearSpec(name, index, local, *shape, grid, kept))
-    unused = [text for text, p in patterns.items() if not any(p.search(spec.name) for spec in specs)]
+    asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
+    asked |= {other.flag: other.pattern for other in overrides}
+    unused = [flag for flag, pattern in asked.items() if not any(pattern.search(row.name) for row in specs)]
     if unused:
         raise QuantkitError(
-            f"--exclude matches no linear: {name_all(unused)}",
+            f"no linear matches {name_all(unused)}",
             hint=f"names look like {specs[0].name}; --dry-run lists them all",
             exit_code=USAGE,
         )
@@ -67,18 +90,32 @@ def resolve(
     return specs
 
 
-def _compile(patterns: Sequence[str]) -> dict[str, re.Pattern]:
-    compiled = {}
-    for text in patterns:
-        try:
-            compiled[text] = re.compile(text)
-        except re.error as error:
-            raise QuantkitError(
-                f"--exclude {text!r} is no regular expression: {error}",
-                hint=r"escape dots and parentheses, as in 'layers\.0\.'",
-                exit_code=USAGE,
-            ) from error
-    return compiled
+def _compile(text: str, flag: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise QuantkitError(
+            f"{flag} {text!r} is no regular expression: {error}",
+            hint=r"escape dots and parentheses, as in 'layers\.0\.'",
+            exit_code=USAGE,
+        ) from error
+
+
+def _override(text: str) -> Override:
+    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
+    if not parts:
+        raise QuantkitError(
+            f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size",
+            hint=r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'",
+            exit_code=USAGE,
+        )
+    pattern, bits, group_size = parts.groups()
+    return Override(text, _compile(pattern, "--override"), int(bits), int(group_size) if group_size else None)
+
+
+def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
+    """Fusions whose linears are not quantized alike."""
+    return [name for name, rows in fusions(specs).items() if len({row.grid for row in rows}) > 1]
 
 
 def refuse_uncovered(skeleton: Skeleton) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.grids import QuantizedWeight, flat, join, matrix, rows
 from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid, AffineParams
 
 BITS = (2, 3, 4, 8)
@@ -223,14 +224,16 @@ def test_matrices_are_joined_from_groups():
     grid = AffineGrid(4, 8, symmetric=False)
     weight = groups("heavy", rows=5, size=24)
     parts = [grid.fit(part) for part in weight.split(8, 1)]
-    joined = grid.join(parts)
+    joined = join(parts)
     codes = torch.cat([grid.round(part, p) for part, p in zip(weight.split(8, 1), parts, strict=True)], 1)
     expected = torch.cat([grid.decode(c, p) for c, p in zip(codes.split(8, 1), parts, strict=True)], 1)
     shuffle = torch.randperm(24, generator=torch.Generator().manual_seed(0))
-    group = torch.arange(24) // 8
+    column_group = (torch.arange(24) // 8)[shuffle]
     assert joined.scale.shape == joined.zero.shape == (5, 3)
-    assert torch.equal(grid.decode_matrix(codes, joined, group), expected)
-    shuffled = grid.decode_matrix(codes[:, shuffle], joined, group[shuffle])
-    assert torch.equal(shuffled, expected[:, shuffle])
-    rows = grid.rows(joined, slice(1, 3))
-    assert torch.equal(grid.decode_matrix(codes[1:3], rows, group), expected[1:3])
+    assert torch.equal(QuantizedWeight(grid, codes, joined).values(), expected)
+    scattered = QuantizedWeight(grid, codes[:, shuffle], joined, column_group)
+    assert torch.equal(scattered.values(), expected[:, shuffle])
+    part = QuantizedWeight(grid, codes[1:3], rows(joined, slice(1, 3)))
+    assert torch.equal(part.values(), expected[1:3])
+    for whole in (grid.fit_matrix(weight), matrix(flat(joined), 5)):
+        assert torch.equal(whole.scale, joined.scale) and torch.equal(whole.zero, joined.zero)

@@ -13,7 +13,7 @@ from reference_gptq import order_of
 from reference_gptq import refine as reference_refine
 from torch import Tensor
 
-from quantkit.grids import QuantizedWeight
+from quantkit.grids import QuantizedWeight, join
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.solvers import gptq, rtn
 from quantkit.solvers.gptq import GptqSolver, factorize
@@ -87,7 +87,7 @@ def test_sweep_is_the_papers_algorithm(in_features, grid, act_order):
     assert solved.fallback is None and solved.notes == ()
     assert torch.equal(solved.weight.codes, expected.codes)
     if act_order != "group":  # there the solver numbers the groups by their place, here by their turn
-        assert torch.equal(solved.weight.column_group, expected.column_group)
+        assert torch.equal(solved.weight.group_of_columns(), expected.group_of_columns())
     torch.testing.assert_close(solved.weight.values(), expected.values(), rtol=0, atol=1e-5)
 
 
@@ -120,10 +120,10 @@ def test_beats_rtn_and_tells_its_error(site, bits, group_size):
         order = torch.tensor(order_of(hessian.diagonal().tolist(), group_size, act_order))
         trivial = torch.arange(256) // group_size
         if act_order == "full":  # the k-th column quantized belongs to group k // group_size
-            assert torch.equal(solved.weight.column_group[order], trivial), cell
-            assert group_size == 256 or not torch.equal(solved.weight.column_group, trivial), cell
+            assert torch.equal(solved.weight.group_of_columns()[order], trivial), cell
+            assert group_size == 256 or not torch.equal(solved.weight.group_of_columns(), trivial), cell
         else:
-            assert torch.equal(solved.weight.column_group, trivial), cell
+            assert torch.equal(solved.weight.group_of_columns(), trivial), cell
 
 
 @pytest.mark.parametrize("act_order", ORDERS)
@@ -159,7 +159,7 @@ def test_refinement_is_coordinate_descent(in_features, grid):
     for cycles in (1, 2):
         codes, params = refine(weight, quantized.codes, groups, grid, hessian, cycles)
         expected = reference_refine(weight, quantized, hessian, cycles)
-        refined = QuantizedWeight(grid, codes, grid.join(params), quantized.column_group)
+        refined = QuantizedWeight(grid, codes, join(params), quantized.column_group)
         assert torch.equal(refined.codes, expected.codes)
         torch.testing.assert_close(refined.values(), expected.values(), rtol=0, atol=1e-5)
         after = loss(refined.values() - weight, hessian)
@@ -248,7 +248,7 @@ def test_dead_columns_are_rounded_to_nearest(act_order, symmetric):
     solver = GptqSolver(act_order=act_order, refine=0)
     (solved,) = solver.solve([weight], [grid], 2 * inputs.T @ inputs / len(inputs))
     assert solved.fallback is None and solved.notes == ()
-    group = solved.weight.column_group[dead]
+    group = solved.weight.group_of_columns()[dead]
     scale, zero = solved.weight.params.scale[:, group], solved.weight.params.zero[:, group]
     nearest = (torch.round(weight[:, dead] / scale) + zero).clamp(0, 15)
     assert torch.isfinite(solved.weight.values()).all()

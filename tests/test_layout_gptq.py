@@ -78,7 +78,7 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version
     weight = random_weight(layout)
     tensors = layout.encode(weight)
 
-    assert set(tensors) == layout.suffixes
+    assert set(tensors) == set(layout.suffixes)
     assert torch.equal(tensors["qweight"], write_stream(weight.codes.tolist(), bits))
     zeros = weight.params.zero.int().T.tolist()  # [groups][out]
     if version == 1:
@@ -87,7 +87,7 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version
     assert tensors["scales"].dtype == torch.float16
     assert torch.equal(tensors["scales"].float(), weight.params.scale.T)
     assert tensors["g_idx"].dtype == torch.int32
-    assert torch.equal(tensors["g_idx"].long(), weight.column_group)
+    assert torch.equal(tensors["g_idx"].long(), weight.group_of_columns())
     assert all(tensor.is_contiguous() for tensor in tensors.values())
 
     decoded = layout.decode(tensors)
@@ -95,8 +95,8 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version
     assert torch.equal(decoded.codes, weight.codes) and decoded.codes.dtype == torch.uint8
     assert torch.equal(decoded.params.scale, weight.params.scale)
     assert torch.equal(decoded.params.zero, weight.params.zero)
-    assert torch.equal(decoded.column_group, weight.column_group)
-    group = weight.column_group
+    assert torch.equal(decoded.group_of_columns(), weight.group_of_columns())
+    group = weight.group_of_columns()
     literal = weight.params.scale[:, group] * (weight.codes.float() - weight.params.zero[:, group])
     assert torch.equal(decoded.values(), literal)
 
@@ -143,32 +143,35 @@ def test_decode_without_g_idx_when_the_last_group_is_short():
     layout = GptqLayout(4, 64, symmetric=False)
     tensors = layout.encode(weight)
     del tensors["g_idx"]
-    assert torch.equal(layout.decode(tensors).column_group, torch.arange(IN) // 64)
+    assert torch.equal(layout.decode(tensors).group_of_columns(), torch.arange(IN) // 64)
 
 
-def spec(out_features: int = OUT, in_features: int = IN, name: str = "a.b", kept: str | None = None):
-    grid = None if kept else AffineGrid(4, GROUP)
+def spec(
+    out_features: int = OUT, in_features: int = IN, name: str = "a.b", kept: str | None = None,
+    bits: int = 4, group_size: int = GROUP,
+):  # fmt: skip
+    grid = None if kept else AffineGrid(bits, group_size)
     return LinearSpec(name, 0, "b", out_features, in_features, grid, kept)
 
 
 @pytest.mark.parametrize("bits, multiple", [(2, 16), (3, 32), (4, 8), (8, 4)])
 def test_check_refuses_sizes_that_fill_no_whole_words(bits, multiple):
     layout = GptqLayout(bits, -1)
-    assert layout.check(spec(3 * multiple, multiple)) is None
+    assert layout.check(spec(3 * multiple, multiple, bits=bits)) is None
     words = f"is no multiple of {multiple}, so {bits}-bit codes fill no whole words"
-    assert layout.check(spec(multiple, multiple + 2)) == f"in_features {multiple + 2} {words}"
-    assert layout.check(spec(multiple - 2, multiple)) == f"out_features {multiple - 2} {words}"
+    assert layout.check(spec(multiple, multiple + 2, bits=bits)) == f"in_features {multiple + 2} {words}"
+    assert layout.check(spec(multiple - 2, multiple, bits=bits)) == f"out_features {multiple - 2} {words}"
 
 
 def test_config_is_what_clients_read():
     specs = [spec(name="model.layers.0.mlp.up_proj"), spec(name="model.layers.0.mlp.down_proj")]
-    config = GptqLayout(4, 128, damp_percent=0.02).config(specs)
+    config = GptqLayout(4, GROUP, damp_percent=0.02).config(specs)
     quantizer = config.pop("meta")["quantizer"]
     assert len(quantizer) == 1 and re.fullmatch(r"quantkit:\d+\.\d+.*", quantizer[0])
     assert config == {
         "quant_method": "gptq",
         "bits": 4,
-        "group_size": 128,
+        "group_size": GROUP,
         "desc_act": False,
         "sym": True,
         "lm_head": False,
@@ -203,6 +206,18 @@ def test_kept_linears_are_named_to_every_client():
     assert [name for name in names if re.match(rule.removeprefix("-:"), name)] == names[:1]
     packed = sum(config["modules_in_block_to_quantize"], [])
     assert [name for name in names if any(name.endswith(part) for part in packed)] == names[1:]
+
+
+def test_overrides_are_dynamic_rules_and_fused_names_have_them_too():
+    """vLLM asks for the rule of `qkv_proj`, which stands for q, k and v: it gets one where they agree."""
+    attention = [spec(name=f"m.0.attn.{leaf}_proj", bits=8, group_size=32) for leaf in "qkv"]
+    mlp = [spec(name="m.0.mlp.gate_proj", kept="--exclude x"), spec(name="m.0.mlp.up_proj")]
+    rules = GptqLayout(4, GROUP).config(attention + mlp)["dynamic"]
+    override = {"bits": 8, "group_size": 32}
+    assert rules == {
+        rf"+:^m\.0\.attn\.{leaf}_proj$": override for leaf in ("q", "k", "v", "qkv")
+    } | {r"-:^m\.0\.mlp\.gate_proj$": {}}  # fmt: skip
+    assert "dynamic" not in GptqLayout(4, GROUP).config(mlp[1:])
 
 
 def detect(**config):
@@ -249,5 +264,5 @@ def test_detect_refuses_what_it_would_misread(config):
 def test_stored_tensors_are_grouped_by_linear():
     names = ["a.b.qweight", "a.b.scales", "a.b.bias", "norm.weight", "c.qzeros", "qweight_like.weight"]
     groups = layouts.group_by_linear(GptqLayout(4, 128), names)
-    assert groups == {"a.b": ["a.b.qweight", "a.b.scales"], "c": ["c.qzeros"]}
+    assert groups == {"a.b": {"qweight": "a.b.qweight", "scales": "a.b.scales"}}
     assert layouts.group_by_linear(None, names) == {}

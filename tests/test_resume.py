@@ -321,7 +321,7 @@ def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more):
     [
         ("--damp 0.02", ["options.damp (0.01 there, 0.02 here)"]),
         ("--solver rtn", ["options.solver (gptq there, rtn here)", "calibration"]),
-        ("--exclude k_proj", ["exclude ([] there, ['k_proj'] here)"]),
+        ("--exclude o_proj", ["exclude ([] there, ['o_proj'] here)"]),
         ("--max-shard-gb 1", ["max_shard_gb (5.0 there, 1.0 here)"]),
         ("--seed 1", ["calibration.seed (0 there, 1 here)"]),
         ("--samples 5", ["calibration.samples (6 there, 5 here)"]),

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quantkit import job, methods, spec
-from quantkit.capture import Hessian, RepeatedForward, Site, SuspendedForward, find_sites
+from quantkit.capture import RepeatedForward, Site, Statistics, SuspendedForward, find_sites
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.affine import AffineGrid
@@ -331,10 +331,11 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
         (torch.randn(*shape, width, generator=generator) * mixing + mixing / 2).to(dtype)
         for shape in [(2, 9), (5,), (1, 3)]
     ]
-    accumulator = Hessian(width, CPU)
+    accumulator = Statistics(width, CPU, magnitudes=True)
     for batch in batches:
         accumulator.add(batch)
-    got = accumulator.finish()
+    statistics = accumulator.finish()
+    got = statistics.hessian
     rows = torch.cat([batch.reshape(-1, width) for batch in batches]).double()
     want = 2 * rows.T @ rows / 26
     assert accumulator.tokens == 26
@@ -342,6 +343,8 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
     assert torch.equal(got, got.T)
     assert (got - want).norm() <= 1e-5 * want.norm()
     assert (got.diagonal() - want.diagonal()).abs().max() <= 1e-5 * want.diagonal().max()
+    magnitude = rows.abs().mean(0)
+    assert (statistics.magnitude - magnitude).abs().max() <= 1e-5 * magnitude.max()
 
 
 def passes(skeleton: Skeleton, forward_class, batches, change=None):

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-Params = Any  # each grid's own frozen dataclass: exactly the values that will be stored
+# Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
+# rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
+Params = TypeVar("Params", bound=Any)
 
 
 class Grid(Protocol):
-    """How one group of `group_size` neighbouring columns of `W [out, in]` is quantized.
+    """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized.
 
     Error feedback works column by column, so a grid can round a single column of a group, too.
+    spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
+    fitted for the whole matrix before any column is chosen.
     """
 
     group_size: int
+    bits: int
+    spans_matrix: bool
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
         """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it."""
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
+        """Parameters `[out, groups]` for `weight [out, in]`; `importance` is `[in]`."""
+
+    def plain(self) -> Grid:
+        """The same values, fitted without any search of the range."""
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
         """Codes, uint8 `[rows, group_size]`."""
@@ -37,14 +51,55 @@ class Grid(Protocol):
     def clipped(self, params: Params) -> int:
         """How many parameters lie at the end of what can be stored, where weights may be lost."""
 
-    def join(self, params: Sequence[Params]) -> Params:
-        """Parameters of a matrix `[out, groups]` from those of its groups, each of `[out]` rows."""
+    def describe(self) -> str:
+        """How a plan names it: `4 bit, groups of 128`."""
 
-    def rows(self, params: Params, rows: slice) -> Params:
-        """The parameters of some rows of a matrix."""
 
-    def decode_matrix(self, codes: Tensor, params: Params, column_group: Tensor) -> Tensor:
-        """Values, float32 `[out, in]`, where column i belongs to group `column_group[i]`."""
+def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
+    """Parameters whose every tensor is `change` of the corresponding tensors."""
+    names = [field.name for field in dataclasses.fields(first)]
+    return dataclasses.replace(
+        first, **{name: change(*(getattr(part, name) for part in (first, *others))) for name in names}
+    )
+
+
+def join(groups: Sequence[Params]) -> Params:
+    """Parameters of a matrix from those of its groups, in order."""
+    return _each(lambda *parts: torch.stack(parts, 1), *groups)
+
+
+def stack(matrices: Sequence[Params]) -> Params:
+    """Parameters of matrices put below one another."""
+    return _each(lambda *parts: torch.cat(parts), *matrices)
+
+
+def group(params: Params, index: int) -> Params:
+    """The parameters of one group of a matrix."""
+    return _each(lambda part: part[:, index], params)
+
+
+def rows(params: Params, rows: slice) -> Params:
+    """The parameters of some rows, of a group or a matrix."""
+    return _each(lambda part: part[rows], params)
+
+
+def select(choice: Tensor, yes: Params, no: Params) -> Params:
+    """Row by row, the parameters of `yes` where `choice [rows]` holds, else those of `no`."""
+    return _each(
+        lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b),
+        yes,
+        no,
+    )
+
+
+def flat(params: Params) -> Params:
+    """`[out, groups, ...]` as `[out * groups, ...]`: every group a row of its own."""
+    return _each(lambda part: part.flatten(0, 1), params)
+
+
+def matrix(params: Params, out_features: int) -> Params:
+    """Inverse of `flat`."""
+    return _each(lambda part: part.unflatten(0, (out_features, -1)), params)
 
 
 @dataclass(frozen=True)
@@ -53,15 +108,28 @@ class QuantizedWeight:
 
     codes: uint8 `[out, in]`, columns in the order of the original weight.
     params: the grid's own, for `[out, groups]`.
-    column_group: int64 `[in]`, the group of each column; `arange(in) // group_size` unless the
-    columns were reordered across groups (desc_act).
+    column_group: int64 `[in]`, the group of each column, where columns were reordered across groups
+    (desc_act); None stands for `arange(in) // group_size`.
     """
 
     grid: Grid
     codes: Tensor
-    params: Params
-    column_group: Tensor
+    params: Any
+    column_group: Tensor | None = None
+
+    def group_of_columns(self) -> Tensor:
+        """`column_group`, spelled out where it is trivial."""
+        if self.column_group is not None:
+            return self.column_group
+        return torch.arange(self.codes.shape[1], device=self.codes.device) // self.grid.group_size
 
     def values(self) -> Tensor:
         """The dequantized weight, float32 `[out, in]`."""
-        return self.grid.decode_matrix(self.codes, self.params, self.column_group)
+        if self.column_group is None:
+            grouped = self.codes.reshape(-1, self.grid.group_size)
+            return self.grid.decode(grouped, flat(self.params)).view(self.codes.shape)
+        values = torch.empty(self.codes.shape, dtype=torch.float32, device=self.codes.device)
+        for index in range(int(self.column_group.max()) + 1):
+            columns = (self.column_group == index).nonzero()[:, 0]
+            values[:, columns] = self.grid.decode(self.codes[:, columns], group(self.params, index))
+        return values

@@ -5,11 +5,12 @@ Scales are rounded to float16 before anything is rounded on them, since that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from quantkit.grids import matrix
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
@@ -44,6 +45,7 @@ class AffineGrid:
     symmetric: bool = True
     zero_min: int = 0
     search: bool = True
+    spans_matrix = False
 
     @property
     def max_code(self) -> int:
@@ -67,6 +69,20 @@ class AffineGrid:
         ]
         scale, zero = (torch.cat(side) for side in zip(*parts, strict=True))
         return AffineParams(scale.float(), zero)
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
+        """Every group fitted by itself: `[out, groups]` for `weight [out, in]`."""
+        if importance is not None:
+            importance = importance.expand_as(weight).reshape(-1, self.group_size)
+        return matrix(self.fit(weight.reshape(-1, self.group_size), importance), len(weight))
+
+    def plain(self) -> AffineGrid:
+        """The grid that covers each group's full range."""
+        return replace(self, search=False)
+
+    def describe(self) -> str:
+        """`4 bit, groups of 128`."""
+        return f"{self.bits} bit, groups of {self.group_size}"
 
     def _range(self, weight: Tensor, shrink: float) -> tuple[Tensor, Tensor]:
         """Scale and zero that cover `shrink` of each row's range (zero always representable)."""
@@ -124,20 +140,6 @@ class AffineGrid:
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
         """Scales times `factor [rows]`, rounded to float16."""
         return AffineParams(_storable(params.scale * factor), params.zero)
-
-    def join(self, params: Sequence[AffineParams]) -> AffineParams:
-        """`[out, groups]` from one `[out]` per group, in order."""
-        scales, zeros = [part.scale for part in params], [part.zero for part in params]
-        return AffineParams(torch.stack(scales, 1), torch.stack(zeros, 1))
-
-    def rows(self, params: AffineParams, rows: slice) -> AffineParams:
-        """The parameters of some rows of a matrix."""
-        return AffineParams(params.scale[rows], params.zero[rows])
-
-    def decode_matrix(self, codes: Tensor, params: AffineParams, column_group: Tensor) -> Tensor:
-        """Values, float32 `[out, in]`."""
-        zero, scale = params.zero[:, column_group], params.scale[:, column_group]
-        return (codes.float() - zero) * scale
 
 
 def _storable(scale: Tensor) -> Tensor:

@@ -11,15 +11,24 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from quantkit.grids import QuantizedWeight
     from quantkit.spec import LinearSpec
 
 
-class Layout(Protocol):
-    """What a client expects. `encode` and `decode` are exact inverses."""
+# Linears that serving engines make one of, and the name of that one.
+FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
-    suffixes: frozenset[str]
+
+class Layout(Protocol):
+    """What a client expects. `encode` and `decode` are exact inverses.
+
+    Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it.
+    """
+
+    marker: str
+    suffixes: tuple[str, ...]
 
     def check(self, spec: LinearSpec) -> str | None:
         """Why this layout cannot hold `spec`, with the fix; None when it can."""
@@ -33,11 +42,17 @@ class Layout(Protocol):
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         """The weight that the stored tensors hold."""
 
+    def module(self, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> nn.Module | None:
+        """A module that computes as clients do where the result is more than the decoded weight times
+        the input, because activations are quantized too; None elsewhere."""
+        return None
+
     def config(self, specs: Sequence[LinearSpec]) -> dict:
         """`quantization_config` of config.json."""
 
     def files(self, specs: Sequence[LinearSpec]) -> dict[str, dict]:
         """Further JSON files that clients look for, by file name."""
+        return {}
 
 
 def available() -> list[str]:
@@ -66,13 +81,26 @@ def detect(config: dict, names: Iterable[str]) -> Layout | None:
     )
 
 
-def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, list[str]]:
-    """Stored names of each packed linear: `{"model.layers.0.mlp.up_proj": [".qweight", ...]}`."""
-    groups: dict[str, list[str]] = {}
+def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Stored names of each packed linear: `{"model.layers.0.mlp.up_proj": {"qweight": …, "scales": …}}`."""
     if layout is None:
-        return groups
-    for name in names:
-        linear, _, suffix = name.rpartition(".")
-        if suffix in layout.suffixes:
-            groups.setdefault(linear, []).append(name)
-    return groups
+        return {}
+    names = set(names)
+    linears = [name.removesuffix(f".{layout.marker}") for name in names if name.endswith(f".{layout.marker}")]
+    return {
+        linear: {part: f"{linear}.{part}" for part in layout.suffixes if f"{linear}.{part}" in names}
+        for linear in sorted(linears)
+    }
+
+
+def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:
+    """What an engine fuses, by the name it has there: `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
+    by_name = {spec.name: spec for spec in specs}
+    found = {}
+    for name in by_name:
+        owner, dot, leaf = name.rpartition(".")
+        for fused, members in FUSIONS.items():
+            if leaf == members[0]:
+                names = [f"{owner}{dot}{member}" for member in members]
+                found[f"{owner}{dot}{fused}"] = [by_name[name] for name in names if name in by_name]
+    return found

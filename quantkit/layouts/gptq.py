@@ -22,6 +22,7 @@ from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.layouts import Layout, fusions
 
 if TYPE_CHECKING:
     from quantkit.spec import LinearSpec
@@ -30,8 +31,9 @@ WORD = 32
 
 
 @dataclass(frozen=True)
-class GptqLayout:
-    """bits, symmetric, desc_act and damp_percent go into the configuration as the client wants them.
+class GptqLayout(Layout):
+    """bits, symmetric, desc_act and damp_percent go into the configuration as the client wants them;
+    linears with other bits or groups are overrides in it.
 
     version: 1 for checkpoint_format "gptq" (every client), 2 for "gptq_v2" (needed for zero points of 0).
     """
@@ -42,7 +44,8 @@ class GptqLayout:
     desc_act: bool = False
     damp_percent: float = 0.01
     version: int = 1
-    suffixes = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    marker = "qweight"
+    suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
     @property
     def zero_min(self) -> int:
@@ -51,28 +54,30 @@ class GptqLayout:
 
     def check(self, spec: LinearSpec) -> str | None:
         """Whole words only: `in * bits` and `out * bits` must be multiples of 32."""
+        bits = spec.grid.bits
         for label, size in (("in_features", spec.in_features), ("out_features", spec.out_features)):
-            if size * self.bits % WORD:
-                fit = WORD // math.gcd(self.bits, WORD)
-                return f"{label} {size} is no multiple of {fit}, so {self.bits}-bit codes fill no whole words"
+            if size * bits % WORD:
+                fit = WORD // math.gcd(bits, WORD)
+                return f"{label} {size} is no multiple of {fit}, so {bits}-bit codes fill no whole words"
         return None
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the four tensors of one linear."""
         assert spec.grid is not None
-        codes = spec.weights * self.bits // 8
+        codes = spec.weights * spec.grid.bits // 8
         groups = spec.in_features // spec.grid.group_size
-        return codes + groups * spec.out_features * (16 + self.bits) // 8 + 4 * spec.in_features
+        return codes + groups * spec.out_features * (16 + spec.grid.bits) // 8 + 4 * spec.in_features
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The four tensors of one linear."""
+        bits = weight.grid.bits
         zero = weight.params.zero.to(torch.int32).t()  # [groups, out]
         stored_zero = (zero - 1) & weight.grid.max_code if self.version == 1 else zero
         return {
-            "qweight": pack(weight.codes.t(), self.bits),
-            "qzeros": pack(stored_zero.t(), self.bits).t().contiguous(),
+            "qweight": pack(weight.codes.t(), bits),
+            "qzeros": pack(stored_zero.t(), bits).t().contiguous(),
             "scales": weight.params.scale.t().half().contiguous(),
-            "g_idx": weight.column_group.to(torch.int32),
+            "g_idx": weight.group_of_columns().to(torch.int32),
         }
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -86,19 +91,20 @@ class GptqLayout:
         group_size = min(self.group_size, in_features)
         if group_size < 1 or -(-in_features // group_size) != groups:
             group_size = -(-in_features // groups)
-        column_group = tensors.get("g_idx")
-        if column_group is None:
-            column_group = torch.arange(in_features) // group_size
+        trivial = torch.arange(in_features) // group_size
+        column_group = tensors.get("g_idx", trivial).long()
+        if in_features % group_size == 0 and torch.equal(column_group, trivial):
+            column_group = None
         zero = unpack(tensors["qzeros"].t(), bits, out_features).t().to(torch.int32)
         if self.version == 1:
             zero = (zero + 1) & (2**bits - 1)
         grid = AffineGrid(bits, group_size, self.symmetric, self.zero_min)
         params = AffineParams(scales.t().float(), zero.t().float())
         codes = unpack(qweight, bits, in_features).t().contiguous()
-        return QuantizedWeight(grid, codes, params, column_group.long())
+        return QuantizedWeight(grid, codes, params, column_group)
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
-        """`quantization_config`. Linears kept in 16 bit are negative `dynamic` rules for GPTQModel and
+        """`quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel and
         vLLM; optimum knows none, and packs the names that end with what `modules_in_block_to_quantize` lists.
         """
         config = {
@@ -114,11 +120,25 @@ class GptqLayout:
             "pack_dtype": "int32",
             "meta": {"quantizer": [f"quantkit:{__version__}"]},
         }
-        kept = [spec.name for spec in specs if spec.grid is None]
-        if kept:
-            config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in kept}
+        rules = {spec.name: rule for spec in specs if (rule := self._rule(spec))}
+        for name, members in fusions(specs).items():  # by which vLLM looks for a rule
+            if members[0].name in rules and all(self._rule(row) == self._rule(members[0]) for row in members):
+                rules[name] = rules[members[0].name]
+        if rules:
+            config["dynamic"] = {f"{sign}:^{re.escape(name)}$": rule for name, (sign, rule) in rules.items()}
+        if any(spec.grid is None for spec in specs):
             config["modules_in_block_to_quantize"] = [[spec.name for spec in specs if spec.grid]]
         return config
+
+    def _rule(self, spec: LinearSpec) -> tuple[str, dict] | None:
+        """How a linear differs from the rest: not quantized, or with other bits or groups."""
+        if spec.grid is None:
+            return "-", {}
+        whole = spec.grid.group_size == spec.in_features and self.group_size == -1
+        group_size = -1 if whole else spec.grid.group_size
+        if (spec.grid.bits, group_size) == (self.bits, self.group_size):
+            return None
+        return "+", {"bits": spec.grid.bits, "group_size": group_size}
 
     def files(self, specs: Sequence[LinearSpec]) -> dict[str, dict]:
         """`quantize_config.json`, which AutoGPTQ requires."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,19 +16,21 @@ from typing import TYPE_CHECKING
 from quantkit.errors import USAGE, QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.grids import Grid
     from quantkit.layouts import Layout
     from quantkit.solvers import Solver
+    from quantkit.spec import MakeGrid
+    from quantkit.transforms import Transform
 
 
 @dataclass(frozen=True)
 class Method:
-    """`make_grid(out_features, in_features)` gives the grid of a linear of that shape."""
+    """`make_grid(out_features, in_features, override)` gives the grid of a linear of that shape."""
 
     name: str
     solver: Solver
     layout: Layout
-    make_grid: Callable[[int, int], Grid]
+    make_grid: MakeGrid
+    transform: Transform | None = None
 
 
 def available() -> list[str]:

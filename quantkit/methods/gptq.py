@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.methods import Method
 from quantkit.options import option
+
+if TYPE_CHECKING:
+    from quantkit.spec import Override
 
 SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
 
@@ -43,16 +46,23 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
-    if options.bits not in (2, 3, 4, 8):
-        raise QuantkitError(f"--bits {options.bits} does not exist", "choose 2, 3, 4 or 8", USAGE)
-    if options.group_size != -1 and options.group_size < 8:
-        raise QuantkitError(
-            f"--group-size {options.group_size} makes no sense", "choose -1, 16, 32, 64 or 128", USAGE
-        )
+    _check_grid(options.bits, options.group_size)
     if options.refine < 0:
         raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
     if not 0 < options.damp < 1:
         raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
+
+
+def _check_grid(bits: int, group_size: int, where: str = "") -> None:
+    """`where`: the flag that asks for it, if it is not --bits or --group-size itself."""
+    if bits not in (2, 3, 4, 8):
+        raise QuantkitError(f"{where or f'--bits {bits}'}: no such width", "choose 2, 3, 4 or 8 bits", USAGE)
+    if group_size != -1 and group_size < 8:
+        raise QuantkitError(
+            f"{where or f'--group-size {group_size}'} makes no sense",
+            "choose groups of -1, 16, 32, 64 or 128",
+            USAGE,
+        )
 
 
 def build(options: Options) -> Method:
@@ -72,9 +82,12 @@ def build(options: Options) -> Method:
         version=1 if options.checkpoint_format == "gptq" else 2,
     )
 
-    def make_grid(out_features: int, in_features: int) -> AffineGrid:
-        group_size = in_features if options.group_size == -1 else options.group_size
-        return AffineGrid(options.bits, group_size, options.sym, layout.zero_min, options.mse)
+    def make_grid(out_features: int, in_features: int, override: Override | None) -> AffineGrid:
+        bits = override.bits if override else options.bits
+        group_size = override.group_size if override and override.group_size else options.group_size
+        _check_grid(bits, group_size, override.flag if override else "")
+        group_size = in_features if group_size == -1 else group_size
+        return AffineGrid(bits, group_size, options.sym, layout.zero_min, options.mse)
 
     solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
     return Method("gptq", solver, layout, make_grid)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.grids import Grid, QuantizedWeight
+from quantkit.grids import Grid, QuantizedWeight, group, join, stack
+from quantkit.grids import rows as rows_of
 from quantkit.solvers import Solved, clipping, rtn
 from quantkit.solvers.refine import refine
 
@@ -53,32 +54,40 @@ class GptqSolver:
         results: dict[int, Solved] = {}
         for grid in dict.fromkeys(grids):
             members = [k for k, other in enumerate(grids) if other == grid]
-            together = torch.cat([weights[k] for k in members]) if members[1:] else weights[members[0]]
-            solved = self._solve(together, grid, hessian)
+            solved = self._solve([weights[k] for k in members], grid, hessian)
             starts = torch.tensor([0] + [len(weights[k]) for k in members]).cumsum(0).tolist()
             for k, start, end in zip(members, starts, starts[1:], strict=False):
                 results[k] = _better(solved, weights[k], slice(start, end), grid, hessian)
         return [results[k] for k in range(len(weights))]
 
-    def _solve(self, weight: Tensor, grid: Grid, hessian: Tensor) -> _Sweep:
+    def _solve(self, weights: list[Tensor], grid: Grid, hessian: Tensor) -> _Sweep:
         order = column_order(hessian.diagonal(), grid.group_size, self.act_order)
         damped = hessian[order][:, order]
         factor, note = factorize(damped, self.damp)
         if factor is None:
             return _Sweep(None, note)
-        target = weight[:, order]
-        codes, params = sweep(target, grid, factor)
+        target = (torch.cat(weights) if weights[1:] else weights[0])[:, order]
+        groups = order[:: grid.group_size] // grid.group_size  # where whole groups moved: the old places
+        codes, params = sweep(target, grid, factor, _fixed(weights, grid, groups))
         if self.refine:
             codes, params = refine(target, codes, params, grid, damped, self.refine)
-        column_group = torch.empty_like(order)
-        column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
-        if self.act_order == "group":  # whole groups moved: put their parameters back in place
-            groups = order[:: grid.group_size] // grid.group_size
+        column_group = None
+        if self.act_order == "full":
+            column_group = torch.empty_like(order)
+            column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
+        else:
             params = [params[k] for k in torch.argsort(groups).tolist()]
-            column_group = torch.arange(len(order), device=order.device) // grid.group_size
         unsorted = torch.empty_like(codes)
         unsorted[:, order] = codes
-        return _Sweep(QuantizedWeight(grid, unsorted, grid.join(params), column_group), note)
+        return _Sweep(QuantizedWeight(grid, unsorted, join(params), column_group), note)
+
+
+def _fixed(weights: list[Tensor], grid: Grid, groups: Tensor) -> list | None:
+    """Parameters of each group, in the sweep's order, for a grid whose groups depend on one another."""
+    if not grid.spans_matrix:
+        return None
+    params = stack([grid.fit_matrix(weight) for weight in weights])
+    return [group(params, k) for k in groups.tolist()]
 
 
 @dataclass(frozen=True)
@@ -120,10 +129,11 @@ def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
     return None, f"Hessian is not positive definite even with damping {share:g}"
 
 
-def sweep(weight: Tensor, grid: Grid, factor: Tensor) -> tuple[Tensor, list]:
+def sweep(weight: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None) -> tuple[Tensor, list]:
     """Quantize the columns of `weight [out, in]` in order with error feedback through `factor` (A).
 
-    Returns codes uint8 `[out, in]` and the parameters of each group. A group's range is searched
+    Returns codes uint8 `[out, in]` and the parameters of each group: `fixed` where given, else fitted
+    when the sweep gets to the group. A group's range is searched
     with the pivots `A_jj²` as importance: what a rounding error in column j costs once the columns
     behind it have made up for what they can (the bare diagonal of H counts it as if they could not,
     and gave 5 percent more KL divergence on the demo model, 2 after refinement). Works on `Wᵀ`,
@@ -142,10 +152,12 @@ def sweep(weight: Tensor, grid: Grid, factor: Tensor) -> tuple[Tensor, list]:
             since, until = (start, min(end, low + size)) if opens else (max(start, low // size * size), high)
             if low > since:
                 carry[low:until].addmm_(factor[since:low, low:until].t(), errors[since:low])
-            if opens:
-                group = slice(low, low + size)
-                target = _freely(rows[group], carry[group], factor[group, group]) if low else rows[group]
-                params.append(grid.fit(target.t().contiguous(), importance[group]))
+            if opens and fixed:
+                params.append(fixed[low // size])
+            elif opens:
+                span = slice(low, low + size)
+                target = _freely(rows[span], carry[span], factor[span, span]) if low else rows[span]
+                params.append(grid.fit(target.t().contiguous(), importance[span]))
             for j in range(low, high):
                 if j > low:
                     carry[j].addmv_(errors[low:j].t(), factor[low:j, j])
@@ -211,5 +223,4 @@ def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Te
 
 
 def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    params = weight.grid.rows(weight.params, rows)
-    return QuantizedWeight(weight.grid, weight.codes[rows], params, weight.column_group)
+    return QuantizedWeight(weight.grid, weight.codes[rows], rows_of(weight.params, rows), weight.column_group)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from quantkit.grids import Grid, QuantizedWeight
+from quantkit.grids import Grid, QuantizedWeight, flat
 from quantkit.solvers import Solved, clipping
 
 
 def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
-    """`weight [out, in]` float32 on `grid`, group by group; `importance [in]` weighs the range search."""
-    out_features, in_features = weight.shape
-    columns = torch.arange(in_features, device=weight.device)
-    starts = range(0, in_features, grid.group_size)
-    params, codes = [], torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    for start in starts:
-        group = slice(start, start + grid.group_size)
-        params.append(grid.fit(weight[:, group], None if importance is None else importance[group]))
-        codes[:, group] = grid.round(weight[:, group], params[-1])
-    return QuantizedWeight(grid, codes, grid.join(params), columns // grid.group_size)
+    """`weight [out, in]` float32 on `grid`; `importance [in]` weighs the search of the ranges."""
+    return nearest(weight, grid, grid.fit_matrix(weight, importance))
+
+
+def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
+    """`weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
+    codes = grid.round(weight.reshape(-1, grid.group_size), flat(params))
+    return QuantizedWeight(grid, codes.view(weight.shape), params)
 
 
 @dataclass(frozen=True)
