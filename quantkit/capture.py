@@ -8,7 +8,7 @@ block again up to each site and holds one batch's activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.solvers import SiteStatistics
 
 
 @dataclass(frozen=True)
@@ -62,46 +63,45 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     return [Site(tuple(names)) for names in groups.values()]
 
 
-@dataclass(frozen=True)
-class SiteStatistics:
-    """hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`."""
-
-    hessian: Tensor
-    magnitude: Tensor | None = None
-
-
 class Statistics:
-    """Sums over the inputs of one site, accumulated in float32 over batches.
+    """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
 
     H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
     rank-k update): little more than half of the products.
     """
 
-    def __init__(self, in_features: int, device: torch.device, magnitudes: bool = False):
-        self.squares = torch.zeros(in_features, in_features, device=device)
-        self.magnitudes = torch.zeros(in_features, device=device) if magnitudes else None
+    def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
+        self.in_features = in_features
         self.tokens = 0
         self.width = min(in_features, max(128, in_features // 8))
+        self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
+        self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
+        self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
 
     def add(self, inputs: Tensor) -> None:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
-        rows = inputs.reshape(-1, len(self.squares)).float()
-        for start in range(0, len(self.squares), self.width):
-            end = min(start + self.width, len(self.squares))
-            self.squares[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
-        if self.magnitudes is not None:
-            self.magnitudes += rows.abs().sum(0)
+        rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
+        if self.hessian is not None:
+            for start in range(0, self.in_features, self.width):
+                end = min(start + self.width, self.in_features)
+                self.hessian[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
+        if self.magnitude is not None:
+            self.magnitude += rows.abs().sum(0)
+        if self.peak is not None:
+            self.peak = torch.maximum(self.peak, rows.abs().amax(0))
 
     def finish(self) -> SiteStatistics:
         """Symmetric and averaged; the accumulator is used up."""
         tokens = max(self.tokens, 1)
-        lower = self.squares.tril_()
-        diagonal = lower.diagonal().clone()
-        full = lower.add_(lower.t().clone())
-        full.diagonal().copy_(diagonal)
-        magnitude = None if self.magnitudes is None else self.magnitudes.div_(tokens)
-        return SiteStatistics(full.mul_(2 / tokens), magnitude)
+        if self.hessian is not None:
+            lower = self.hessian.tril_()
+            diagonal = lower.diagonal().clone()
+            lower.add_(lower.t().clone()).mul_(2 / tokens)
+            lower.diagonal().copy_(diagonal.mul_(2 / tokens))
+        if self.magnitude is not None:
+            self.magnitude.div_(tokens)
+        return SiteStatistics(self.hessian, self.magnitude, self.peak)
 
 
 @contextmanager

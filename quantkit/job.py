@@ -88,7 +88,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     stored = staging.stored_fingerprint() if request.resume else None
     adopted = stored["execution"] if stored else {}
 
-    method = module.build(request.options)
+    method = module.build(request.options, request.calibration.calibration is not None)
     device = plan.choose_device(
         adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
     )
@@ -100,13 +100,13 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             "transformers loads it"
         )
     calibrated = None
-    if method.solver.needs_statistics:
+    if method.needs:
         progress.phase("reading the calibration text")
         calibrated = calibration.load(checkpoint, request.calibration)
         if calibrated.warning:
             progress.warn(calibrated.warning)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    execution, memory = plan.decide(skeleton, specs, request.run, *tokens.shape, adopted)
+    execution, memory = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
     job_plan = plan.plan(checkpoint, specs, method.layout, execution, memory)
     fingerprint = {}
     if not dry_run:

@@ -20,7 +20,6 @@ from quantkit import finish
 from quantkit.capture import (
     RepeatedForward,
     Site,
-    SiteStatistics,
     Statistics,
     SuspendedForward,
     find_sites,
@@ -31,7 +30,7 @@ from quantkit.errors import QuantkitError
 from quantkit.heap import map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
-from quantkit.solvers import Solved
+from quantkit.solvers import SiteStatistics, Solved
 from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 from quantkit.transforms import BlockView, Transformed
@@ -81,7 +80,7 @@ def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, prog
     work = _Work(job, index, module, sites, specs, states, timings, progress)
     if job.method.transform is not None:
         outputs = _solve_transformed(work)
-    elif job.method.solver.needs_statistics:
+    elif job.method.needs:
         outputs = _solve_in_sequence(work)
     else:
         for site in work.wanted:
@@ -121,13 +120,20 @@ class _Work:
         """The block's outputs, batch by batch."""
         return (self.run(batch) for batch in range(len(self.states)))
 
-    def solve(self, site: Site, hessian: Tensor | None, transformed: Transformed | None = None) -> None:
+    def statistics(self, site: Site) -> Statistics:
+        """An empty accumulator of what the method needs to know of a site's inputs."""
+        in_features = self.specs[site.linears[0]].in_features
+        return Statistics(in_features, self.job.plan.execution.torch_device, self.job.method.needs)
+
+    def solve(
+        self, site: Site, statistics: SiteStatistics | None, transformed: Transformed | None = None
+    ) -> None:
         """Quantize the site's linears and install what was encoded."""
         rows = [self.specs[name] for name in site.linears if self.specs[name].grid]
         weights = [self.block.get_submodule(row.local).weight.float() for row in rows]
         with self.timings("solve"):
             solver = self.job.method.solver
-            solved = solver.solve(weights, [row.grid for row in rows], hessian)
+            solved = solver.solve(weights, [row.grid for row in rows], statistics)
         for row, result in zip(rows, solved, strict=True):
             if transformed:
                 result = transformed.amend(row.local, result)
@@ -151,21 +157,18 @@ def _solve_in_sequence(work: _Work) -> Iterator[Tensor]:
     execution = work.job.plan.execution
     forward = FORWARDS[execution.sequential](work.block, work.wanted, work.run, len(work.states))
     for site in work.wanted:
-        statistics = Statistics(work.specs[site.linears[0]].in_features, execution.torch_device)
+        sums = work.statistics(site)
         for batch in _timed(forward.inputs(site), work.timings):
             with work.timings("hessian"):
-                statistics.add(batch)
-        work.solve(site, _finished(statistics, site, work).hessian)
+                sums.add(batch)
+        work.solve(site, _finished(sums, site, work))
     return forward.outputs()
 
 
 def _solve_transformed(work: _Work) -> Iterator[Tensor]:
     """The statistics of all sites come from one forward with the original weights."""
-    job, device = work.job, work.job.plan.execution.torch_device
-    gathered = {
-        site: Statistics(work.specs[site.linears[0]].in_features, device, magnitudes=True)
-        for site in work.wanted
-    }
+    job = work.job
+    gathered = {site: work.statistics(site) for site in work.wanted}
     with work.timings("forward"), gathering(work.block, gathered):
         for _ in work.forward():
             pass
@@ -182,7 +185,7 @@ def _solve_transformed(work: _Work) -> Iterator[Tensor]:
             )
         )
     for site in work.wanted:
-        work.solve(site, transformed.hessians.pop(site), transformed)
+        work.solve(site, transformed.statistics.pop(site), transformed)
     work.keep(sorted(transformed.changed))
     return work.forward()
 
@@ -203,7 +206,8 @@ def _finished(sums: Statistics, site: Site, work: _Work) -> SiteStatistics:
     with work.timings("hessian"):
         statistics = sums.finish()
         return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
-    if not torch.isfinite(statistics.hessian.diagonal()).all():
+    gathered = (statistics.hessian, statistics.magnitude, statistics.peak)
+    if not all(torch.isfinite(part).all() for part in gathered if part is not None):
         raise QuantkitError(
             f"activations entering {work.specs[site.linears[0]].name} are not finite "
             f"in {work.job.plan.execution.dtype}",
@@ -220,7 +224,7 @@ def _recorded(row: LinearSpec, solved: Solved) -> dict:
         "rtn_error": solved.rtn_error,
         "fallback": solved.fallback,
         "notes": list(solved.notes),
-    }
+    } | ({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns})
 
 
 def _advance(states: list[Tensor], outputs: Iterable[Tensor], timings: Timings) -> None:

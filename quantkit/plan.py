@@ -13,6 +13,7 @@ import torch
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
 from quantkit.layouts import Layout
+from quantkit.methods import Method
 from quantkit.options import RunOptions
 from quantkit.skeleton import Skeleton
 from quantkit.spec import LinearSpec
@@ -84,19 +85,22 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
 def decide(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
+    method: Method,
     options: RunOptions,
-    samples: int,
-    seqlen: int,
+    shape: tuple[int, int],
     kept: dict,
 ) -> tuple[Execution, int]:
-    """How the job runs, and the peak memory it needs for that, in bytes.
+    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that, in bytes.
 
     `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
     Raises QuantkitError (exit code 5) when not even the frugal way fits the memory.
     """
+    samples, seqlen = shape
     batch_size = options.batch_size or kept.get("batch_size") or max(1, BATCH_TOKENS // seqlen)
     tokens, batch_tokens = samples * seqlen, min(batch_size, samples) * seqlen
-    need = {mode: _memory(skeleton, specs, tokens, batch_tokens, mode) for mode in ("suspend", "repeat")}
+    need = {
+        mode: _memory(skeleton, specs, method, tokens, batch_tokens, mode) for mode in ("suspend", "repeat")
+    }
     free = available_memory(skeleton.device)
     mode = options.sequential
     if mode == "auto":
@@ -115,7 +119,7 @@ def plan(
     checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout, execution: Execution, memory: int
 ) -> JobPlan:
     """Sizes of a job, exact from shapes; `memory` is what `decide` predicted."""
-    dense = {f"{spec.name}.weight" for spec in specs if spec.grid is not None}
+    dense = {name for spec in specs if spec.grid for name in checkpoint.stored_as(f"{spec.name}.weight")}
     rest = sum(info.nbytes for info in checkpoint.infos.values() if info.name not in dense)
     quantized = sum(layout.nbytes(spec) for spec in specs if spec.grid)
     weights = sum(spec.weights for spec in specs if spec.grid)
@@ -130,9 +134,12 @@ def plan(
 
 
 def _memory(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int, mode: str
+    skeleton: Skeleton, specs: Sequence[LinearSpec], method: Method, tokens: int, batch_tokens: int, mode: str
 ) -> int:
-    """Peak bytes: rest of the model, one block, the working copies of its largest site, the states."""
+    """Peak bytes: rest of the model, one block, the working copies of its largest site, the states.
+
+    A transform looks at the whole block: the Hessians of all its sites, and its weights in float32.
+    """
     element = skeleton.dtype.itemsize
     first = [spec for spec in specs if spec.block == 0]
     block = sum(spec.weights for spec in first)
@@ -145,9 +152,15 @@ def _memory(
     widest = max(spec.in_features for spec in first)
     largest = max(spec.weights for spec in first)
     states = tokens * hidden * element
-    live = tokens * (2 * hidden + widest) * element if mode == "suspend" else 0
+    suspended = mode == "suspend" and method.needs and not method.transform
+    live = tokens * (2 * hidden + widest) * element if suspended else 0
     batch = batch_tokens * sum(spec.out_features for spec in first) * element + batch_tokens * widest * 4
-    solve = 4 * (4 * widest * widest + 6 * largest)  # H and its factor; W, its transpose, errors, baseline
+    solve = 4 * 6 * largest  # W, its transpose, errors, baseline
+    if "hessian" in method.needs:
+        solve += 4 * 4 * widest * widest  # H, its factor, and copies
+    if method.transform:
+        widths = {spec.local.rpartition(".")[0]: spec.in_features**2 for spec in first}
+        solve += 4 * (sum(widths.values()) + widest * widest + block)
     return (rest + 2 * block) * element + states + live + batch + solve
 
 

@@ -331,7 +331,7 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
         (torch.randn(*shape, width, generator=generator) * mixing + mixing / 2).to(dtype)
         for shape in [(2, 9), (5,), (1, 3)]
     ]
-    accumulator = Statistics(width, CPU, magnitudes=True)
+    accumulator = Statistics(width, CPU, ("hessian", "magnitude", "peak"))
     for batch in batches:
         accumulator.add(batch)
     statistics = accumulator.finish()
@@ -345,6 +345,7 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
     assert (got.diagonal() - want.diagonal()).abs().max() <= 1e-5 * want.diagonal().max()
     magnitude = rows.abs().mean(0)
     assert (statistics.magnitude - magnitude).abs().max() <= 1e-5 * magnitude.max()
+    assert torch.equal(statistics.peak.double(), rows.abs().amax(0))
 
 
 def passes(skeleton: Skeleton, forward_class, batches, change=None):

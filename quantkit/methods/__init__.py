@@ -1,7 +1,8 @@
 """Methods: what a user picks by name. A method is a preset of solver, grid and layout; one file each.
 
 A method's file holds `Options`, a frozen dataclass whose fields become the command's flags, and
-`build(options)`. It imports torch only inside `build`, so that `--help` stays instant.
+`build(options, calibrated)`; `calibrated`: the user gave calibration text. It imports torch only inside
+`build`, so that `--help` stays instant.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quantkit.errors import USAGE, QuantkitError
 if TYPE_CHECKING:
     from quantkit.layouts import Layout
     from quantkit.solvers import Solver
-    from quantkit.spec import MakeGrid
+    from quantkit.spec import MakeGrid, Override
     from quantkit.transforms import Transform
 
 
@@ -31,6 +32,11 @@ class Method:
     layout: Layout
     make_grid: MakeGrid
     transform: Transform | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Which statistics of calibration text it works from; none for a data-free one."""
+        return self.solver.needs | (self.transform.needs if self.transform else frozenset())
 
 
 def available() -> list[str]:
@@ -46,3 +52,19 @@ def load(name: str) -> ModuleType:
             f"no method {name!r}", hint="did you mean " + " or ".join(near) + "?", exit_code=USAGE
         )
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def check_feedback(damp: float, refine: int) -> None:
+    """Raise QuantkitError for options of error feedback that make no sense."""
+    if refine < 0:
+        raise QuantkitError(f"--refine {refine} makes no sense", "choose 0 or more", USAGE)
+    if not 0 < damp < 1:
+        raise QuantkitError(f"--damp {damp} is no share", "choose one between 0 and 1", USAGE)
+
+
+def refuse_override(override: Override | None, reason: str) -> None:
+    """Raise QuantkitError if a linear is asked to differ from the others."""
+    if override:
+        raise QuantkitError(
+            f"{override.flag}: {reason}", "keep linears in 16 bit with --exclude instead", USAGE
+        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.methods import Method
+from quantkit.methods import Method, check_feedback
 from quantkit.options import option
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ def suffix(options: Options) -> str:
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     _check_grid(options.bits, options.group_size)
-    if options.refine < 0:
-        raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
-    if not 0 < options.damp < 1:
-        raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
+    check_feedback(options.damp, options.refine)
 
 
 def _check_grid(bits: int, group_size: int, where: str = "") -> None:
@@ -65,7 +62,7 @@ def _check_grid(bits: int, group_size: int, where: str = "") -> None:
         )
 
 
-def build(options: Options) -> Method:
+def build(options: Options, calibrated: bool = False) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
     from quantkit.layouts.gptq import GptqLayout

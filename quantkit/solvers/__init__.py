@@ -12,6 +12,19 @@ from quantkit.grids import Grid, QuantizedWeight
 
 
 @dataclass(frozen=True)
+class SiteStatistics:
+    """What calibration says about the inputs `[tokens, in]` of one site; None where nobody needed it.
+
+    hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
+    peak: the largest |x| of each channel, `[in]`.
+    """
+
+    hessian: Tensor | None = None
+    magnitude: Tensor | None = None
+    peak: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Solved:
     """One quantized linear and what it cost.
 
@@ -20,6 +33,7 @@ class Solved:
     rtn_error: the same for round to nearest; None where that is what was done.
     fallback: why the solver asked for was not used; None when it was.
     notes: what else a user should know about this linear.
+    outlier_columns: of its inputs, where LLM.int8 counted them.
     """
 
     weight: QuantizedWeight
@@ -27,6 +41,7 @@ class Solved:
     rtn_error: float | None = None
     fallback: str | None = None
     notes: tuple[str, ...] = ()
+    outlier_columns: int | None = None
 
 
 def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
@@ -36,9 +51,11 @@ def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
 
 
 class Solver(Protocol):
-    """`needs_statistics`: whether `solve` wants the Hessian of the site's inputs."""
+    """`needs`: which fields of SiteStatistics `solve` works from; none for a data-free solver."""
 
-    needs_statistics: bool
+    needs: frozenset[str]
 
-    def solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None) -> list[Solved]:
-        """Quantize the linears of one site, each `[out, in]` float32; `hessian [in, in]` float32."""
+    def solve(
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+    ) -> list[Solved]:
+        """Quantize the linears of one site, each `[out, in]` float32; statistics of the site's inputs."""

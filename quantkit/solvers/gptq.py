@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight, group, join, stack
 from quantkit.grids import rows as rows_of
-from quantkit.solvers import Solved, clipping, rtn
+from quantkit.solvers import SiteStatistics, Solved, clipping, rtn
 from quantkit.solvers.refine import refine
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
@@ -43,14 +43,17 @@ class GptqSolver:
     damp: float = 0.01
     act_order: str = "group"
     refine: int = 2
-    needs_statistics = True
+    needs = frozenset({"hessian"})
 
-    def solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None) -> list[Solved]:
+    def solve(
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+    ) -> list[Solved]:
         """All linears of a site that share a grid go through one sweep over the columns.
 
-        weights: `[out_k, in]` float32. hessian: `[in, in]` float32, symmetric.
+        weights: `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric.
         """
-        assert hessian is not None, "gptq needs the statistics of the site"
+        assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
+        hessian = statistics.hessian
         results: dict[int, Solved] = {}
         for grid in dict.fromkeys(grids):
             members = [k for k, other in enumerate(grids) if other == grid]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight, flat
-from quantkit.solvers import Solved, clipping
+from quantkit.solvers import SiteStatistics, Solved, clipping
 
 
 def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
@@ -25,15 +25,25 @@ def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
 
 @dataclass(frozen=True)
 class RtnSolver:
-    """Round to nearest without any statistics."""
+    """Round to nearest without any statistics; given LLM.int8's `threshold`, counts outlier columns."""
 
-    needs_statistics = False
+    threshold: float | None = None
 
-    def solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor | None) -> list[Solved]:
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.threshold is None else frozenset({"peak"})
+
+    def solve(
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+    ) -> list[Solved]:
         """Errors are relative to the weights themselves: there are no inputs to weigh them with."""
         solved = []
+        outliers = None
+        if self.threshold is not None:
+            outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
         for weight, grid in zip(weights, grids, strict=True):
             quantized = quantize(weight, grid)
             error = (quantized.values() - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
-            solved.append(Solved(quantized, error.item(), notes=clipping(quantized)))
+            notes = clipping(quantized)
+            solved.append(Solved(quantized, error.item(), notes=notes, outlier_columns=outliers))
         return solved

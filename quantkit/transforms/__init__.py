@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from quantkit.capture import Site, SiteStatistics
+from quantkit.capture import Site
 from quantkit.grids import Grid
-from quantkit.solvers import Solved
+from quantkit.solvers import SiteStatistics, Solved
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class BlockView:
 class Transformed:
     """What a transform did to a block, whose weights it changed in place.
 
-    hessians: of every site, as its inputs are now. changed: parameters with new values, by name in the
+    statistics: of every site, as its inputs are now. changed: parameters with new values, by name in the
     block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the original
     weight to nearest. notes: by linear, what a user should know.
     """
 
-    hessians: dict[Site, Tensor]
+    statistics: dict[Site, SiteStatistics]
     changed: set[str] = field(default_factory=set)
     rtn_errors: dict[str, float] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -51,7 +51,9 @@ class Transformed:
 
 
 class Transform(Protocol):
-    """Applied to every block before any of its sites is solved."""
+    """Applied to every block before any of its sites is solved. `needs`: fields of SiteStatistics."""
+
+    needs: frozenset[str]
 
     def apply(self, view: BlockView) -> Transformed:
         """Rewrite the block in place."""

@@ -1,0 +1,162 @@
+"""LLM.int8: row-wise int8 weights, row-wise int8 activations, outlier columns apart.
+
+Dettmers et al. 2022, arXiv:2208.07339, section 3: `X W ≈ Σ_{h∈O} X_h W_h + s_X s_W Σ_{h∉O} X̂_h Ŵ_h`, where O
+are the columns of X in which some value reaches the threshold. Activations are rounded when the model
+runs, so what a weight costs is only known together with its inputs: `int8_matmul` is that computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LEVELS = 127
+HALF_MAX = 65504.0
+EXACT = 2**24 // LEVELS**2  # products of this many int8 pairs add up exactly in float32
+INVERSE = 0.007874015718698502  # 1 / 127 as bitsandbytes multiplies by it
+INVERSE_SQUARE = 6.200124e-05  # 1 / 127² likewise
+
+
+@dataclass(frozen=True)
+class Int8Params:
+    """absmax: float32 `[rows]`, or `[out, 1]` for a matrix: the largest absolute weight of each row."""
+
+    absmax: Tensor
+
+
+@dataclass(frozen=True)
+class Int8Grid:
+    """`w = absmax / 127 * q`, q in -127 .. 127, one absmax a row. Codes are stored unsigned, q + 128.
+
+    As bitsandbytes does, weights are rounded to float16 first, then to `round(w * (127 / absmax))`.
+    group_size is the length of a row.
+    """
+
+    group_size: int
+    bits = 8
+    spans_matrix = False
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
+        """absmax `[rows]` of `weight [rows, in]`; nothing is searched, so importance changes nothing."""
+        low, high = weight.aminmax(dim=1)
+        return Int8Params(torch.maximum(-low, high).clamp_(max=HALF_MAX).half().float())
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
+        """absmax `[out, 1]`."""
+        return Int8Params(self.fit(weight).absmax[:, None])
+
+    def plain(self) -> Int8Grid:
+        """Itself: no range is searched."""
+        return self
+
+    def describe(self) -> str:
+        """How a plan names it."""
+        return "int8 rows"
+
+    def round(self, weight: Tensor, params: Int8Params) -> Tensor:
+        """Codes, uint8 `[rows, in]`."""
+        return (
+            _codes(weight.clamp(-HALF_MAX, HALF_MAX).half().float(), params.absmax).add_(128).to(torch.uint8)
+        )
+
+    def round_column(self, column: Tensor, params: Int8Params, j: int) -> tuple[Tensor, Tensor]:
+        """Codes (float) and values of one column `[rows]`."""
+        codes = _codes(column[:, None], params.absmax)[:, 0]
+        return codes + 128, codes * params.absmax * INVERSE
+
+    def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
+        """Values, float32 `[rows, in]`."""
+        return (codes.float() - 128) * params.absmax[:, None] * INVERSE
+
+    def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
+        """absmax times `factor [rows]`."""
+        return Int8Params(params.absmax * factor)
+
+    def clipped(self, params: Int8Params) -> int:
+        """How many rows reach the end of float16's range."""
+        return int((params.absmax >= HALF_MAX).sum())
+
+
+def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
+    """`round(127 x / absmax)`, float32 in -127 .. 127; zero where a row is zero."""
+    factor = torch.where(absmax > 0, LEVELS / absmax, 0.0)
+    return (rows * factor[:, None]).round_().clamp_(-LEVELS, LEVELS)
+
+
+def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
+    """Indices of the columns of `inputs [tokens, in]` with a value of at least `threshold`; 0 means none."""
+    if threshold <= 0:
+        return torch.empty(0, dtype=torch.long, device=inputs.device)
+    return (inputs.abs().amax(0) >= threshold).nonzero()[:, 0]
+
+
+def int8_matmul(
+    inputs: Tensor, codes: Tensor, absmax: Tensor, threshold: float, bias: Tensor | None = None
+) -> Tensor:
+    """`inputs [tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32 `[out]`.
+
+    The result has the dtype of `inputs`. As the clients of such a checkpoint do, outlier columns are
+    multiplied by the dequantized weight, since the original one is not stored.
+    """
+    outliers = outlier_columns(inputs.half(), threshold)
+    result = _quantized_part(inputs, outliers, codes, absmax, threshold)
+    result = (result if bias is None else result + bias).to(inputs.dtype)
+    if len(outliers):
+        weight = (codes[:, outliers] * absmax[:, None] * INVERSE).to(inputs.dtype)
+        result = result.addmm_(inputs[:, outliers], weight.t())
+    return result
+
+
+def split_matmul(inputs: Tensor, weight: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The paper's computation from `inputs [tokens, in]` and the original `weight [out, in]`: its int8 part
+    and its 16-bit part, whose sum is the result. Outlier columns count for neither scale.
+    """
+    outliers = outlier_columns(inputs, threshold)
+    rest = weight.index_fill(1, outliers, 0)
+    absmax = rest.abs().amax(1)
+    codes = _codes(rest, absmax).to(torch.int8)
+    return _quantized_part(inputs, outliers, codes, absmax, threshold), inputs[:, outliers] @ weight[
+        :, outliers
+    ].t()
+
+
+def _quantized_part(
+    inputs: Tensor, outliers: Tensor, codes: Tensor, absmax: Tensor, threshold: float
+) -> Tensor:
+    """Both factors in int8, sums in int32, dequantized by the outer product of their scales.
+
+    A row's scale covers its values below the threshold; like bitsandbytes, those in outlier columns, too.
+    """
+    rows = inputs.half().float()
+    small = rows.masked_fill(rows.abs() >= threshold, 0) if len(outliers) else rows
+    scale = small.abs().amax(1)
+    quantized = _codes(small, scale).index_fill_(1, outliers, 0).to(torch.int8)
+    sums = _int_matmul(quantized, codes)
+    return sums * (scale[:, None] * absmax) * INVERSE_SQUARE
+
+
+def _int_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a [n, k] @ b [m, k].T` for int8 factors, in int32.
+
+    CUDA wants n > 16 and multiples of 8: padded with zeros. On a CPU without integer dot products torch
+    falls back to scalar code, a hundred times slower than float32, which is exact in pieces.
+    """
+    if a.device.type == "cpu":
+        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+            return torch._int_mm(a, b.t())
+        return _pieces_matmul(a, b)
+    n, m = len(a), len(b)
+    deep = -a.shape[1] % 8
+    a = torch.nn.functional.pad(a, (0, deep, 0, max(0, 24 - n)))
+    b = torch.nn.functional.pad(b, (0, deep, 0, -m % 8))
+    return torch._int_mm(a, b.t())[:n, :m]
+
+
+def _pieces_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """The same in int32 by float32 products over EXACT columns at a time."""
+    sums = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
+    for left, right in zip(a.split(EXACT, 1), b.split(EXACT, 1), strict=True):
+        sums += (left.float() @ right.float().t()).to(torch.int32)
+    return sums

@@ -1,0 +1,172 @@
+"""NF4, the 4-bit NormalFloat of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E).
+
+`w = absmax * table[code]`, one absmax for 64 weights of a row. With double quantization the absmax
+themselves are stored in 8 bits, in blocks of 256 across the whole matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantkit.grids import matrix
+
+BLOCK = 64
+NESTED_BLOCK = 256
+TABLE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+ROWS = 1 << 11  # groups rounded at a time: the temporaries stay in the cache
+
+
+@dataclass(frozen=True)
+class Nf4Params:
+    """absmax: float32, `[rows]` for one group or `[out, groups]` for a matrix."""
+
+    absmax: Tensor
+
+
+@dataclass(frozen=True)
+class NestedParams:
+    """The same, double-quantized: `absmax = dynamic_map[code] * nested + offset`.
+
+    code: uint8. nested: float32, the largest |absmax - offset| of the block of 256 that each absmax
+    belongs to. offset: float32, the matrix's mean absmax. All have the shape of absmax.
+    """
+
+    code: Tensor
+    nested: Tensor
+    offset: Tensor
+
+    @property
+    def absmax(self) -> Tensor:
+        """The values that are stored."""
+        return _on(dynamic_map(), self.code)[self.code.int()] * self.nested + self.offset
+
+
+@dataclass(frozen=True)
+class Nf4Grid:
+    """double_quant: store absmax in 8 bits. Weights are rounded on the absmax as it will be decoded."""
+
+    double_quant: bool = True
+    group_size = BLOCK
+    bits = 4
+
+    @property
+    def spans_matrix(self) -> bool:
+        return self.double_quant
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params:
+        """absmax `[rows]` of `weight [rows, 64]`; nothing is searched, so importance changes nothing."""
+        low, high = weight.aminmax(dim=1)
+        return Nf4Params(torch.maximum(-low, high))
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params | NestedParams:
+        """Parameters `[out, in / 64]` for `weight [out, in]`."""
+        params = matrix(self.fit(weight.reshape(-1, BLOCK)), len(weight))
+        return double_quantize(params.absmax) if self.double_quant else params
+
+    def plain(self) -> Nf4Grid:
+        """Itself: no range is searched."""
+        return self
+
+    def describe(self) -> str:
+        """How a plan names it."""
+        return "nf4, double quantization" if self.double_quant else "nf4"
+
+    def round(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
+        """Codes of the nearest values, uint8 `[rows, 64]`."""
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        inverse = _inverse(params.absmax)
+        for rows, factor, out in zip(weight.split(ROWS), inverse.split(ROWS), codes.split(ROWS), strict=True):
+            out.copy_(_nearest(rows * factor[:, None]))
+        return codes
+
+    def round_column(self, column: Tensor, params: Nf4Params | NestedParams, j: int) -> tuple[Tensor, Tensor]:
+        """Codes and values of one column `[rows]`; every column of a group is alike here."""
+        absmax = params.absmax
+        codes = _nearest(column * _inverse(absmax))
+        return codes, _on(table(), column)[codes] * absmax
+
+    def decode(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
+        """Values, float32 `[rows, 64]`."""
+        return _on(table(), codes)[codes.int()].mul_(params.absmax[:, None])
+
+    def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
+        """absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
+        if not self.double_quant:
+            return Nf4Params(params.absmax * factor)
+        wanted = (params.absmax * factor - params.offset) * _inverse(params.nested)
+        return NestedParams(_nearest_dynamic(wanted), params.nested, params.offset)
+
+    def clipped(self, params: Nf4Params | NestedParams) -> int:
+        """None: absmax are float32."""
+        return 0
+
+
+def double_quantize(absmax: Tensor) -> NestedParams:
+    """absmax `[out, groups]` in 8 bits: blocks of 256 in row-major order, minus the mean of all."""
+    offset = absmax.mean()
+    centred = (absmax - offset).flatten()
+    count = len(centred)
+    padded = torch.nn.functional.pad(centred, (0, -count % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    nested = padded.abs().amax(1, keepdim=True).expand_as(padded)
+    code = _nearest_dynamic(padded * _inverse(nested))
+    return NestedParams(
+        code.flatten()[:count].view(absmax.shape),
+        nested.flatten()[:count].view(absmax.shape),
+        offset.expand(absmax.shape),
+    )
+
+
+@cache
+def table() -> Tensor:
+    """The 16 values, float32, ascending."""
+    return torch.tensor(TABLE)
+
+
+@cache
+def dynamic_map() -> Tensor:
+    """The 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
+
+    Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary, the bits that are
+    left divide [0.1, 1] evenly and stand for the middles; 0 and 1 take the two codes that remain.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
+        values += middles.tolist() + (-middles).tolist()
+    return torch.tensor(sorted(values))
+
+
+@cache
+def _midpoints(values: tuple[float, ...]) -> Tensor:
+    ascending = torch.tensor(values)
+    return (ascending[1:] + ascending[:-1]) / 2
+
+
+def _nearest(scaled: Tensor) -> Tensor:
+    """Codes (int32) of the table's nearest values; halfway goes to the lower one."""
+    return torch.bucketize(scaled, _on(_midpoints(TABLE), scaled), out_int32=True)
+
+
+def _nearest_dynamic(scaled: Tensor) -> Tensor:
+    """Codes, uint8, of the nearest values of `dynamic_map`."""
+    bounds = _on(_midpoints(tuple(dynamic_map().tolist())), scaled)
+    return torch.bucketize(scaled.contiguous(), bounds, out_int32=True).to(torch.uint8)
+
+
+def _inverse(absmax: Tensor) -> Tensor:
+    """1 / absmax; 0 for a group of zeros."""
+    return torch.where(absmax > 0, 1 / absmax, 0.0)
+
+
+def _on(constant: Tensor, other: Tensor) -> Tensor:
+    return constant.to(other.device)

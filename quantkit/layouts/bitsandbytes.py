@@ -1,0 +1,249 @@
+"""The bitsandbytes layouts, read by transformers, vLLM (NF4) and whatever else uses bitsandbytes.
+
+LLM.int8: `weight` int8 `[out, in]`, `SCB` float32 `[out]` (row absmax), `weight_format` uint8 scalar 0;
+`W = weight * SCB / 127`.
+NF4: `weight` uint8 `[out * in / 2, 1]`, row-major, first of two codes in the high nibble, and beside it
+`weight.quant_map` float32 `[16]`, `weight.absmax` float32 `[out * in / 64]` or, double-quantized, uint8
+with `weight.nested_absmax` float32 and `weight.nested_quant_map` float32 `[256]`, and
+`weight.quant_state.bitsandbytes__nf4`, a JSON text in uint8.
+Format: bitsandbytes `nn/modules.py` (Linear8bitLt, Params4bit) and `functional.QuantState`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import QuantizedWeight
+from quantkit.grids.int8 import Int8Grid, Int8Params, int8_matmul
+from quantkit.grids.nf4 import BLOCK, NESTED_BLOCK, NestedParams, Nf4Grid, Nf4Params, dynamic_map, table
+from quantkit.layouts import Layout
+
+if TYPE_CHECKING:
+    from quantkit.spec import LinearSpec
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+@dataclass(frozen=True)
+class Int8Layout(Layout):
+    """threshold: activations of at least this in any token take their column out of int8; 0 for none."""
+
+    threshold: float = 6.0
+    marker = "SCB"
+    suffixes = ("weight", "SCB", "weight_format")
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Every linear fits."""
+        return None
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the three tensors of one linear."""
+        return spec.weights + 4 * spec.out_features + 1
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The three tensors of one linear."""
+        return {
+            "weight": (weight.codes ^ 128).view(torch.int8),  # q + 128 to two's complement
+            "SCB": weight.params.absmax[:, 0].contiguous(),
+            "weight_format": torch.zeros((), dtype=torch.uint8),
+        }
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`."""
+        codes, absmax = tensors["weight"], tensors["SCB"]
+        layout = tensors.get("weight_format", torch.zeros((), dtype=torch.uint8))
+        if codes.dtype != torch.int8 or codes.ndim != 2 or absmax.shape != codes.shape[:1] or layout.any():
+            raise QuantkitError(
+                f"an int8 weight of {codes.dtype} {list(codes.shape)} with scales {list(absmax.shape)} and "
+                f"weight_format {layout.tolist()} is not understood",
+                hint="save it again with a current bitsandbytes",
+                exit_code=UNSUPPORTED,
+            )
+        return QuantizedWeight(
+            Int8Grid(codes.shape[1]), codes.view(torch.uint8) ^ 128, Int8Params(absmax.float()[:, None])
+        )
+
+    def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module:
+        """A linear that rounds its inputs to int8 as it runs."""
+        return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold)
+
+    def config(self, specs: Sequence[LinearSpec]) -> dict:
+        """`quantization_config`. Clients spare the head unless a list of exceptions leaves it out."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "load_in_4bit": False,
+            "llm_int8_threshold": self.threshold,
+            "llm_int8_skip_modules": _skipped(specs),
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_enable_fp32_cpu_offload": False,
+        }
+
+
+class Int8Linear(nn.Module):
+    """`int8_matmul` as a module. Outliers are decided sequence by sequence, so that what a sequence
+    computes does not depend on what else is in its batch."""
+
+    def __init__(self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float):
+        super().__init__()
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("absmax", absmax, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.threshold = threshold
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`inputs [..., tokens, in]` to `[..., tokens, out]`."""
+        sequences = inputs.reshape(-1, *inputs.shape[-2:])
+        outputs = [
+            int8_matmul(rows, self.codes, self.absmax, self.threshold, self.bias) for rows in sequences
+        ]
+        return torch.stack(outputs).view(*inputs.shape[:-1], len(self.codes))
+
+
+@dataclass(frozen=True)
+class Nf4Layout(Layout):
+    """double_quant: absmax in 8 bits. dtype: what the weights were, as clients are told to restore them."""
+
+    double_quant: bool = True
+    marker = STATE
+    suffixes = (
+        "weight",
+        "weight.quant_map",
+        "weight.absmax",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+        STATE,
+    )
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Blocks of 64 lie inside rows: the grid's group size has been checked."""
+        return None
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the tensors of one linear, without the JSON text of about 150."""
+        blocks = spec.weights // BLOCK
+        scales = blocks + 4 * -(-blocks // NESTED_BLOCK) + 1024 if self.double_quant else 4 * blocks
+        return (
+            spec.weights // 2
+            + 64
+            + scales
+            + len(_state(spec.out_features, spec.in_features, 0.1234567890123))
+        )
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors of one linear."""
+        params, pairs = weight.params, weight.codes.view(-1, 2)
+        tensors = {
+            "weight": (pairs[:, :1] << 4) | pairs[:, 1:],
+            "weight.quant_map": table().clone(),
+        }
+        offset = None
+        if self.double_quant:
+            offset = params.offset.flatten()[0].item()
+            tensors |= {
+                "weight.absmax": params.code.flatten(),
+                "weight.nested_absmax": params.nested.flatten()[::NESTED_BLOCK].contiguous(),
+                "weight.nested_quant_map": dynamic_map().clone(),
+            }
+        else:
+            tensors["weight.absmax"] = params.absmax.flatten()
+        text = _state(*weight.codes.shape, offset)
+        return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit or another table."""
+        state = _read_state(tensors[STATE])
+        out_features, in_features = state["shape"]
+        packed, absmax = tensors["weight"].flatten(), tensors["weight.absmax"]
+        blocks = out_features * in_features // BLOCK
+        nested = "weight.nested_absmax" in tensors
+        fits = packed.numel() * 2 == out_features * in_features and absmax.numel() == blocks
+        if nested:
+            fits &= tensors["weight.nested_absmax"].numel() == -(-blocks // NESTED_BLOCK)
+        if packed.dtype != torch.uint8 or not fits:
+            raise QuantkitError(f"nf4 tensors do not fit their shape {state['shape']}", "download it again")
+        _expect(tensors["weight.quant_map"], table())
+        codes = torch.stack([packed >> 4, packed & 15], 1).view(out_features, in_features)
+        shape = (out_features, in_features // BLOCK)
+        if not nested:
+            return QuantizedWeight(Nf4Grid(False), codes, Nf4Params(absmax.float().view(shape)))
+        _expect(tensors["weight.nested_quant_map"], dynamic_map())
+        expanded = tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[:blocks].view(shape)
+        offset = torch.tensor(state["nested_offset"]).expand(shape)
+        return QuantizedWeight(Nf4Grid(), codes, NestedParams(absmax.view(shape), expanded, offset))
+
+    def config(self, specs: Sequence[LinearSpec]) -> dict:
+        """`quantization_config`."""
+        return {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": False,
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": self.double_quant,
+            "bnb_4bit_compute_dtype": "float32",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": _skipped(specs),
+        }
+
+
+def detect(config: dict) -> Layout | None:
+    """The layout that a stored `quantization_config` describes, if it is one of these."""
+    if config.get("quant_method") != "bitsandbytes" and not {"load_in_8bit", "load_in_4bit"} & config.keys():
+        return None
+    if config.get("load_in_8bit"):
+        return Int8Layout(float(config.get("llm_int8_threshold", 6.0)))
+    kind = config.get("bnb_4bit_quant_type")
+    if config.get("load_in_4bit") and kind == "nf4":
+        return Nf4Layout(bool(config.get("bnb_4bit_use_double_quant")))
+    raise QuantkitError(
+        f"bitsandbytes 4-bit type {kind!r} is not understood", "quantkit reads int8 and nf4", UNSUPPORTED
+    )
+
+
+def _skipped(specs: Sequence[LinearSpec]) -> list[str] | None:
+    kept = [spec.name for spec in specs if spec.grid is None]
+    return [*kept, "lm_head"] if kept else None
+
+
+def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
+    """The JSON text of a weight's quantization state."""
+    state = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": "float16",
+        "shape": [out_features, in_features],
+    }
+    if offset is not None:
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+    return json.dumps(state).encode()
+
+
+def _read_state(tensor: Tensor) -> dict:
+    """The state, with what the decoder relies on checked."""
+    try:
+        state = json.loads(bytes(tensor.tolist()))
+        out_features, in_features = state["shape"]
+        known = state["blocksize"] == BLOCK and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
+        known = known and in_features % BLOCK == 0 and type(out_features) is type(in_features) is int
+        state["nested_offset"] = float(state.get("nested_offset", 0))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise QuantkitError(f"{STATE} is not understood: {error}", "download it again") from error
+    if not known:
+        raise QuantkitError(
+            f"nf4 blocks of {state['blocksize']} in rows of {in_features} are not understood",
+            hint="quantkit reads blocks of 64 that lie inside rows",
+            exit_code=UNSUPPORTED,
+        )
+    return state
+
+
+def _expect(stored: Tensor, known: Tensor) -> None:
+    if stored.shape != known.shape or not torch.allclose(stored.float(), known, rtol=0, atol=1e-6):
+        raise QuantkitError("the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)
