@@ -507,16 +507,26 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
         ("gptq model --solver magic", ["--solver", "magic", "gptq", "rtn"]),
         ("gptq model --bits four", ["--bits", "integer"]),
         ("gptq model --dtype float8", ["--dtype", "float32", "bfloat16"]),
-        ("gptq model --groupsize 64", ["--groupsize", "--group-size"]),
-        ("gptq", ["model"]),
+        ("gptq model --groupsize 64", ["--groupsize", "did you mean --group-size?", "gptq --help"]),
+        ("gptq", ["missing argument", "model", "quantkit gptq --help"]),
+        ("gptq model another", ["another"]),
+        ("gptq model --bits", ["--bits", "requires an argument"]),
         ("eval model", ["--text"]),
-        ("awq model", ["awq"]),
+        ("gtpq model", ["'gtpq'", "'gptq'", "quantkit --help"]),
+        ("--bogus", ["--bogus"]),
     ],
 )
 def test_words_the_parser_refuses(quantkit, arguments, words):
+    """In the form of every other error, not the parser's own."""
     done = quantkit(*arguments.split())
     assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(r"error: \S.*\nhint: .*see quantkit .*--help\n", done.err)
     assert all(word in done.err for word in words)
+
+
+def test_no_command_is_answered_with_help(quantkit):
+    done = quantkit()
+    assert (done.code, done.err) == (2, "") and "Usage" in done.out
 
 
 def test_a_group_size_that_does_not_divide_names_every_linear(refuse, tiny_model, small, tmp_path):
