@@ -18,6 +18,8 @@ EPILOG = """Examples:
 
   quantkit gptq ./model --dry-run     (what it would do, and what it takes)
 
+  quantkit run gptq-w3 ./model        (a recipe, see recipes/)
+
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt"""
 
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
@@ -32,6 +34,7 @@ app = typer.Typer(
 )
 for name in methods.available():
     app.command(name, help=methods.load(name).SUMMARY, epilog=quantize.epilog(name))(quantize.command(name))
+app.command("run", help="Run the job of a recipe.", epilog=quantize.RUN_EPILOG)(quantize.run_command())
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
 
 
