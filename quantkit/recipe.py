@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -275,3 +276,27 @@ def _settings(settings: Sequence[str], known: dict[str, Key]) -> dict[str, Any]:
     _refuse_unknown("--set", unknown, known, {})
     parsed = {key: _parse(f"--set {key}={text}", text)[0] for key, text in texts.items()}
     return {key: _checked("--set", key, known[key], value, {}) for key, value in parsed.items()}
+
+
+# ---- writing
+
+
+def template(method: str) -> str:
+    """A recipe that says all defaults of a method, each under its help."""
+    import yaml
+
+    lines = [
+        f"# {methods.load(method).SUMMARY}",
+        "# Run it: quantkit run FILE MODEL. Flags win over --set, --set wins over this file.",
+        "# A line left out means its default; relative paths start where quantkit runs.",
+        f"method: {method}",
+        f"description: All defaults of {method}.",
+        *(f"# {name}: {name.upper()}  # {key.help}" for name, key in PLACES.items()),
+    ]
+    for section, kind in sections(method).items():
+        lines += ["", f"{section}:"]
+        for option in dataclasses.fields(kind):
+            lines += [f"  # {line}" for line in textwrap.wrap(option.metadata["help"], 100)]
+            said = yaml.safe_dump({option.name: option.default}, default_flow_style=False, width=1000)
+            lines.append(textwrap.indent(said.rstrip("\n"), "  "))
+    return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from quantkit import cli, finish, methods, plan
+from quantkit import cli, finish, methods, plan, recipe
 from quantkit.containers import safetensors_folder, staging
 from quantkit.methods.gptq import Options
 from quantkit.options import CalibrationOptions, RunOptions
@@ -36,7 +36,9 @@ LINEARS = {  # name inside a block -> shape, of the model that `model` makes
     "mlp.down_proj": [128, 256],
 }
 NAMES = [f"model.layers.{block}.{local}" for block in (0, 1) for local in LINEARS]
-COMMANDS = typer.main.get_command(cli.app).commands
+GROUP = typer.main.get_command(cli.app).commands
+RECIPE_COMMANDS = {f"recipes {name}": command for name, command in GROUP["recipes"].commands.items()}
+COMMANDS = {name: command for name, command in GROUP.items() if name != "recipes"} | RECIPE_COMMANDS
 RECIPES = Path(__file__).parents[1] / "recipes"
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*[349]\d")
 
@@ -127,7 +129,9 @@ def test_version_and_module(quantkit):
     assert (module.returncode, module.stdout, module.stderr) == (0, f"quantkit {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["gptq", "--help"], ["eval", "-h"], ["run", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["gptq", "--help"], ["eval", "-h"], ["run", "-h"], ["recipes", "--help"]]
+)
 def test_help_imports_no_torch(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "quantkit", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -472,11 +476,14 @@ def test_a_recipe_without_a_model(refuse, mine):
     ("arguments", "code", "words"),
     [
         ("run gptq-w44 model", 3, ["gptq-w44", "did you mean gptq-w4?"]),
+        ("recipes show gptq-w44", 3, ["gptq-w44", "did you mean gptq-w4?"]),
         ("run gptq-w4 model --set quant.bitz=3", 2, ["quant.bitz", "did you mean quant.bits?"]),
         ("run gptq-w4 model --set quant.bits=four", 2, ["quant.bits", "'four'", "int"]),
         ("run gptq-w4 model --set quant.bits", 2, ["--set quant.bits has no value", "=VALUE"]),
         ("run gptq-w4 model --set quant.bits=5", 2, ["--bits 5", "2, 3, 4 or 8"]),
         ("run gptq-w4 nowhere", 3, ["nowhere"]),
+        ("recipes init gptqq", 2, ["gptqq", "did you mean gptq?"]),
+        ("recipes init gptq -o nowhere/mine.yaml", 1, ["nowhere/mine.yaml", "--output"]),
     ],
 )
 def test_recipe_commands_say_no(quantkit, tmp_path, arguments, code, words):
@@ -485,6 +492,40 @@ def test_recipe_commands_say_no(quantkit, tmp_path, arguments, code, words):
     assert re.fullmatch(r"error: \S.*\nhint: \S.*\n", done.err)
     assert all(word in done.err for word in words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_are_listed_and_shown(quantkit):
+    paths = sorted(RECIPES.glob("*.yaml"))
+    contents = [yaml.safe_load(path.read_text()) for path in paths]
+    rows = [{"name": path.stem} | content for path, content in zip(paths, contents, strict=True)]
+    record = json.loads(quantkit("recipes", "list", "--json").out)
+    assert record == {
+        "schema": "quantkit.recipes/1",
+        "recipes": [{key: row[key] for key in ("name", "method", "description")} for row in rows],
+    }
+    table = quantkit("recipes", "list").out
+    for row in rows:
+        assert re.search(rf"^ *{row['name']} +{row['method']} +{row['description'][:20]}", table, re.M)
+    for path in paths:
+        assert quantkit("recipes", "show", path.stem) == (0, path.read_text(), "")
+
+
+@pytest.mark.parametrize("method", methods.available())
+def test_init_writes_a_recipe_of_the_defaults(quantkit, make, model, small, tmp_path, method):
+    done = quantkit("recipes", "init", method)
+    next_line = f"next: quantkit run {method}.yaml MODEL --dry-run\n"
+    assert done == (0, f"written {method}.yaml\n\n{next_line}", "")
+    written = make("run", f"{method}.yaml", model, *small, "--dry-run")
+    assert written == make(method, model, *small, "--dry-run")
+    before = (tmp_path / f"{method}.yaml").read_bytes()
+    done = quantkit("recipes", "init", method)
+    assert (done.code, done.out) == (2, "") and f"{method}.yaml exists" in done.err
+    assert (tmp_path / f"{method}.yaml").read_bytes() == before
+
+
+def test_init_writes_where_it_is_told(quantkit, tmp_path):
+    assert quantkit("recipes", "init", "-o", "my recipe.yaml").out.startswith("written my recipe.yaml\n")
+    assert (tmp_path / "my recipe.yaml").read_text() == recipe.template("gptq")
 
 
 # ---- options that cannot be
@@ -530,6 +571,7 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
         ("run", ["missing argument", "recipe"]),
         ("eval model", ["--text"]),
         ("gtpq model", ["'gtpq'", "'gptq'", "quantkit --help"]),
+        ("recipes lst", ["'lst'", "'list'", "quantkit recipes --help"]),
         ("--bogus", ["--bogus"]),
     ],
 )
@@ -541,7 +583,7 @@ def test_words_the_parser_refuses(quantkit, arguments, words):
     assert all(word in done.err for word in words)
 
 
-@pytest.mark.parametrize("arguments", [[]])
+@pytest.mark.parametrize("arguments", [[], ["recipes"]])
 def test_no_command_is_answered_with_help(quantkit, arguments):
     done = quantkit(*arguments)
     assert (done.code, done.err) == (2, "") and "Usage" in done.out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,27 @@ def test_shipped_recipes_fit_their_methods(name):
     assert len(made.description) > 20
     given = {key.removeprefix("quant."): value for key, value in made.values.items() if "quant." in key}
     assert given and dataclasses.asdict(options) == dataclasses.asdict(type(options)()) | given
+
+
+@pytest.mark.parametrize("method", methods.available())
+def test_the_template_means_the_defaults(tmp_path, method):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text := recipe.template(method))
+    made = recipe.load(str(path), method)
+    kinds = recipe.sections(method)
+    assert list(made.values) == [
+        f"{name}.{field.name}" for name, kind in kinds.items() for field in dataclasses.fields(kind)
+    ]
+    choice = recipe.merge(made, (), {"model": "m"})
+    assert (choice.model, choice.output) == ("m", None)
+    chosen = (choice.options, choice.calibration, choice.run)
+    assert chosen == tuple(kind() for kind in kinds.values())
+    comments = " ".join(re.findall(r"^  # (.*)$", text, re.MULTILINE))
+    for kind in kinds.values():
+        assert all(" ".join(f.metadata["help"].split()) in comments for f in dataclasses.fields(kind))
+    places = re.sub(r"^# (model|output):", r"\1:", text, flags=re.MULTILINE)
+    path.write_text(places)  # the two lines that are comments are meant to be used
+    assert recipe.merge(recipe.load(str(path)), (), {}).model == "MODEL"
 
 
 # ---- what wins

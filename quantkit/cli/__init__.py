@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 
 from quantkit import __version__, methods
-from quantkit.cli import evaluate, quantize
+from quantkit.cli import evaluate, quantize, recipes
 from quantkit.errors import USAGE, QuantkitError
 
 EPILOG = """Examples:
@@ -18,7 +18,7 @@ EPILOG = """Examples:
 
   quantkit gptq ./model --dry-run     (what it would do, and what it takes)
 
-  quantkit run gptq-w3 ./model        (a recipe, see recipes/)
+  quantkit run gptq-w3 ./model        (a recipe; see quantkit recipes list)
 
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt"""
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 for name in methods.available():
     app.command(name, help=methods.load(name).SUMMARY, epilog=quantize.epilog(name))(quantize.command(name))
 app.command("run", help="Run the job of a recipe.", epilog=quantize.RUN_EPILOG)(quantize.run_command())
+app.add_typer(recipes.app, name="recipes")
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
 
 
