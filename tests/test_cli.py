@@ -421,7 +421,7 @@ def test_shipped_recipes_run(make, model, small, path):
     method = content["method"]
     named = make("run", path.stem, model, *small, "--dry-run")
     options = dataclasses.asdict(methods.load(method).Options())
-    assert (named["method"], named["options"]) == (method, options | content["quant"])
+    assert (named["method"], named["options"]) == (method, options | content.get("quant", {}))
     assert named == make("run", path, model, *small, "--dry-run")
     assert named == make(method, model, *small, "--recipe", path.stem, "--dry-run")
 
