@@ -21,7 +21,7 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from quantkit import cli, finish, plan
+from quantkit import cli, finish, methods, plan, recipe
 from quantkit.containers import safetensors_folder, staging
 from quantkit.methods.gptq import Options
 from quantkit.options import CalibrationOptions, RunOptions
@@ -36,7 +36,9 @@ LINEARS = {  # name inside a block -> shape, of the model that `model` makes
     "mlp.down_proj": [128, 256],
 }
 NAMES = [f"model.layers.{block}.{local}" for block in (0, 1) for local in LINEARS]
-COMMANDS = typer.main.get_command(cli.app).commands
+GROUP = typer.main.get_command(cli.app).commands
+RECIPE_COMMANDS = {f"recipes {name}": command for name, command in GROUP["recipes"].commands.items()}
+COMMANDS = {name: command for name, command in GROUP.items() if name != "recipes"} | RECIPE_COMMANDS
 RECIPES = Path(__file__).parents[1] / "recipes"
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*[349]\d")
 
@@ -127,7 +129,9 @@ def test_version_and_module(quantkit):
     assert (module.returncode, module.stdout, module.stderr) == (0, f"quantkit {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["gptq", "--help"], ["eval", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["gptq", "--help"], ["eval", "-h"], ["run", "-h"], ["recipes", "--help"]]
+)
 def test_help_imports_no_torch(arguments):
     command = [sys.executable, "-X", "importtime", "-m", "quantkit", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -139,21 +143,26 @@ def test_help_imports_no_torch(arguments):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_every_option_and_has_examples(quantkit, name):
     flags = {flag for option in COMMANDS[name].params for flag in option.opts if flag.startswith("-")}
-    done = quantkit(name, "--help")
+    done = quantkit(*name.split(), "--help")
     assert flags <= set(re.findall(r"(?<=[\s│])--?[a-z-]+\b", done.out))
     assert all(option.help for option in COMMANDS[name].params)
-    assert re.search(rf"Examples:\s+quantkit {name} \./model", done.out)
+    assert re.search(rf"Examples:\s+quantkit {name}\b", done.out)
 
 
-def test_every_field_is_a_flag():
+@pytest.mark.parametrize(
+    ("command", "sections", "own"),
+    [
+        ("gptq", (Options, CalibrationOptions, RunOptions), {"--recipe"}),
+        ("run", (CalibrationOptions, RunOptions), {"recipe", "--set"}),
+    ],
+)
+def test_every_field_is_a_flag(command, sections, own):
     fields = {
-        "--" + field.name.replace("_", "-")
-        for section in (Options, CalibrationOptions, RunOptions)
-        for field in dataclasses.fields(section)
+        "--" + field.name.replace("_", "-") for section in sections for field in dataclasses.fields(section)
     }
-    flags = {flag for option in COMMANDS["gptq"].params for flag in option.opts}
-    fixed = "output recipe dry-run resume overwrite eval revision offline trust-remote-code json quiet"
-    assert flags == fields | {"model", "-o", "-q"} | {f"--{name}" for name in fixed.split()}
+    flags = {flag for option in COMMANDS[command].params for flag in option.opts}
+    fixed = "output dry-run resume overwrite eval revision offline trust-remote-code json quiet"
+    assert flags == fields | own | {"model", "-o", "-q"} | {f"--{name}" for name in fixed.split()}
 
 
 # ---- the plan
@@ -392,23 +401,36 @@ def test_exclude_that_does_not_do_what_it_says(refuse, model, small, tmp_path, p
     assert not list(tmp_path.glob("tiny-*"))
 
 
-# ---- recipes
+# ---- recipes: what they mean is tested in test_recipe.py
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """Writes `mine.yaml`, a recipe of gptq with these lines."""
+
+    def write(**content) -> str:
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"method": "gptq"} | content))
+        return "mine.yaml"
+
+    return write
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_run(make, model, small, path):
-    recipe = yaml.safe_load(path.read_text())
-    assert len(recipe["description"]) > 20
-    named = make(recipe["method"], model, *small, "--recipe", path.stem, "--dry-run")
-    defaults = dataclasses.asdict(Options())
-    assert named["options"] == {key: recipe.get(key, value) for key, value in defaults.items()}
-    assert named == make(recipe["method"], model, *small, "--recipe", path, "--dry-run")
+    content = yaml.safe_load(path.read_text())
+    method = content["method"]
+    named = make("run", path.stem, model, *small, "--dry-run")
+    options = dataclasses.asdict(methods.load(method).Options())
+    assert (named["method"], named["options"]) == (method, options | content.get("quant", {}))
+    assert named == make("run", path, model, *small, "--dry-run")
+    assert named == make(method, model, *small, "--recipe", path.stem, "--dry-run")
 
 
-def test_flags_win_over_the_recipe(make, model, small, tmp_path):
-    recipe = {"bits": 8, "group_size": 64, "sym": False, "seqlen": 16, "seed": 7, "exclude": ["k_proj"]}
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"method": "gptq", "damp": 0.05} | recipe))
-    flags = ["--group-size", 128, "--sym", "--exclude", "v_proj", "--recipe", "mine.yaml", "--dry-run"]
+def test_flags_win_over_the_recipe(make, model, small, mine):
+    """Even where a flag says the default."""
+    quant = {"bits": 8, "group_size": 64, "sym": False, "damp": 0.05}
+    name = mine(quant=quant, calibration={"seqlen": 16, "seed": 7}, run={"exclude": ["k_proj"]})
+    flags = ["--group-size", 128, "--sym", "--exclude", "v_proj", "--recipe", name, "--dry-run"]
     record = make("gptq", model, *small, *flags)
     options, calibration = record["options"], record["calibration"]
     assert (options["bits"], options["group_size"], options["sym"], options["damp"]) == (8, 128, True, 0.05)
@@ -416,59 +438,94 @@ def test_flags_win_over_the_recipe(make, model, small, tmp_path):
     assert {row["kept"] for row in record["linears"]} == {None, "--exclude v_proj"}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("bits: 4.5", ["bits", "4.5", "int"]),
-        ("bits: true", ["bits", "True"]),
-        ("sym: 1", ["sym", "1", "bool"]),
-        ("damp: high", ["damp", "high", "float"]),
-        ("samples: '9'", ["samples", "'9'", "int"]),
-        ("seqlen: long", ["seqlen", "long"]),
-        ("seqlen: true", ["seqlen", "True"]),
-        ("batch_size: 2.5", ["batch_size", "2.5"]),
-        ("calibration: 5", ["calibration", "5"]),
-        ("exclude: q_proj", ["exclude", "q_proj"]),
-        ("exclude: [1]", ["exclude", "1"]),
-        ("act_order: sideways", ["act_order", "sideways", "none", "group", "full"]),
-        ("solver: magic", ["solver", "magic", "gptq", "rtn"]),
-        ("checkpoint_format: 3", ["checkpoint_format", "3"]),
-        ("dtype: float8", ["dtype", "float8", "bfloat16"]),
-        ("sequential: never", ["sequential", "never", "suspend", "repeat"]),
-    ],
-)
-def test_recipe_values_of_the_wrong_kind(refuse, model, tmp_path, text, words):
-    (tmp_path / "mine.yaml").write_text(f"method: gptq\n{text}\n")
-    said = " ".join(refuse(2, "gptq", model, "--recipe", "mine.yaml", "--dry-run"))
-    assert "mine.yaml" in said and all(word in said for word in words)
+def test_flags_win_over_set_and_set_over_the_recipe(make, model, small, mine):
+    calibration = {"calibration": str(small[1]), "samples": 2, "seqlen": 16, "seed": 7}
+    run = {"threads": 1, "batch_size": 1, "exclude": ["k_proj"]}
+    name = mine(model="nowhere", output="theirs", quant={"bits": 8}, calibration=calibration, run=run)
+    settings = ["quant.bits=3", "seed=6", "calibration.seqlen=24", "run.exclude=[q_proj, o_proj]"]
+    settings = [word for setting in settings for word in ("--set", setting)]
+    record = make("run", name, model, *settings, "--seed", 0, "--exclude", "v_proj", "--dry-run")
+    assert (record["source"], record["output"]) == (str(model), "theirs")
+    assert record["options"] == dataclasses.asdict(Options(bits=3))
+    used = record["calibration"]
+    assert (used["samples"], used["seqlen"], used["seed"]) == (2, 24, 0)
+    assert record["plan"]["execution"]["batch_size"] == 1
+    assert {row["kept"] for row in record["linears"]} == {None, "--exclude v_proj"}
+    record = make("run", name, model, *settings, "-o", "ours", "--dry-run")
+    assert record["output"] == "ours"
+    assert {row["kept"] for row in record["linears"]} == {
+        None, "--exclude q_proj", "--exclude o_proj",
+    }  # fmt: skip
+
+
+def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
+    name = mine(model=str(model), output="one/out", quant={"group_size": 64})
+    settings = ["--set", "quant.solver=rtn", "--set", "quant.bits=3"]
+    made = make("run", name, *small, *settings)
+    assert (made["output"], made["linears"]) == ("one/out", 14)
+    make("gptq", model, *small, *"--group-size 64 --bits 3 --solver rtn -o two/out".split())
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_a_recipe_without_a_model(refuse, mine):
+    error, hint = refuse(2, "run", mine(quant={"bits": 3}))
+    assert error == "mine.yaml names no model" and "quantkit run mine.yaml MODEL" in hint
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "words"),
+    ("arguments", "code", "words"),
     [
-        (None, 3, ["mine.yaml", "No such file", *(path.stem for path in RECIPES.glob("*.yaml"))]),
-        (b"method: rtn", 2, ["mine.yaml", "no recipe for gptq"]),
-        (b"bits: 4", 2, ["names no method"]),
-        (b"- gptq", 2, ["names no method"]),
-        (b"method: gptq\nbits: [", 2, ["mine.yaml", "not YAML", "line 2"]),
-        (b"method: gptq\nbits: \x07", 2, ["mine.yaml", "not YAML"]),
-        (b"method: gptq # \xff", 2, ["mine.yaml"]),
+        ("run gptq-w44 model", 3, ["gptq-w44", "did you mean gptq-w4?"]),
+        ("recipes show gptq-w44", 3, ["gptq-w44", "did you mean gptq-w4?"]),
+        ("run gptq-w4 model --set quant.bitz=3", 2, ["quant.bitz", "did you mean quant.bits?"]),
+        ("run gptq-w4 model --set quant.bits=four", 2, ["quant.bits", "'four'", "int"]),
+        ("run gptq-w4 model --set quant.bits", 2, ["--set quant.bits has no value", "=VALUE"]),
+        ("run gptq-w4 model --set quant.bits=5", 2, ["--bits 5", "2, 3, 4 or 8"]),
+        ("run gptq-w4 nowhere", 3, ["nowhere"]),
+        ("recipes init gptqq", 2, ["gptqq", "did you mean gptq?"]),
+        ("recipes init gptq -o nowhere/mine.yaml", 1, ["nowhere/mine.yaml", "--output"]),
     ],
 )
-def test_recipes_that_are_none(refuse, model, tmp_path, content, code, words):
-    if content is not None:
-        (tmp_path / "mine.yaml").write_bytes(content)
-    said = " ".join(refuse(code, "gptq", model, "--recipe", "mine.yaml", "--dry-run"))
-    assert all(word in said for word in words)
+def test_recipe_commands_say_no(quantkit, tmp_path, arguments, code, words):
+    done = quantkit(*arguments.split())
+    assert (done.code, done.out) == (code, "")
+    assert re.fullmatch(r"error: \S.*\nhint: \S.*\n", done.err)
+    assert all(word in done.err for word in words)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_unknown_keys_are_answered_with_the_valid_ones(refuse, model, tmp_path):
-    (tmp_path / "mine.yaml").write_text("method: gptq\ngroupsize: 64\nquality: good\n")
-    error, hint = refuse(2, "gptq", model, "--recipe", "mine.yaml")
-    assert error == "mine.yaml has unknown keys: groupsize, quality"
-    assert hint.startswith("did you mean group_size? valid keys: ")
-    valid = [f.name for s in (Options, CalibrationOptions, RunOptions) for f in dataclasses.fields(s)]
-    assert hint.split("valid keys: ")[1].split(", ") == valid
+def test_recipes_are_listed_and_shown(quantkit):
+    paths = sorted(RECIPES.glob("*.yaml"))
+    contents = [yaml.safe_load(path.read_text()) for path in paths]
+    rows = [{"name": path.stem} | content for path, content in zip(paths, contents, strict=True)]
+    record = json.loads(quantkit("recipes", "list", "--json").out)
+    assert record == {
+        "schema": "quantkit.recipes/1",
+        "recipes": [{key: row[key] for key in ("name", "method", "description")} for row in rows],
+    }
+    table = quantkit("recipes", "list").out
+    for row in rows:
+        assert re.search(rf"^ *{row['name']} +{row['method']} +{row['description'][:20]}", table, re.M)
+    for path in paths:
+        assert quantkit("recipes", "show", path.stem) == (0, path.read_text(), "")
+
+
+@pytest.mark.parametrize("method", methods.available())
+def test_init_writes_a_recipe_of_the_defaults(quantkit, make, model, small, tmp_path, method):
+    done = quantkit("recipes", "init", method)
+    next_line = f"next: quantkit run {method}.yaml MODEL --dry-run\n"
+    assert done == (0, f"written {method}.yaml\n\n{next_line}", "")
+    written = make("run", f"{method}.yaml", model, *small, "--dry-run")
+    assert written == make(method, model, *small, "--dry-run")
+    before = (tmp_path / f"{method}.yaml").read_bytes()
+    done = quantkit("recipes", "init", method)
+    assert (done.code, done.out) == (2, "") and f"{method}.yaml exists" in done.err
+    assert (tmp_path / f"{method}.yaml").read_bytes() == before
+
+
+def test_init_writes_where_it_is_told(quantkit, tmp_path):
+    assert quantkit("recipes", "init", "-o", "my recipe.yaml").out.startswith("written my recipe.yaml\n")
+    assert (tmp_path / "my recipe.yaml").read_text() == recipe.template("gptq")
 
 
 # ---- options that cannot be
@@ -507,16 +564,29 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
         ("gptq model --solver magic", ["--solver", "magic", "gptq", "rtn"]),
         ("gptq model --bits four", ["--bits", "integer"]),
         ("gptq model --dtype float8", ["--dtype", "float32", "bfloat16"]),
-        ("gptq model --groupsize 64", ["--groupsize", "--group-size"]),
-        ("gptq", ["model"]),
+        ("gptq model --groupsize 64", ["--groupsize", "did you mean --group-size?", "gptq --help"]),
+        ("gptq", ["missing argument", "model", "quantkit gptq --help"]),
+        ("gptq model another", ["another"]),
+        ("gptq model --bits", ["--bits", "requires an argument"]),
+        ("run", ["missing argument", "recipe"]),
         ("eval model", ["--text"]),
-        ("awq model", ["awq"]),
+        ("gtpq model", ["'gtpq'", "'gptq'", "quantkit --help"]),
+        ("recipes lst", ["'lst'", "'list'", "quantkit recipes --help"]),
+        ("--bogus", ["--bogus"]),
     ],
 )
 def test_words_the_parser_refuses(quantkit, arguments, words):
+    """In the form of every other error, not the parser's own."""
     done = quantkit(*arguments.split())
     assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(r"error: \S.*\nhint: .*see quantkit .*--help\n", done.err)
     assert all(word in done.err for word in words)
+
+
+@pytest.mark.parametrize("arguments", [[], ["recipes"]])
+def test_no_command_is_answered_with_help(quantkit, arguments):
+    done = quantkit(*arguments)
+    assert (done.code, done.err) == (2, "") and "Usage" in done.out
 
 
 def test_a_group_size_that_does_not_divide_names_every_linear(refuse, tiny_model, small, tmp_path):

@@ -18,6 +18,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
+import yaml
 
 from quantkit import cli, finish, pipeline
 from quantkit.containers import safetensors_folder, staging
@@ -163,6 +164,16 @@ def job(workplace: Path, model: str = "model", text: str = "model.txt") -> list:
     return ["gptq", workplace / model, *OPTIONS, "--calibration", workplace / text]
 
 
+def recipe_job(workplace: Path, folder: Path) -> list:
+    """The same from a recipe, partly overruled."""
+    calibration = {"calibration": str(workplace / "model.txt"), "samples": 128, "seqlen": 32}
+    recipe = {"method": "gptq", "model": str(workplace / "model"), "output": "out"}
+    recipe |= {"quant": {"group_size": 32}, "calibration": calibration, "run": {"threads": 1}}
+    (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    settings = ["quant.group_size=64", "calibration.samples=6"]
+    return ["run", "mine.yaml", "--set", settings[0], "--set", settings[1], "--batch-size", 2]
+
+
 @pytest.fixture
 def quantkit(monkeypatch, capsys, tmp_path):
     """Runs the command line in this process, in `tmp_path`: exit code and stderr, which is left quiet."""
@@ -292,12 +303,15 @@ def test_killed_with_the_output_in_place(workplace, reference, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
 
 
-@pytest.mark.parametrize(("fault", "more"), [("slow", []), ("slow", ["--overwrite"]), ("swallowed", [])])
+@pytest.mark.parametrize(
+    ("fault", "more"), [("slow", []), ("slow", ["--overwrite"]), ("swallowed", []), ("slow", None)]
+)
 def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more):
     """What the hint says can be pasted, whatever the command was."""
     if more:
         (tmp_path / "out").mkdir()
-    process = start(tmp_path, [*job(workplace), *more], fault)
+    arguments = recipe_job(workplace, tmp_path) if more is None else [*job(workplace), *more]
+    process = start(tmp_path, arguments, fault)
     if fault == "slow":
         wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
         os.kill(process.pid, signal.SIGINT)

@@ -1,9 +1,7 @@
-"""One command per method, made from its `Options` and the options every method shares."""
+"""One command per method, and `run` for recipes: flags in, a job done, its result out."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import json
 import shlex
 import signal
@@ -11,63 +9,30 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from quantkit import methods, recipe
+from quantkit import recipe
+from quantkit.cli import flags
 from quantkit.errors import INTERRUPTED, QuantkitError
-from quantkit.options import CalibrationOptions, RunOptions
 
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Output folder. (default: NAME-METHOD-…, in the current folder)"),
+MODEL = Annotated[
+    str | None, typer.Argument(help="Checkpoint folder or hub id. (default: the recipe's model)")
 ]
-FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
-    "output": (OUTPUT, None),
-    "recipe_name": (
-        Annotated[
-            str | None, typer.Option("--recipe", help="Take options from a shipped recipe or a YAML file.")
-        ],
-        None,
+SETTINGS = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any key of the recipe, such as quant.bits=3. Repeatable."
     ),
-    "dry_run": (
-        Annotated[
-            bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is loaded or written.")
-        ],
-        False,
-    ),
-    "resume": (
-        Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same job.")],
-        False,
-    ),
-    "overwrite": (
-        Annotated[bool, typer.Option("--overwrite", help="Replace an existing output or staged job.")],
-        False,
-    ),
-    "eval_text": (
-        Annotated[
-            Path | None,
-            typer.Option(
-                "--eval", metavar="TEXT", help="Measure original and result on this text right away."
-            ),
-        ],
-        None,
-    ),
-    "revision": (Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")], None),
-    "offline": (Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")], False),
-    "trust_remote_code": (
-        Annotated[
-            bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-        ],
-        False,
-    ),
-    "as_json": (Annotated[bool, typer.Option("--json", help="Print the result as JSON.")], False),
-    "quiet": (
-        Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")],
-        False,
-    ),
-}
+]
+RUN_EPILOG = """Examples:
+
+  quantkit run gptq-w4 ./model
+
+  quantkit run recipe.yaml org/name --set quant.bits=3 --set quant.sym=false
+
+  quantkit run recipe.yaml --resume     (after an interruption)"""
 
 
 def epilog(method: str) -> str:
@@ -82,64 +47,48 @@ def epilog(method: str) -> str:
 
 
 def command(method: str) -> Callable[..., None]:
-    """The function behind `quantkit METHOD`; Typer reads its flags off the signature made here."""
-    sections = {
-        "Method": methods.load(method).Options,
-        "Calibration": CalibrationOptions,
-        "Run": RunOptions,
-    }
+    """The function behind `quantkit METHOD`."""
 
-    def invoke(context: typer.Context, model: str, **values: Any) -> None:
-        if values["recipe_name"]:
-            chosen = recipe.load(values["recipe_name"], method, tuple(sections.values()))
-            for key, value in chosen.items():
-                if context.get_parameter_source(key).name != "COMMANDLINE":
-                    values[key] = value
-        options, calibration, run = (_fill(section, values) for section in sections.values())
-        _quantize(method, model, options, calibration, run, values)
+    def invoke(context: typer.Context, **values: Any) -> None:
+        named = values["recipe_name"]
+        base = recipe.load(named, method) if named else recipe.Recipe(method)
+        _quantize(recipe.merge(base, (), flags.typed(context, values)), values)
 
     parameters = [
-        _parameter("context", typer.Context),
-        _parameter("model", Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")]),
+        flags.parameter("model", Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")])
     ]
-    for panel, section in sections.items():
-        hints = get_type_hints(section)
-        for field in dataclasses.fields(section):
-            kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
-            described = typer.Option(help=field.metadata["help"], rich_help_panel=panel)
-            parameters.append(_parameter(field.name, Annotated[kind, described], field.default))
-    parameters += [_parameter(name, kind, default) for name, (kind, default) in FIXED.items()]
-    invoke.__signature__ = inspect.Signature(parameters)
-    invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return invoke
+    parameters += [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
+    return flags.sign(invoke, [*parameters, *flags.fixed()])
 
 
-def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    if isinstance(default, tuple):
-        default = list(default)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def run_command() -> Callable[..., None]:
+    """The function behind `quantkit run`: every flag that does not depend on the method."""
+
+    def invoke(context: typer.Context, **values: Any) -> None:
+        """A job from a recipe."""
+        base = recipe.load(values["recipe"])
+        _quantize(recipe.merge(base, values["settings"], flags.typed(context, values)), values)
+
+    parameters = [
+        flags.parameter("recipe", Annotated[str, typer.Argument(help="A shipped recipe or a YAML file.")]),
+        flags.parameter("model", MODEL, None),
+        flags.parameter("settings", SETTINGS, []),
+    ]
+    parameters += [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
+    return flags.sign(invoke, [*parameters, *flags.fixed(without="recipe_name")])
 
 
-def _fill(section: type, values: dict[str, Any]) -> Any:
-    chosen = {field.name: values[field.name] for field in dataclasses.fields(section)}
-    return section(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
-    )
-
-
-def _quantize(
-    method: str, model: str, options: Any, calibration: Any, run: Any, values: dict[str, Any]
-) -> None:
+def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     from quantkit import job, pipeline, report
     from quantkit.cli.progress import listener
 
     request = job.Request(
-        source=model,
-        method=method,
-        options=options,
-        calibration=calibration,
-        run=run,
-        output=values["output"],
+        source=choice.model,
+        method=choice.method,
+        options=choice.options,
+        calibration=choice.calibration,
+        run=choice.run,
+        output=choice.output,
         **{key: values[key] for key in ("revision", "offline", "trust_remote_code", "resume", "overwrite")},
     )
     with listener(values["quiet"]) as progress:

@@ -1,0 +1,97 @@
+"""Flags: made from the fields of the options' dataclasses, and those every job takes besides."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+OUTPUT = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Output folder. (default: NAME-METHOD-…, in the current folder)"),
+]
+FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
+    "output": (OUTPUT, None),
+    "recipe_name": (
+        Annotated[
+            str | None, typer.Option("--recipe", help="Take options from a shipped recipe or a YAML file.")
+        ],
+        None,
+    ),
+    "dry_run": (
+        Annotated[
+            bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is loaded or written.")
+        ],
+        False,
+    ),
+    "resume": (
+        Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same job.")],
+        False,
+    ),
+    "overwrite": (
+        Annotated[bool, typer.Option("--overwrite", help="Replace an existing output or staged job.")],
+        False,
+    ),
+    "eval_text": (
+        Annotated[
+            Path | None,
+            typer.Option(
+                "--eval", metavar="TEXT", help="Measure original and result on this text right away."
+            ),
+        ],
+        None,
+    ),
+    "revision": (Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")], None),
+    "offline": (Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")], False),
+    "trust_remote_code": (
+        Annotated[
+            bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+        ],
+        False,
+    ),
+    "as_json": (Annotated[bool, typer.Option("--json", help="Print the result as JSON.")], False),
+    "quiet": (
+        Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")],
+        False,
+    ),
+}
+
+
+def of(section: str, options: type) -> list[inspect.Parameter]:
+    """A flag for every option of a recipe's section, on a panel of its name."""
+    hints, parameters = get_type_hints(options), []
+    for field in dataclasses.fields(options):
+        kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
+        described = typer.Option(help=field.metadata["help"], rich_help_panel=section.capitalize())
+        parameters.append(parameter(field.name, Annotated[kind, described], field.default))
+    return parameters
+
+
+def fixed(without: str = "") -> list[inspect.Parameter]:
+    """The flags that are no options of the job itself."""
+    return [parameter(name, *described) for name, described in FIXED.items() if name != without]
+
+
+def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    """One argument or flag, as Typer reads it off a signature."""
+    if isinstance(default, tuple):
+        default = list(default)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """Give `invoke(context, **values)` the signature Typer makes a command of."""
+    parameters = [parameter("context", typer.Context), *parameters]
+    invoke.__signature__ = inspect.Signature(parameters)
+    invoke.__annotations__ = {row.name: row.annotation for row in parameters}
+    return invoke
+
+
+def typed(context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that stand on the command line; lists as the options' tuples."""
+    given = [name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"]
+    return {name: tuple(v) if isinstance(v := values[name], list) else v for name in given}

@@ -1,0 +1,72 @@
+"""`quantkit recipes`: the shipped recipes, and a file to begin one's own with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from quantkit import recipe
+from quantkit.errors import USAGE, QuantkitError
+
+app = typer.Typer(
+    help="List, show and begin recipes: jobs in a YAML file.",
+    epilog="""Examples:
+
+  quantkit recipes list
+
+  quantkit recipes show gptq-w4 > mine.yaml
+
+  quantkit recipes init gptq -o mine.yaml     (every option, with its help)""",
+    no_args_is_help=True,
+)
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print them as JSON.")]
+NAME = Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")]
+METHOD = Annotated[str, typer.Argument(help="The method whose options to write.")]
+FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. (default: METHOD.yaml)")]
+
+
+@app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
+def list_command(as_json: AS_JSON = False) -> None:
+    """The recipes that come with quantkit."""
+    rows = [recipe.load(name) for name in recipe.shipped()]
+    if as_json:
+        records = [{"name": r.name, "method": r.method, "description": r.description} for r in rows]
+        print(json.dumps({"schema": "quantkit.recipes/1", "recipes": records}, indent=2))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("recipe", "method", "description", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for row in rows:
+        table.add_row(row.name, row.method, row.description)
+    Console(highlight=False, markup=False).print(table)
+
+
+@app.command("show", epilog="Examples:\n\n  quantkit recipes show gptq-w4")
+def show_command(name: NAME) -> None:
+    """Print a recipe."""
+    sys.stdout.write(recipe.read(name)[1])
+
+
+@app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
+def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
+    """Write a recipe that has every option of a method, at its default and with its help."""
+    text, path = recipe.template(method), output or Path(f"{method}.yaml")
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise QuantkitError(f"{path} exists", "choose another file with --output", USAGE) from error
+    except OSError as error:
+        raise QuantkitError(
+            f"{path} cannot be written: {error.strerror}", "choose another --output"
+        ) from error
+    print(f"written {path}\n\nnext: quantkit run {quote(str(path))} MODEL --dry-run")
