@@ -85,27 +85,22 @@ def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
     return (rows * factor[:, None]).round_().clamp_(-LEVELS, LEVELS)
 
 
-def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
-    """Indices of the columns of `inputs [tokens, in]` with a value of at least `threshold`; 0 means none."""
-    if threshold <= 0:
-        return torch.empty(0, dtype=torch.long, device=inputs.device)
-    return (inputs.abs().amax(0) >= threshold).nonzero()[:, 0]
-
-
 def int8_matmul(
     inputs: Tensor, codes: Tensor, absmax: Tensor, threshold: float, bias: Tensor | None = None
 ) -> Tensor:
-    """`inputs [tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32 `[out]`.
+    """`inputs [sequences, tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32 `[out]`.
 
-    The result has the dtype of `inputs`. As the clients of such a checkpoint do, outlier columns are
-    multiplied by the dequantized weight, since the original one is not stored.
+    The result has the dtype of `inputs`. Outliers are decided sequence by sequence, so that what a sequence
+    computes does not depend on what else is in its batch. As the clients of such a checkpoint do, outlier
+    columns are multiplied by the dequantized weight, since the original one is not stored.
     """
     outliers = outlier_columns(inputs.half(), threshold)
     result = _quantized_part(inputs, outliers, codes, absmax, threshold)
     result = (result if bias is None else result + bias).to(inputs.dtype)
-    if len(outliers):
-        weight = (codes[:, outliers] * absmax[:, None] * INVERSE).to(inputs.dtype)
-        result = result.addmm_(inputs[:, outliers], weight.t())
+    for k in outliers.any(1).nonzero()[:, 0].tolist():
+        columns = outliers[k].nonzero()[:, 0]
+        weight = (codes[:, columns] * absmax[:, None] * INVERSE).to(inputs.dtype)
+        result[k].addmm_(inputs[k][:, columns], weight.t())
     return result
 
 
@@ -113,13 +108,20 @@ def split_matmul(inputs: Tensor, weight: Tensor, threshold: float) -> tuple[Tens
     """The paper's computation from `inputs [tokens, in]` and the original `weight [out, in]`: its int8 part
     and its 16-bit part, whose sum is the result. Outlier columns count for neither scale.
     """
-    outliers = outlier_columns(inputs, threshold)
-    rest = weight.index_fill(1, outliers, 0)
+    outliers = outlier_columns(inputs[None], threshold)
+    rest = weight.masked_fill(outliers, 0)
     absmax = rest.abs().amax(1)
     codes = _codes(rest, absmax).to(torch.int8)
-    return _quantized_part(inputs, outliers, codes, absmax, threshold), inputs[:, outliers] @ weight[
-        :, outliers
-    ].t()
+    columns = outliers[0].nonzero()[:, 0]
+    apart = inputs[:, columns] @ weight[:, columns].t()
+    return _quantized_part(inputs[None], outliers, codes, absmax, threshold)[0], apart
+
+
+def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
+    """Which columns of `inputs [sequences, tokens, in]` hold a value of at least `threshold` (0: none do),
+    bool `[sequences, in]`."""
+    peaks = inputs.abs().amax(1)
+    return peaks >= threshold if threshold > 0 else torch.zeros_like(peaks, dtype=torch.bool)
 
 
 def _quantized_part(
@@ -129,12 +131,13 @@ def _quantized_part(
 
     A row's scale covers its values below the threshold; like bitsandbytes, those in outlier columns, too.
     """
-    rows = inputs.half().float()
-    small = rows.masked_fill(rows.abs() >= threshold, 0) if len(outliers) else rows
-    scale = small.abs().amax(1)
-    quantized = _codes(small, scale).index_fill_(1, outliers, 0).to(torch.int8)
-    sums = _int_matmul(quantized, codes)
-    return sums * (scale[:, None] * absmax) * INVERSE_SQUARE
+    rows = inputs.half().float().flatten(0, 1)
+    if threshold > 0:
+        rows.masked_fill_(rows.abs() >= threshold, 0)
+    scale = rows.abs().amax(1)
+    quantized = _codes(rows, scale).unflatten(0, inputs.shape[:2]).masked_fill_(outliers[:, None], 0)
+    sums = _int_matmul(quantized.flatten(0, 1).to(torch.int8), codes)
+    return (sums * (scale[:, None] * absmax) * INVERSE_SQUARE).unflatten(0, inputs.shape[:2])
 
 
 def _int_matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -88,8 +88,7 @@ class Int8Layout(Layout):
 
 
 class Int8Linear(nn.Module):
-    """`int8_matmul` as a module. Outliers are decided sequence by sequence, so that what a sequence
-    computes does not depend on what else is in its batch."""
+    """`int8_matmul` as a module."""
 
     def __init__(self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float):
         super().__init__()
@@ -101,10 +100,8 @@ class Int8Linear(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs [..., tokens, in]` to `[..., tokens, out]`."""
         sequences = inputs.reshape(-1, *inputs.shape[-2:])
-        outputs = [
-            int8_matmul(rows, self.codes, self.absmax, self.threshold, self.bias) for rows in sequences
-        ]
-        return torch.stack(outputs).view(*inputs.shape[:-1], len(self.codes))
+        outputs = int8_matmul(sequences, self.codes, self.absmax, self.threshold, self.bias)
+        return outputs.view(*inputs.shape[:-1], len(self.codes))
 
 
 @dataclass(frozen=True)
