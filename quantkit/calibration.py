@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import random
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quantkit.chat import ChatTemplate
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.hub_datasets import Dataset
 from quantkit.options import CalibrationOptions
-from quantkit.shipped import shipped_folder
+from quantkit.sources import Document, open_source
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
-PIECE_CHARS = 1 << 14  # a long text is taken in pieces of about this size, in seeded order
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the calibration tokens came from. `sha256` is that of the token block, int64 little-endian."""
+    """Where the calibration tokens came from: enough to make the same ones again.
+
+    `sha256` is that of the token block, int64 little-endian; `chat_template` that of the template
+    which conversations went through, None where there were none.
+    """
 
     source: str
     samples: int
@@ -32,6 +35,8 @@ class Provenance:
     seed: int
     bos: bool
     sha256: str
+    chat_template: str | None
+    dataset: Dataset | None
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,13 @@ class CalibrationSet:
         return asdict(self.provenance)
 
 
-def load(checkpoint: Checkpoint, options: CalibrationOptions) -> CalibrationSet:
+def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = False) -> CalibrationSet:
     """Tokenize as much of the source as is needed and slice it into sequences.
 
     Documents are taken in seeded order and concatenated; where the tokenizer begins texts with a BOS
-    token, every sequence begins with it. Raises QuantkitError when the text is missing, empty, or
-    holds less than one sequence; with fewer sequences than asked for, the set carries a warning.
+    token, every sequence begins with it. `offline`: datasets of the hub come from the local caches.
+    Raises QuantkitError when the text is missing, empty, or holds less than one sequence; with fewer
+    sequences than asked for, the set carries a warning.
     """
     if options.samples < 1 or (options.seqlen is not None and options.seqlen < 2):
         raise QuantkitError("--samples and --seqlen must be positive", "try 128 and 512", USAGE)
@@ -59,13 +65,15 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions) -> CalibrationSet:
     seqlen = options.seqlen or (SHIPPED_SEQLEN if shipped else DEFAULT_SEQLEN)
     if checkpoint.context is not None:
         seqlen = min(seqlen, checkpoint.context)
-    pieces = list(_shipped_pieces() if shipped else _pieces(Path(options.calibration), options))
-    random.Random(options.seed).shuffle(pieces)
-    tokens, found, bos = _slice(checkpoint.tokenizer, pieces, options.samples, seqlen)
-    source = "shipped" if shipped else Path(options.calibration).name
+    source = open_source(options, offline)
+    tokenizer = checkpoint.tokenizer
+    bos = begins_with_bos(tokenizer)
+    with closing(source.documents) as documents:
+        stream, chat_template = _take(tokenizer, documents, options.samples * (seqlen - bos), bos)
+    tokens = _slice(stream, options.samples, seqlen, tokenizer.bos_token_id if bos else None)
     if not len(tokens):
         raise QuantkitError(
-            f"calibration text {source} holds {found} tokens; one sequence needs {seqlen}",
+            f"calibration text {source.name} holds {len(stream)} tokens; one sequence needs {seqlen}",
             hint="give more text with --calibration, or shorter sequences with --seqlen",
             exit_code=USAGE,
         )
@@ -74,63 +82,15 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions) -> CalibrationSet:
         warning = f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens"
     if len(tokens) < options.samples and not shipped:
         warning = (
-            f"calibration text {source} holds {found} tokens; {options.samples} sequences of {seqlen} need "
-            f"{options.samples * seqlen}: using {len(tokens)} sequences"
+            f"calibration text {source.name} holds {len(stream)} tokens; "
+            f"{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
+            f"using {len(tokens)} sequences"
         )
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    provenance = Provenance(source, len(tokens), seqlen, options.seed, bos, digest)
+    provenance = Provenance(
+        source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
+    )
     return CalibrationSet(tokens, provenance, warning)
-
-
-def _shipped_pieces() -> Iterator[str]:
-    for path in sorted(shipped_folder("calibration").glob("*.txt")):
-        yield from _cut(path.read_text(encoding="utf-8"))
-
-
-def _pieces(path: Path, options: CalibrationOptions) -> Iterator[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            if path.suffix not in (".jsonl", ".json", ".ndjson"):
-                yield from _cut(file.read())
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _row(line, options.text_column, f"{path}:{number}")
-    except UnicodeDecodeError as error:
-        raise QuantkitError(
-            f"{path} is not UTF-8 text: {error}", hint="convert it, or give another file", exit_code=USAGE
-        ) from error
-    except OSError as error:
-        raise QuantkitError(
-            f"calibration text {path} cannot be read: {error.strerror}",
-            hint="check the path given to --calibration",
-            exit_code=NOT_FOUND,
-        ) from error
-
-
-def _row(line: str, column: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object a line", USAGE) from error
-    if not isinstance(row, dict) or not isinstance(row.get(column), str):
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise QuantkitError(
-            f"{where} has no text under {column!r} (it has: {keys})",
-            hint="name the key with --text-column",
-            exit_code=USAGE,
-        )
-    return row[column]
-
-
-def _cut(text: str) -> Iterator[str]:
-    """Pieces of about PIECE_CHARS, cut at line ends."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + PIECE_CHARS)
-        end = len(text) if end < 0 else end + 1
-        yield text[start:end]
-        start = end
 
 
 def begins_with_bos(tokenizer) -> bool:
@@ -138,17 +98,25 @@ def begins_with_bos(tokenizer) -> bool:
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
-def _slice(tokenizer, pieces: list[str], samples: int, seqlen: int) -> tuple[Tensor, int, bool]:
-    """Sequences int64 `[≤ samples, seqlen]`, the tokens found, and whether sequences begin with BOS."""
-    bos = begins_with_bos(tokenizer)
-    body = seqlen - bos
+def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> tuple[list[int], str | None]:
+    """At least `needed` tokens where there are as many, and the sha256 of the chat template that was used.
+
+    No document keeps a BOS of its own, as chat templates write it, where every sequence gets one.
+    """
+    template = ChatTemplate(tokenizer)
     stream: list[int] = []
-    for piece in pieces:
-        stream.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
-        if len(stream) >= samples * body:
+    for document in documents:
+        text = document if isinstance(document, str) else template.render(document)
+        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        stream.extend(found[1:] if bos and found[:1] == [tokenizer.bos_token_id] else found)
+        if len(stream) >= needed:
             break
+    return stream, template.sha256
+
+
+def _slice(stream: list[int], samples: int, seqlen: int, bos: int | None) -> Tensor:
+    """Sequences int64 `[≤ samples, seqlen]`, each beginning with `bos` where there is one."""
+    body = seqlen - (bos is not None)
     count = min(samples, len(stream) // body)
     tokens = torch.tensor(stream[: count * body], dtype=torch.int64).view(count, body)
-    if bos:
-        tokens = torch.cat([torch.full((count, 1), tokenizer.bos_token_id), tokens], 1)
-    return tokens, len(stream), bos
+    return tokens if bos is None else torch.cat([torch.full((count, 1), bos), tokens], 1)

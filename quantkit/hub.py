@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
@@ -42,16 +44,44 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     return _download(source, revision, offline)
 
 
+def dataset_revision(repo: str, revision: str | None = None) -> str:
+    """The commit that `revision` (default: main) of a dataset repository stands for; its files may be read.
+
+    Raises QuantkitError (exit code 3) as `resolve` does.
+    """
+    from huggingface_hub import HfApi
+
+    with explained(repo, revision, kind="dataset"):
+        api = HfApi()
+        api.auth_check(repo, repo_type="dataset")  # a gated repository describes itself to everyone
+        commit = api.dataset_info(repo, revision=revision, timeout=30).sha
+    assert commit is not None
+    return commit
+
+
 def _download(repo: str, revision: str | None, offline: bool) -> Path:
-    from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
-    try:
+    with explained(repo, revision, offline):
         return Path(
             snapshot_download(
                 repo, revision=revision, allow_patterns=list(PATTERNS), local_files_only=offline
             )
         )
+
+
+@contextmanager
+def explained(
+    repo: str, revision: str | None = None, offline: bool = False, kind: str = "model"
+) -> Iterator[None]:
+    """Turn what huggingface_hub raises about a repository into QuantkitError (exit code 3) with a way out."""
+    from huggingface_hub import errors as hub
+
+    noun, local, option = (
+        ("", "folder", "") if kind == "model" else ("dataset ", "file", " --repo-type dataset")
+    )
+    try:
+        yield
     except hub.GatedRepoError as error:
         raise QuantkitError(
             f"{repo} is gated", hint="accept its terms on the hub and set HF_TOKEN", exit_code=NOT_FOUND
@@ -59,20 +89,21 @@ def _download(repo: str, revision: str | None, offline: bool) -> Path:
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
         where = f"{repo} at revision {revision}" if revision else repo
         raise QuantkitError(
-            f"the hub has no {where}, or it is private",
+            f"the hub has no {noun}{where}, or it is private",
             hint="check the spelling; for a private repository set HF_TOKEN",
             exit_code=NOT_FOUND,
         ) from error
     except hub.HFValidationError as error:
         raise QuantkitError(
-            f"{repo} is no local folder and no hub id",
-            hint="give a local checkpoint folder, or a hub id of the form OWNER/NAME",
+            f"{repo} is no local {local} and no hub id",
+            hint=f"give a local {'checkpoint folder' if kind == 'model' else 'file'}, "
+            "or a hub id of the form OWNER/NAME",
             exit_code=NOT_FOUND,
         ) from error
     except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
         why = "is not in the local cache" if offline else "could not be fetched"
         raise QuantkitError(
-            f"{repo} is no local folder and {why}: {first_line(error)}",
-            hint="give a local folder, or fetch it once with a connection: hf download " + repo,
+            f"{repo} is no local {local} and {why}: {first_line(error)}",
+            hint=f"give a local {local}, or fetch it once with a connection: hf download {repo}{option}",
             exit_code=NOT_FOUND,
         ) from error

@@ -102,7 +102,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     calibrated = None
     if method.needs:
         progress.phase("reading the calibration text")
-        calibrated = calibration.load(checkpoint, request.calibration)
+        calibrated = calibration.load(checkpoint, request.calibration, request.offline)
         if calibrated.warning:
             progress.warn(calibrated.warning)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)

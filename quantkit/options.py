@@ -17,9 +17,19 @@ class CalibrationOptions:
     """What text the statistics are gathered on."""
 
     calibration: str | None = option(
-        None, "Text file (.txt) or JSON lines (.jsonl) to calibrate on. (default: the shipped text)"
+        None,
+        "Text (.txt), JSON lines (.jsonl) or parquet file to calibrate on, or a dataset of the hub, of "
+        "which no more than needed is fetched: wikitext2, c4, ORG/NAME, ORG/NAME:SPLIT:COLUMN or "
+        "ORG/NAME@CONFIG:SPLIT:COLUMN. (default: the shipped text)",
     )
-    text_column: str = option("text", "Key of the text in JSON lines.")
+    calibration_revision: str | None = option(
+        None, "Branch, tag or commit of the calibration dataset. (default: main; the commit is recorded)"
+    )
+    text_column: str = option(
+        "text",
+        "Key or column of the text, or of conversations, which go through the model's chat template. "
+        "(without text: messages or conversations)",
+    )
     samples: int = option(128, "Calibration sequences.")
     seqlen: int | None = option(
         None, "Tokens per sequence. (default: 2048, or 512 for the shipped text; at most the model's context)"

@@ -12,6 +12,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
+from stand_in_hub import StandInHub
 
 REPOSITORY = Path(__file__).parents[1]
 torch.set_num_threads(1)
@@ -31,6 +32,13 @@ def tiny_model(tmp_path):
         return folder
 
     return make
+
+
+@pytest.fixture
+def hub_server():
+    """An empty stand-in for the hub, running (see stand_in_hub.py)."""
+    with StandInHub() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

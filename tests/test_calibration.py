@@ -9,11 +9,12 @@ import torch
 from families import sentences
 
 from quantkit import calibration
-from quantkit.calibration import PIECE_CHARS, CalibrationSet
+from quantkit.calibration import CalibrationSet
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions
 from quantkit.shipped import shipped_folder
+from quantkit.sources import PIECE_CHARS
 
 SHORT = "\n".join(sentences(100, seed=1)) + "\n"  # less than one piece
 LONG = "\n".join(sentences(2500, seed=2)) + "\n"
@@ -129,6 +130,8 @@ def test_the_provenance_names_the_tokens(checkpoint, write):
         "seed": 5,
         "bos": False,
         "sha256": hashlib.sha256(block).hexdigest(),
+        "chat_template": None,
+        "dataset": None,
     }
 
 
@@ -197,7 +200,7 @@ def test_json_lines_give_the_text_under_a_key(checkpoint, write, name):
     ("line", "words"),
     [
         ('{"body": "x", "title": "y"}', "has no text under 'text' (it has: body, title)"),
-        ('{"text": 5}', "has no text under 'text' (it has: text)"),
+        ('{"text": 5}', "has no text under 'text' (it has: text: int)"),
         ('["text"]', "has no text under 'text' (it has: list)"),
         ('{"text": "x"', "is not JSON"),
         ("[" * 100_000, "is not JSON"),

@@ -2,13 +2,10 @@
 
 import inspect
 import json
-import os
 import random
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,14 +13,13 @@ import torch
 from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from stand_in_hub import SHA, TOKEN, environment
 
 from quantkit import hub
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.safetensors_folder import INDEX, SINGLE, read_folder, read_header, write_folder
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
 
-REPOSITORY = Path(__file__).parents[1]
-SHA = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "f" * 40
 TENSORS = {  # every size of element, a scalar, an empty tensor, and names whose order is not alphabetical
     "layers.10.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -391,63 +387,6 @@ def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revisi
     assert f"hf download {source}" in error.hint
 
 
-class StandIn(BaseHTTPRequestHandler):
-    """The routes of the hub that a snapshot needs: repository information, its tree, its files."""
-
-    protocol_version = "HTTP/1.1"
-    files: dict[str, bytes]
-    seen: list[tuple[str, str | None]]
-
-    def do_GET(self):
-        parts = self.path.split("?")[0].strip("/").split("/")
-        token = self.headers.get("Authorization")
-        self.seen.append((self.path, token))
-        if parts[0] == "api":
-            parts = parts[2:]  # api/models/
-        owner, name, *rest = parts + [""] * 4
-        if owner != "org":
-            self.answer(404, b"")
-        elif name == "gated":
-            self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
-        elif name == "absent" or (name == "private" and token != "Bearer hf_secret"):
-            self.answer(401, b"", {"X-Error-Code": "RepoNotFound"})
-        elif name == "broken":
-            self.answer(500, b"")
-        elif name == "portal":
-            self.answer(200, b"<html>Please log in</html>")
-        elif name == "cut":
-            self.answer(200, b'{"id":', {"Content-Length": 100})
-            self.close_connection = True
-        elif rest[1] not in ("main", "v1", SHA):
-            self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        elif rest[0] == "revision":
-            self.answer(200, json.dumps({"id": f"{owner}/{name}", "sha": SHA}).encode())
-        elif rest[0] == "tree":
-            tree = [
-                {"type": "file", "path": path, "size": len(data), "oid": f"{number:040x}"}
-                for number, (path, data) in enumerate(self.files.items())
-            ]
-            self.answer(200, json.dumps(tree).encode())
-        elif rest[0] == "resolve" and rest[2] in self.files:
-            self.answer(200, self.files[rest[2]], {"ETag": f'"{rest[2]}"', "X-Repo-Commit": SHA})
-        else:
-            self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-
-    do_HEAD = do_GET
-
-    def answer(self, status: int, body: bytes, headers: dict | None = None) -> None:
-        self.send_response(status)
-        kind = "application/json" if self.path.startswith("/api") else "application/octet-stream"
-        for key, value in {"Content-Type": kind, "Content-Length": len(body), **(headers or {})}.items():
-            self.send_header(key, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
 RESOLVE = """
 import json, sys
 from quantkit import hub
@@ -462,13 +401,10 @@ for line in sys.stdin:
 
 def resolve_elsewhere(home: Path, endpoint: str, requests: list[dict], token: str = "") -> list[dict]:
     """`hub.resolve` of every request in one new process: huggingface_hub reads its variables at import."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE],
         input="".join(json.dumps(request) + "\n" for request in requests),
-        env=environment
-        | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(REPOSITORY)}
-        | {"HF_TOKEN": token, "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        env=environment(home, endpoint, token),
         capture_output=True,
         text=True,
         timeout=60,
@@ -478,33 +414,28 @@ def resolve_elsewhere(home: Path, endpoint: str, requests: list[dict], token: st
 
 
 @pytest.fixture
-def stand_in(tiny_model):
+def stand_in(tiny_model, hub_server):
     folder = tiny_model("llama", tokenizer=True)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     files |= {"pytorch_model.bin": b"pickle", "LICENSE": b"MIT", "training_args.bin": b"pickle"}
-    handler = type("Handler", (StandIn,), {"files": files, "seen": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    for state in ("private", "gated", "broken", "portal", "cut"):
+        hub_server.add(f"models/org/{state}", files, state)
+    hub_server.add("models/org/name", files)
+    return hub_server
 
 
 def test_a_hub_id_is_fetched_once_and_then_opens_offline(stand_in, tmp_path):
-    files, seen = stand_in.RequestHandlerClass.files, stand_in.RequestHandlerClass.seen
+    files = stand_in.repos["models/org/name"].revisions[SHA]
     (online,) = resolve_elsewhere(tmp_path, stand_in.url, [{"source": "org/name"}])
     folder = Path(online["folder"])
     assert folder.name == SHA
     wanted = {name: data for name, data in files.items() if ".bin" not in name}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == wanted
-    assert not any(".bin" in path for path, _ in seen)
+    assert not any(".bin" in path for _, path, _ in stand_in.seen)
 
-    seen.clear()
+    stand_in.seen.clear()
     offline = resolve_elsewhere(tmp_path, stand_in.url, [{"source": "org/name", "offline": True}])
-    assert offline == [online] and not seen  # not one request
+    assert offline == [online] and not stand_in.seen  # not one request
     checkpoint = Checkpoint.open(str(folder))
     assert checkpoint.tokenizer.vocab_size == 512 and checkpoint.config.num_hidden_layers == 3
 
@@ -513,8 +444,8 @@ def test_the_token_comes_from_the_environment(stand_in, tmp_path):
     request = {"source": "org/private"}
     (refused,) = resolve_elsewhere(tmp_path / "a", stand_in.url, [request])
     assert refused["code"] == NOT_FOUND and "HF_TOKEN" in refused["hint"]
-    assert {token for _, token in stand_in.RequestHandlerClass.seen} == {None}
-    (fetched,) = resolve_elsewhere(tmp_path / "b", stand_in.url, [request], token="hf_secret")
+    assert {token for _, _, token in stand_in.seen} == {None}
+    (fetched,) = resolve_elsewhere(tmp_path / "b", stand_in.url, [request], token=TOKEN)
     assert Path(fetched["folder"], "config.json").is_file()
 
 

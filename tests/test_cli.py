@@ -137,7 +137,15 @@ def test_help_imports_no_torch(arguments):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "Usage" in done.stdout and {"quantkit", "typer"} <= imported
-    assert not imported & {"torch", "transformers", "tokenizers", "safetensors", "numpy"}
+    assert not imported & {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "datasets",
+        "pyarrow",
+    }
 
 
 @pytest.mark.parametrize("name", COMMANDS)

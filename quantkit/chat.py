@@ -1,0 +1,95 @@
+"""Conversations to text, through the model's own chat template."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from quantkit.errors import USAGE, QuantkitError, first_line
+
+COLUMNS = ("messages", "conversations")  # where chat datasets keep their conversations
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # {"from", "value"}: other names mean themselves
+TODAY = datetime.date(2024, 7, 26)  # always, or no job could be resumed tomorrow; Llama 3 falls back to it
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as they lie in a dataset, each {"role", "content"} or ShareGPT's {"from", "value"}."""
+
+    messages: list[Any]
+    where: str  # the row, for an error
+
+
+def column_of(columns: Iterable[str], asked: str, default: str) -> str | None:
+    """The column that holds a row's text: `asked`, or a chat column where only the default was asked for."""
+    columns = list(columns)
+    if asked in columns:
+        return asked
+    return next((name for name in COLUMNS if name in columns), None) if asked == default else None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. `sha256` is that of the template, once it was needed."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.sha256: str | None = None
+
+    def render(self, conversation: Conversation) -> str:
+        """The conversation as the model would see it, special tokens and all.
+
+        Raises QuantkitError when the model has no template or its template refuses the messages.
+        Templates that print today's date print TODAY.
+        """
+        template = self._template()
+        if self.sha256 is None:
+            self.sha256 = hashlib.sha256(template.encode()).hexdigest()
+        messages = [_message(message, conversation.where) for message in conversation.messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, chat_template=_at_a_fixed_date(template)
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise QuantkitError(
+                f"{conversation.where} does not fit the model's chat template: {first_line(error)}",
+                hint="leave such rows out, or give their text under another column",
+                exit_code=USAGE,
+            ) from error
+
+    def _template(self) -> str:
+        try:
+            return self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise QuantkitError(
+                "the calibration data holds conversations, but the model has no chat template",
+                hint="put the model's chat_template.jinja beside its tokenizer, or name a column of text",
+                exit_code=USAGE,
+            ) from error
+
+
+def _at_a_fixed_date(template: str) -> str:
+    """The template with its own `strftime_now`: transformers' says today, and lets none be passed in."""
+    if "strftime_now" not in template:
+        return template
+    filled = "".join(f" | replace('%{code}', '{TODAY.strftime(f'%{code}')}')" for code in "YymdbBaAHMSj")
+    return "{%- macro strftime_now(format) -%}{{ format" + filled + " }}{%- endmacro %}" + template
+
+
+def _message(message: Any, where: str) -> dict:
+    if isinstance(message, dict):
+        if "role" in message and "content" in message:
+            return message
+        if "from" in message and "value" in message:
+            role = message["from"]
+            return {"role": SHAREGPT_ROLES.get(role, role), "content": message["value"]}
+    has = ", ".join(message) if isinstance(message, dict) else type(message).__name__
+    raise QuantkitError(
+        f"{where} holds a message without role and content (it has: {has})",
+        hint='messages look like {"role": "user", "content": "…"} or {"from": "human", "value": "…"}',
+        exit_code=USAGE,
+    )

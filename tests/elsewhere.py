@@ -1,0 +1,54 @@
+"""The other process of stand_in_hub.Elsewhere: a JSON request a line on stdin, an answer a line on stdout."""
+
+import contextlib
+import io
+import json
+import sys
+
+from quantkit import calibration, cli
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.options import CalibrationOptions
+
+
+def run(arguments: list[str]) -> dict:
+    """A quantkit command as typed."""
+    sys.argv = ["quantkit", *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def calibrate(model: str, offline: bool = False, **options) -> dict:
+    """The record and the tokens of a calibration set."""
+    try:
+        found = calibration.load(Checkpoint.open(model), CalibrationOptions(**options), offline)
+    except QuantkitError as error:
+        return {"message": error.message, "hint": error.hint, "code": error.exit_code}
+    return {**found.record(), "tokens": found.tokens.tolist(), "warning": found.warning}
+
+
+def download(repo: str, patterns: list[str] | None = None) -> dict:
+    """What `hf download REPO --repo-type dataset` does."""
+    from huggingface_hub import snapshot_download
+
+    return {"folder": snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)}
+
+
+def prepare(repo: str, config: str) -> dict:
+    """What people do who use `datasets` themselves."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    return {"splits": list(datasets.load_dataset(repo, config))}
+
+
+for line in sys.stdin:
+    request = json.loads(line)
+    answer = {"run": run, "calibrate": calibrate, "download": download, "prepare": prepare}[request.pop("do")]
+    print(json.dumps(answer(**request)), flush=True)

@@ -1,0 +1,164 @@
+"""Documents of parquet files, and what `--calibration` may name."""
+
+import json
+
+import pyarrow
+import pytest
+from families import sentences
+from pyarrow import parquet
+
+from quantkit import hub_datasets, sources
+from quantkit.chat import Conversation
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.hub_datasets import DatasetId
+from quantkit.options import CalibrationOptions
+from quantkit.sources import BUFFER, PIECE_CHARS, open_source
+
+TEXTS = sentences(3000, seed=5)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rows: int = 500, name: str = "rows.parquet", **columns) -> str:
+        parquet.write_table(pyarrow.table(columns), tmp_path / name, row_group_size=rows)
+        return str(tmp_path / name)
+
+    return write
+
+
+def documents(path: str, **options) -> list:
+    return list(open_source(CalibrationOptions(calibration=path, **options), offline=False).documents)
+
+
+def error_of(path: str, **options) -> QuantkitError:
+    with pytest.raises(QuantkitError) as caught:
+        documents(path, **options)
+    return caught.value
+
+
+def test_parquet_gives_every_row_once_in_seeded_order(write):
+    path = write(text=TEXTS, id=list(range(len(TEXTS))))
+    first, again, other = (documents(path, seed=seed) for seed in (3, 3, 4))
+    assert first == again != other
+    assert sorted(first) == sorted(other) == sorted(TEXTS)
+    assert first[:20] != TEXTS[:20]
+
+
+def test_parquet_is_read_by_row_groups_and_batches_and_no_further_than_needed(write, monkeypatch):
+    path = write(text=TEXTS, other=[text[::-1] for text in TEXTS])
+    asked = []
+
+    class Watched(parquet.ParquetFile):
+        def iter_batches(self, batch_size, row_groups, columns):
+            asked.append((row_groups, columns))
+            for batch in super().iter_batches(batch_size, row_groups=row_groups, columns=columns):
+                assert batch.num_rows <= BUFFER
+                yield batch
+
+    monkeypatch.setattr(parquet, "ParquetFile", Watched)
+    opened = open_source(CalibrationOptions(calibration=path), offline=False).documents
+    assert next(opened) in TEXTS
+    assert 0 < len(asked) < len(TEXTS) / 500  # what the buffer holds, and one group more
+    assert all(columns == ["text"] and len(groups) == 1 for groups, columns in asked)
+    opened.close()
+
+
+def test_a_large_row_group_is_read_in_batches(write):
+    path = write(rows=len(TEXTS), text=TEXTS)
+    assert parquet.ParquetFile(path).num_row_groups == 1
+    assert sorted(documents(path)) == sorted(TEXTS)
+
+
+def test_parquet_takes_the_column_it_is_told_and_passes_over_empty_rows(write):
+    path = write(body=["a", None, "b", ""], text=["x"] * 4)
+    assert sorted(documents(path, text_column="body")) == ["a", "b"]
+
+
+def test_parquet_holds_conversations_and_long_texts(write):
+    talk = [{"role": "user", "content": "hi"}]
+    (found,) = documents(write(messages=[talk]))
+    assert isinstance(found, Conversation) and found.messages == talk
+    assert found.where.endswith("rows.parquet, row 1")
+    long = "\n".join(TEXTS)
+    pieces = documents(write(text=[long]))
+    assert len(pieces) > 5 and max(map(len, pieces)) < PIECE_CHARS + 200
+    assert sorted("".join(pieces)) == sorted(long)
+
+
+def test_parquet_that_does_not_serve_is_an_error(write, tmp_path):
+    path = write(body=["x"], number=[1])
+    error = error_of(path)
+    assert error.message == f"{path} has no text under 'text' (it has: body, number)"
+    assert error.exit_code == USAGE and "--text-column" in error.hint
+    assert error_of(path, text_column="number").message == (
+        f"{path}, row 1 has no text under 'number' (it has: number: int)"
+    )
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
+    error = error_of(str(tmp_path / "bad.parquet"))
+    assert error.exit_code == USAGE and "is not parquet that can be read" in error.message
+    error = error_of(str(tmp_path / "absent.parquet"))
+    assert error.exit_code == NOT_FOUND and "No such file" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("wikitext2", DatasetId("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text")),
+        ("c4", DatasetId("allenai/c4", "en", "train", "text")),
+        ("org/name", DatasetId("org/name", None, "train", None)),
+        ("org/name:test", DatasetId("org/name", None, "test", None)),
+        ("org/name:train_sft:messages", DatasetId("org/name", None, "train_sft", "messages")),
+        ("org/na.me@20231101.ko", DatasetId("org/na.me", "20231101.ko", "train", None)),
+        ("org/name@en:dev:my text", DatasetId("org/name", "en", "dev", "my text")),
+        ("name", None),
+        ("./org/name", None),
+        ("/org/name", None),
+        ("../name", None),
+        ("a/b/c", None),
+        ("org/name:", None),
+        ("org/name@", None),
+        ("org/name:train[:10%]", None),
+    ],
+)
+def test_ids_of_datasets(text, expected):
+    assert hub_datasets.parse(text) == expected
+
+
+@pytest.mark.parametrize("name", ["c4", "wikitext2", "org/name"])
+def test_an_existing_path_wins_over_a_dataset(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("here")
+    assert documents(name) == ["here"]
+
+
+@pytest.mark.parametrize("name", ["data/train.jsonl", "data/text.txt", "data/rows.parquet", "nothing"])
+def test_a_missing_file_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = error_of(name)
+    assert error.exit_code == NOT_FOUND
+    assert error.message == f"calibration text {name} cannot be read: No such file or directory"
+    assert "wikitext2, c4" in error.hint
+
+
+def test_a_revision_is_for_datasets(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "x"}))
+    error = error_of(str(path), calibration_revision="main")
+    assert error.exit_code == USAGE and "--calibration-revision" in error.message
+
+
+def test_the_buffer_is_bounded():
+    taken = 0
+
+    def count():
+        nonlocal taken
+        for number in range(10 * BUFFER):
+            taken = number + 1
+            yield str(number)
+
+    shuffled = sources._shuffled(count(), seed=1)
+    first = [next(shuffled) for _ in range(50)]
+    assert taken == BUFFER + 50
+    assert first != sorted(first, key=int)
+    assert sorted([*first, *shuffled], key=int) == [str(number) for number in range(10 * BUFFER)]
