@@ -50,7 +50,7 @@ class Override:
         return f"--override {self.text}"
 
 
-MakeGrid = Callable[[int, int, Override | None], Grid]
+MakeGrid = Callable[[str, int, int, Override | None], Grid]
 
 
 def resolve(
@@ -58,7 +58,7 @@ def resolve(
 ) -> list[LinearSpec]:
     """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
 
-    `make_grid(out_features, in_features, override)` gives the method's grid; of several overrides that
+    `make_grid(name, out_features, in_features, override)` gives the method's grid; of several overrides that
     match the first counts, and `exclude` counts more. Raises QuantkitError naming every
     weight no site can cover, every linear the grid or layout cannot hold, and every pattern
     that is malformed or matches nothing.
@@ -75,7 +75,7 @@ def resolve(
                 shape = module.out_features, module.in_features
                 kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
                 other = next((o for o in overrides if o.pattern.search(name)), None)
-                grid = None if kept else make_grid(*shape, other)
+                grid = None if kept else make_grid(local, *shape, other)
                 specs.append(LinearSpec(name, index, local, *shape, grid, kept))
     asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
     asked |= {other.flag: other.pattern for other in overrides}

@@ -38,6 +38,7 @@ class AffineGrid:
     of covering the group's largest weight. For each of `CANDIDATES` ranges the codes are rounded
     and the best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero;
     rounded to float16, the range with the least error Σ h (w - s c)² wins.
+    clip: given second moments, round to nearest cuts off each group's range by AWQ's search instead.
     """
 
     bits: int
@@ -45,6 +46,7 @@ class AffineGrid:
     symmetric: bool = True
     zero_min: int = 0
     search: bool = True
+    clip: bool = False
     spans_matrix = False
 
     @property
@@ -78,7 +80,7 @@ class AffineGrid:
 
     def plain(self) -> AffineGrid:
         """The grid that covers each group's full range."""
-        return replace(self, search=False)
+        return replace(self, search=False, clip=False)
 
     def describe(self) -> str:
         """`4 bit, groups of 128`."""

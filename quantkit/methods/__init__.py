@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method:
-    """`make_grid(out_features, in_features, override)` gives the grid of a linear of that shape."""
+    """`make_grid(name, out_features, in_features, override)` gives the grid of a linear of a block."""
 
     name: str
     solver: Solver

@@ -79,7 +79,7 @@ def build(options: Options, calibrated: bool = False) -> Method:
         version=1 if options.checkpoint_format == "gptq" else 2,
     )
 
-    def make_grid(out_features: int, in_features: int, override: Override | None) -> AffineGrid:
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
         bits = override.bits if override else options.bits
         group_size = override.group_size if override and override.group_size else options.group_size
         _check_grid(bits, group_size, override.flag if override else "")

@@ -45,7 +45,7 @@ def build(options: Options, calibrated: bool = False) -> Method:
     from quantkit.layouts.bitsandbytes import Int8Layout
     from quantkit.solvers.rtn import RtnSolver
 
-    def make_grid(out_features: int, in_features: int, override: Override | None) -> Int8Grid:
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Int8Grid:
         refuse_override(override, "int8 has one width")
         return Int8Grid(in_features)
 

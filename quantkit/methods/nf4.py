@@ -47,7 +47,7 @@ def build(options: Options, calibrated: bool = False) -> Method:
     from quantkit.solvers.gptq import GptqSolver
     from quantkit.solvers.rtn import RtnSolver
 
-    def make_grid(out_features: int, in_features: int, override: Override | None) -> Nf4Grid:
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Nf4Grid:
         refuse_override(override, "nf4 has one width")
         return Nf4Grid(options.double_quant)
 

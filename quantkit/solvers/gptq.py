@@ -22,11 +22,11 @@ from torch import Tensor
 from quantkit.grids import Grid, QuantizedWeight, group, join, stack
 from quantkit.grids import rows as rows_of
 from quantkit.solvers import SiteStatistics, Solved, clipping, rtn
+from quantkit.solvers.loss import loss
 from quantkit.solvers.refine import refine
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
 RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product
-LOSS_WIDTH = 256  # columns of a loss computed at a time
 DAMP_RETRIES = 5
 
 
@@ -195,18 +195,6 @@ def runs(start: int, end: int, group_size: int) -> Iterator[tuple[int, int]]:
         high = min(end, (low // group_size + 1) * group_size, low + RUN)
         yield low, high
         low = high
-
-
-def loss(delta: Tensor, hessian: Tensor) -> float:
-    """`tr(dW H dWᵀ)` for `delta [out, in]`, from one triangle of the symmetric H."""
-    total = 0.0
-    for start in range(0, len(hessian), LOSS_WIDTH):
-        block = slice(start, start + LOSS_WIDTH)
-        product = delta[:, block] @ hessian[block, block]
-        if start:
-            product.addmm_(delta[:, :start], hessian[:start, block], alpha=2)
-        total += torch.sum(product.mul_(delta[:, block]), dtype=torch.float64).item()
-    return total
 
 
 def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:

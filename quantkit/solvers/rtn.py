@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight, flat
 from quantkit.solvers import SiteStatistics, Solved, clipping
+from quantkit.solvers.clip import clipped_ranges
+from quantkit.solvers.loss import loss
 
 
 def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
@@ -25,18 +27,24 @@ def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
 
 @dataclass(frozen=True)
 class RtnSolver:
-    """Round to nearest without any statistics; given LLM.int8's `threshold`, counts outlier columns."""
+    """Round to nearest. threshold: count LLM.int8's outlier columns, which takes calibration.
+    weighted: measure errors at the outputs, and clip the groups of grids that say so.
+    """
 
     threshold: float | None = None
+    weighted: bool = False
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset() if self.threshold is None else frozenset({"peak"})
+        wanted = {"peak": self.threshold is not None, "hessian": self.weighted}
+        return frozenset(name for name, needed in wanted.items() if needed)
 
     def solve(
         self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
     ) -> list[Solved]:
-        """Errors are relative to the weights themselves: there are no inputs to weigh them with."""
+        """Without second moments errors are relative to the weights: no inputs are known to weigh them."""
+        if self.weighted:
+            return [_weighted(w, grid, statistics.hessian) for w, grid in zip(weights, grids, strict=True)]
         solved = []
         outliers = None
         if self.threshold is not None:
@@ -47,3 +55,16 @@ class RtnSolver:
             notes = clipping(quantized)
             solved.append(Solved(quantized, error.item(), notes=notes, outlier_columns=outliers))
         return solved
+
+
+def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
+    """Rounded with clipped ranges if the grid is to be clipped and the outputs gain by it."""
+    scale = max(loss(weight, hessian), 1e-30)
+    plain = quantize(weight, grid.plain())
+    plain_error = loss(plain.values() - weight, hessian) / scale
+    if grid.clip:
+        clipped = nearest(weight, grid, clipped_ranges(weight, grid.plain(), hessian))
+        error = loss(clipped.values() - weight, hessian) / scale
+        if error <= plain_error:
+            return Solved(clipped, error, plain_error, notes=clipping(clipped))
+    return Solved(plain, plain_error, plain_error, notes=clipping(plain))

@@ -1,0 +1,163 @@
+"""AWQ: activation-aware scaling (Lin et al. 2023, arXiv:2306.00978, section 3.2 and equation 5).
+
+Columns of a site's linears that meet large activations are scaled up before rounding, by
+`s = mean|x|^α` normalised so that `max(s) min(s) = 1`, and the inputs scaled down by the same factors, which
+are folded into whatever produces them. One α per site is searched: from 0, which changes nothing, to 1.
+
+The loss of a candidate is the squared error of the site's outputs, `tr(dW H dWᵀ)` with
+`dW = Q(W s) / s - W`: quadratic in dW, so the second moments H stand for the calibration tokens, and their
+number does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.capture import Site
+from quantkit.grids import Grid
+from quantkit.solvers import rtn
+from quantkit.solvers.loss import row_losses
+from quantkit.transforms import BlockView, Transformed
+from quantkit.transforms.fold import Producer, find_producer
+
+SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
+
+
+@dataclass(frozen=True)
+class AwqTransform:
+    """n_grid: how many values of α are tried, 0 and 1 among them."""
+
+    n_grid: int = 20
+    needs = frozenset({"hessian", "magnitude"})
+    # What was proven on the last block, by site: the first guess for the next one, proven anew there.
+    _known: dict[Site, Producer] = field(default_factory=dict, compare=False, repr=False)
+
+    def apply(self, view: BlockView) -> Transformed:
+        """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
+        wanted = [site for site in view.sites if site in view.statistics]
+        producers = {site: find_producer(view, site, self._known.get(site)) for site in wanted}
+        self._known.update({site: found for site, found in producers.items() if found})
+        original = _in_float32(view.block)
+        result = Transformed(statistics=dict(view.statistics))
+        for site, producer in producers.items():
+            self._scale(view, site, producer, result)
+        _back_in_place(view, original, result.changed)
+        return result
+
+    def _scale(self, view: BlockView, site: Site, producer: Producer | None, result: Transformed) -> None:
+        names = [name for name in site.linears if view.grids[name]]
+        weights = [view.block.get_submodule(name).weight for name in names]
+        grids = [view.grids[name].plain() for name in names]
+        statistics = view.statistics[site]
+        plain = scaled_losses(weights, grids, statistics.hessian, None)
+        for name, weight, loss in zip(names, weights, plain, strict=True):
+            full = row_losses(weight, statistics.hessian).sum().clamp(min=1e-30)
+            result.rtn_errors[name] = (loss / full).item()
+        if producer is None:
+            result.notes.update(dict.fromkeys(names, ("nothing to fold scales into: kept at 1",)))
+            return
+        magnitude = producer.tied(statistics.magnitude)
+        scale = search(weights, grids, statistics.hessian, magnitude, self.n_grid)
+        if scale is None:
+            return
+        scale, stored = _as_stored(view, producer, scale)
+        if not sum(scaled_losses(weights, grids, statistics.hessian, scale)) < sum(plain):
+            return
+        for name, tensor in stored.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(view.block.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+            result.changed.add(name)
+        for name in site.linears:
+            linear = view.block.get_submodule(name)
+            linear.weight = nn.Parameter(linear.weight * scale, requires_grad=False)
+            result.changed.add(f"{name}.weight")
+        result.statistics[site] = replace(
+            statistics, hessian=statistics.hessian / scale / scale[:, None], magnitude=None
+        )
+
+
+def search(
+    weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor, magnitude: Tensor, n_grid: int
+) -> Tensor | None:
+    """The scale `[in]` of least loss for the linears of a site; None where no scaling is best.
+
+    weights: `[out_k, in]` float32. magnitude: mean |x| of each channel, `[in]`.
+    """
+    best, best_loss = None, None
+    for k in range(n_grid):
+        scale = candidate(magnitude, k / (n_grid - 1)) if k else None
+        loss = float(sum(scaled_losses(weights, grids, hessian, scale)))
+        if best_loss is None or loss < best_loss:  # not a number loses
+            best, best_loss = scale, loss
+    return best
+
+
+def candidate(magnitude: Tensor, alpha: float) -> Tensor:
+    """`s = mean|x|^α`, normalised so that its largest and smallest value are each other's inverse."""
+    scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+def scaled_losses(
+    weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor, scale: Tensor | None
+) -> list[Tensor]:
+    """`tr(dW H dWᵀ)` of each linear, rounded to nearest with its columns scaled (None: as it is)."""
+    losses = []
+    for weight, grid in zip(weights, grids, strict=True):
+        scaled = weight if scale is None else weight * scale
+        delta = rtn.quantize(scaled, grid).values()
+        delta = (delta if scale is None else delta.div_(scale)).sub_(weight)
+        losses.append(row_losses(delta, hessian).sum())
+    return losses
+
+
+def _as_stored(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scale that a producer's 16-bit weights really have when divided by `scale`, and these weights.
+
+    A norm's weight is rounded first, and the columns then take what is left: `w / w_stored`. Rows of a
+    linear have no single factor once rounded; they are quantized, or lose what 16 bit lose.
+    """
+    module = view.block.get_submodule(producer.name)
+    before = {name: parameter.clone() for name, parameter in module.named_parameters(recurse=False)}
+    if module.weight.ndim == 1:
+        acting = module.weight.float() + producer.one_plus
+        rounded = view.stored(f"{producer.name}.weight", acting / scale - producer.one_plus).float()
+        rounded += producer.one_plus
+        exact = acting / rounded
+        usable = torch.isfinite(exact) & (exact > 0)
+        scale = torch.where(usable, exact, 1.0)
+    producer.divide(view.block, scale)
+    stored = {
+        f"{producer.name}.{name}": parameter.detach()
+        for name, parameter in module.named_parameters(recurse=False)
+    }
+    for name, parameter in before.items():
+        setattr(module, name, nn.Parameter(parameter, requires_grad=False))
+    return scale, stored
+
+
+def _in_float32(block: nn.Module) -> dict[str, torch.dtype]:
+    """Hold the block's parameters in float32 for a while; their own dtypes by name."""
+    dtypes = {name: parameter.dtype for name, parameter in block.named_parameters()}
+    block.float()
+    return dtypes
+
+
+def _back_in_place(view: BlockView, dtypes: dict[str, torch.dtype], changed: set[str]) -> None:
+    """Parameters that stay in 16 bit are rounded as they will be stored; quantized ones wait in float32."""
+    for name in list(changed):
+        linear = name.removesuffix(".weight")
+        if view.grids.get(linear):
+            changed.discard(name)
+    for name, dtype in dtypes.items():
+        owner, _, leaf = name.rpartition(".")
+        if view.grids.get(owner) and leaf == "weight":
+            continue
+        module = view.block.get_submodule(owner)
+        tensor = getattr(module, leaf).detach()
+        tensor = view.stored(name, tensor) if name in changed else tensor
+        setattr(module, leaf, nn.Parameter(tensor.to(dtype), requires_grad=False))
