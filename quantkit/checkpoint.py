@@ -104,7 +104,8 @@ class Checkpoint:
         as a handle lives.
         """
         if self.is_quantized(name):
-            values = self.layout.decode(self.parts(name)).values()
+            linear = name.removesuffix(".weight")
+            values = self.layout.at(linear).decode(self.parts(name)).values()
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 

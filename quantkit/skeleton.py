@@ -253,6 +253,7 @@ class Skeleton:
         """
         block = self.blocks[index]
         linear = block.get_submodule(local)
+        layout = layout.at(stored.removesuffix(".weight"))
         values = self._checked(layout.decode(parts).values().to(self.dtype), linear.weight.shape, stored)
         module = layout.module(parts, linear.bias)
         if module is None:

@@ -11,7 +11,8 @@ from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.layouts.gptq import GptqLayout, pack, unpack
+from quantkit.layouts._packing import pack, unpack
+from quantkit.layouts.gptq import GptqLayout
 from quantkit.spec import LinearSpec
 
 BITS = (2, 3, 4, 8)

@@ -30,6 +30,10 @@ class Layout(Protocol):
     marker: str
     suffixes: tuple[str, ...]
 
+    def at(self, linear: str) -> Layout:
+        """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
+        return self
+
     def check(self, spec: LinearSpec) -> str | None:
         """Why this layout cannot hold `spec`, with the fix; None when it can."""
 
@@ -56,8 +60,9 @@ class Layout(Protocol):
 
 
 def available() -> list[str]:
-    """Names of the layouts, from the files of this package."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Names of the layouts, from the files of this package; `_` begins what several of them share."""
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in names if not name.startswith("_"))
 
 
 def detect(config: dict, names: Iterable[str]) -> Layout | None:
@@ -76,7 +81,7 @@ def detect(config: dict, names: Iterable[str]) -> Layout | None:
             return layout
     raise QuantkitError(
         f"quantization {stored.get('quant_method', stored)!r} is not understood",
-        hint=f"quantkit reads: {', '.join(available())}",
+        hint=f"quantkit reads: {', '.join(available()).replace('_', '-')}",
         exit_code=UNSUPPORTED,
     )
 
@@ -91,6 +96,12 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
         linear: {part: f"{linear}.{part}" for part in layout.suffixes if f"{linear}.{part}" in names}
         for linear in sorted(linears)
     }
+
+
+def of_linear(tensors: Mapping[str, torch.Tensor]) -> str:
+    """`" of NAME"` for a message where it is known whose tensors these are."""
+    linear = getattr(tensors, "linear", "")
+    return f" of {linear}" if linear else ""
 
 
 def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:

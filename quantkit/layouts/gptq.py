@@ -9,7 +9,6 @@ Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel `BaseQuantLinear.pack_origin
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.layouts import Layout, fusions
+from quantkit.layouts._packing import WORD, pack, unpack, whole_words
 
 if TYPE_CHECKING:
     from quantkit.spec import LinearSpec
-
-WORD = 32
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class GptqLayout(Layout):
         bits = spec.grid.bits
         for label, size in (("in_features", spec.in_features), ("out_features", spec.out_features)):
             if size * bits % WORD:
-                fit = WORD // math.gcd(bits, WORD)
+                fit = whole_words(bits)
                 return f"{label} {size} is no multiple of {fit}, so {bits}-bit codes fill no whole words"
         return None
 
@@ -170,37 +168,3 @@ def detect(config: dict) -> GptqLayout | None:
         desc_act=config.get("desc_act", False),
         version=1 if form == "gptq" else 2,
     )
-
-
-def _placement(bits: int) -> list[tuple[int, int, int]]:
-    """For each value of a period: (value, word, shift). Periods are the least whole number of words."""
-    values = WORD // math.gcd(bits, WORD)
-    return [(k, *divmod(k * bits, WORD)) for k in range(values)]
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes `[n, m]` to int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
-    period = _placement(bits)
-    grouped = codes.reshape(-1, len(period), codes.shape[1])
-    words = torch.zeros(
-        (len(grouped), len(period) * bits // WORD, codes.shape[1]), dtype=torch.int32, device=codes.device
-    )
-    for value, word, shift in period:
-        column = grouped[:, value].to(torch.int32)
-        words[:, word] |= column << shift  # the top value wraps into the sign bit, as it should
-        if shift + bits > WORD:
-            words[:, word + 1] |= column >> (WORD - shift)
-    return words.view(-1, codes.shape[1])
-
-
-def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Inverse of `pack`: uint8 `[count, m]`."""
-    period = _placement(bits)
-    grouped = words.reshape(-1, len(period) * bits // WORD, words.shape[1])
-    values = torch.empty((len(grouped), len(period), words.shape[1]), dtype=torch.uint8, device=words.device)
-    for value, word, shift in period:
-        stream = grouped[:, word] >> shift
-        if shift + bits > WORD:  # the arithmetic shift repeats the sign: keep the bits that are there
-            stream = stream & (2 ** (WORD - shift) - 1) | grouped[:, word + 1] << (WORD - shift)
-        values[:, value] = stream & (2**bits - 1)
-    return values.view(-1, words.shape[1])[:count]

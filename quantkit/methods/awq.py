@@ -78,7 +78,7 @@ def _layout(options: Options):
     if options.layout == "awq":
         from quantkit.layouts.awq import AwqLayout
 
-        return AwqLayout(4, options.group_size, options.zero_point)
+        return AwqLayout(options.group_size, options.zero_point)
     from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 
     return CompressedTensorsLayout(4, options.group_size, not options.zero_point)

@@ -1,4 +1,4 @@
-"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), the GPTQ layout."""
+"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), the GPTQ layout or another."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quantkit.methods import Method, check_feedback
 from quantkit.options import option
 
 if TYPE_CHECKING:
+    from quantkit.layouts import Layout
     from quantkit.spec import Override
 
 SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
@@ -33,6 +34,9 @@ class Options:
     solver: Literal["gptq", "rtn"] = option(
         "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
     )
+    layout: Literal["gptq", "compressed-tensors"] = option(
+        "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
+    )
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
         "gptq", "gptq loads everywhere; gptq_v2 holds zero points of 0, but old clients misread it silently."
     )
@@ -41,13 +45,31 @@ class Options:
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
-    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym")
+    layout = "-ct" if options.layout == "compressed-tensors" else ""
+    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym") + layout
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     _check_grid(options.bits, options.group_size)
     check_feedback(options.damp, options.refine)
+    if options.layout == "compressed-tensors":
+        _check_compressed_tensors(options)
+
+
+def _check_compressed_tensors(options: Options) -> None:
+    """Refuse what only the gptq layout holds."""
+    only = "--layout compressed-tensors does not hold"
+    if options.bits not in (4, 8):
+        raise QuantkitError(f"{only} --bits {options.bits}", "choose 4 or 8, or --layout gptq", USAGE)
+    if options.act_order == "full":
+        raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
+    if options.checkpoint_format != "gptq":
+        raise QuantkitError(
+            f"{only} --checkpoint-format {options.checkpoint_format}",
+            "leave it out: zero points of 0 are no trouble there; or use --layout gptq",
+            USAGE,
+        )
 
 
 def _check_grid(bits: int, group_size: int, where: str = "") -> None:
@@ -65,26 +87,35 @@ def _check_grid(bits: int, group_size: int, where: str = "") -> None:
 def build(options: Options, calibrated: bool = False) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
-    from quantkit.layouts.gptq import GptqLayout
     from quantkit.solvers.gptq import GptqSolver
     from quantkit.solvers.rtn import RtnSolver
 
     gptq = options.solver == "gptq"
-    layout = GptqLayout(
-        bits=options.bits,
-        group_size=options.group_size,
-        symmetric=options.sym,
-        desc_act=gptq and options.act_order == "full",
-        damp_percent=options.damp,
-        version=1 if options.checkpoint_format == "gptq" else 2,
-    )
+    layout = _layout(options)
+    zero_min = getattr(layout, "zero_min", 0)
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
         bits = override.bits if override else options.bits
         group_size = override.group_size if override and override.group_size else options.group_size
         _check_grid(bits, group_size, override.flag if override else "")
         group_size = in_features if group_size == -1 else group_size
-        return AffineGrid(bits, group_size, options.sym, layout.zero_min, options.mse)
+        return AffineGrid(bits, group_size, options.sym, zero_min, options.mse)
 
     solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
     return Method("gptq", solver, layout, make_grid)
+
+
+def _layout(options: Options) -> Layout:
+    from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+    from quantkit.layouts.gptq import GptqLayout
+
+    if options.layout == "compressed-tensors":
+        return CompressedTensorsLayout(options.bits, options.group_size, options.sym)
+    return GptqLayout(
+        bits=options.bits,
+        group_size=options.group_size,
+        symmetric=options.sym,
+        desc_act=options.solver == "gptq" and options.act_order == "full",
+        damp_percent=options.damp,
+        version=1 if options.checkpoint_format == "gptq" else 2,
+    )

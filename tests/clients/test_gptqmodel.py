@@ -1,54 +1,12 @@
-"""GPTQ checkpoints written by quantkit, loaded by GPTQModel: by itself, and through transformers and optimum.
+"""GPTQ checkpoints written by quantkit, loaded by GPTQModel: alone, and through transformers and optimum."""
 
-Runs where QUANTKIT_CLIENTS_PYTHON names a python with gptqmodel, optimum and transformers. Everything is
-quantized here, then loaded there in one process (load_gptq.py), and compared with quantkit's own decode.
-"""
-
-import json
-import os
-import shutil
-import subprocess
-from dataclasses import dataclass, field
-from pathlib import Path
-
+import cases
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from cases import Case
 
-from quantkit import job, pipeline
 from quantkit.checkpoint import Checkpoint
-from quantkit.methods.gptq import Options
-from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
-from quantkit.skeleton import Skeleton
 
-PYTHON = os.environ.get("QUANTKIT_CLIENTS_PYTHON")
-pytestmark = [
-    pytest.mark.clients,
-    pytest.mark.skipif(not PYTHON, reason="QUANTKIT_CLIENTS_PYTHON names no python with gptqmodel"),
-]
-
-VOCABULARY = 4096  # the demo model's, whose tokenizer the tiny models borrow
-IDS = [0] + [(7 * i * i + 13 * i + 5) % 4000 + 4 for i in range(31)]
-PROMPT, NEW_TOKENS = 8, 12
-# GPTQModel forms scale * (q - z) in float16, whatever the model computes in: 2^-11 a weight. In float16 the
-# activations are rounded as well. bfloat16 is compared with quantkit's own bfloat16 forward, see below.
-TOLERANCE = {"float32": 1e-3, "float16": 5e-3}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One checkpoint and how the client loads it. source: `demo`, or a tiny random model."""
-
-    options: dict = field(default_factory=dict)
-    source: str = "demo"
-    exclude: tuple[str, ...] = ()
-    max_shard_gb: float = 5.0
-    loader: str = "transformers"
-    dtype: str = "float32"
-    tolerance: float | None = None
-
+pytestmark = cases.MARKS
 
 CASES = {
     "4 bit": Case(),
@@ -80,119 +38,24 @@ CASES = {
 }
 
 
-def save_tiny(folder: Path, source: str, demo_model: Path) -> None:
-    """A random model with biases that matter and rows of unlike size, so that a wrong order shows."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.08}
-    if source == "gpt2":
-        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **shape))
-    else:
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, **shape,
-            )
-        ).half()  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(torch.exp(0.5 * torch.randn(len(parameter), 1)))
-            if name.endswith("bias"):
-                parameter.normal_(0, 0.1)
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / file, folder)
-
-
-def quantize(case: Case, source: Path, output: Path) -> None:
-    request = job.Request(
-        source=str(source),
-        method="gptq",
-        options=Options(**case.options),
-        calibration=CalibrationOptions(samples=4, seqlen=64),
-        run=RunOptions(exclude=case.exclude, threads=1, dtype="float32", max_shard_gb=case.max_shard_gb),
-        output=output,
-    )
-    pipeline.run(job.prepare(request, Progress()), Progress())
+@pytest.fixture(scope="module")
+def folders(demo_model, tmp_path_factory):
+    return cases.make(CASES, tmp_path_factory.mktemp("gptq"), demo_model)
 
 
 @pytest.fixture(scope="module")
-def folders(demo_model, tmp_path_factory) -> dict[str, Path]:
-    """The folder of each case's checkpoint; cases that differ in the loader only share one."""
-    root = tmp_path_factory.mktemp("gptq")
-    sources = {"demo": demo_model, "gpt2": root / "gpt2", "qwen2": root / "qwen2"}
-    for source in ("gpt2", "qwen2"):
-        save_tiny(sources[source], source, demo_model)
-    made: dict[str, Path] = {}
-    folders = {}
-    for name, case in CASES.items():
-        key = repr((case.options, case.source, case.exclude, case.max_shard_gb))
-        if key not in made:
-            made[key] = root / f"quantized-{len(made)}"
-            quantize(case, sources[case.source], made[key])
-        folders[name] = made[key]
-    return folders
-
-
-@pytest.fixture(scope="module")
-def client(folders, tmp_path_factory) -> dict[str, dict]:
-    """What the client says of each case: logits, greedy tokens, packed linears, or the error."""
-    path = tmp_path_factory.mktemp("client") / "jobs.json"
-    jobs = [
-        {"name": name, "folder": str(folders[name]), "loader": case.loader, "dtype": case.dtype}
-        for name, case in CASES.items()
-    ]
-    request = {"ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS, "jobs": jobs}
-    path.write_text(json.dumps(request))
-    script = Path(__file__).with_name("load_gptq.py")
-    done = subprocess.run([PYTHON, str(script), str(path)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(path.with_name("results.json").read_text())
-    for name, logits in load_file(path.with_name("logits.safetensors")).items():
-        results[name]["logits"] = logits
-    return results
-
-
-class Own:
-    """quantkit's own decode of a folder, streamed block by block through the skeleton."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
-        self.skeleton = Skeleton(Checkpoint.open(str(folder)), dtype, torch.device("cpu"))
-        self.skeleton.load_rest()
-        for index in range(len(self.skeleton.blocks)):
-            self.skeleton.load_block(index)
-
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        hidden = self.skeleton.embed(torch.tensor([ids]))
-        for index in range(len(self.skeleton.blocks)):
-            hidden = self.skeleton.run_block(index, hidden)
-        return self.skeleton.logits(hidden[0]).float()
+def client(folders, tmp_path_factory):
+    return cases.load(CASES, folders, tmp_path_factory.mktemp("client"))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_client_computes_what_quantkit_wrote(name, folders, client):
     case, theirs = CASES[name], client[name]
     assert theirs["error"] is None
-    manifest = json.loads((folders[name] / "quantkit.json").read_text())
-    assert theirs["packed"] == sum("grid" in linear for linear in manifest["linears"])
-    assert bool(case.exclude) == any("kept" in linear for linear in manifest["linears"])
-
-    own = Own(folders[name])
-    expected = own.logits(IDS)
-    assert theirs["logits"].shape == expected.shape
-    error = (theirs["logits"] - expected).norm() / expected.norm()
-    if case.dtype == "bfloat16":  # a forward in bfloat16 has an error of its own, about 5e-3 here
-        rounded = Own(folders[name], torch.bfloat16).logits(IDS)
-        assert error <= 2 * (rounded - expected).norm() / expected.norm() <= 2e-2
-    else:
-        assert error <= (case.tolerance or TOLERANCE[case.dtype])
-        tokens = theirs["tokens"]
-        assert tokens[:PROMPT] == IDS[:PROMPT] and len(tokens) == PROMPT + NEW_TOKENS
-        ours = own.logits(tokens[:-1])[PROMPT - 1 :]
-        behind = ours.amax(1) - ours.gather(1, torch.tensor(tokens[PROMPT:])[:, None])[:, 0]
-        # the same greedy tokens; only between logits as close as the two forwards may another win
-        assert (behind <= 2 * (theirs["logits"] - expected).abs().max()).all()
-        assert (behind == 0).sum() >= NEW_TOKENS - 1
+    linears = cases.linears(folders[name])
+    assert theirs["packed"] == sum("grid" in linear for linear in linears)
+    assert bool(case.exclude) == any("kept" in linear for linear in linears)
+    cases.compare(case, folders[name], theirs)
 
 
 def test_cases_are_what_they_say(folders):

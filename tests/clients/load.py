@@ -1,10 +1,11 @@
 """Run by the client environment's python: what an independent client computes with checkpoints.
 
-usage: load_gptq.py JOBS.json. For each job `{name, folder, loader, dtype}` the logits `[tokens, vocabulary]`
+usage: load.py JOBS.json. For each job `{name, folder, loader, dtype}` the logits `[tokens, vocabulary]`
 go to `logits.safetensors` beside JOBS.json, and everything else to `results.json`; a checkpoint that the
 client cannot load is a result, too. quantkit is not imported here.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -18,16 +19,34 @@ import torch
 from gptqmodel import BACKEND, GPTQModel
 from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPTQConfig
+from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfig, GPTQConfig
 
 
 def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
-    """`transformers` goes through optimum, `gptqmodel` is GPTQModel's own loader; one plain torch kernel."""
+    """`gptqmodel` is GPTQModel's own loader, all others are transformers', each with plain torch kernels."""
     if loader == "gptqmodel":
         return GPTQModel.load(folder, backend=BACKEND.GPTQ_TORCH, dtype=dtype, device="cpu").model
-    bits = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["bits"]
-    config = GPTQConfig(bits=bits, backend="gptq_torch")  # the rest is taken from config.json
+    stored = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+    config = {  # all else is taken from config.json
+        "gptq": lambda: GPTQConfig(bits=stored["bits"], backend="gptq_torch"),
+        "awq": lambda: AwqConfig(bits=stored["bits"], backend="torch_awq"),
+        "compressed": lambda: CompressedTensorsConfig(dequantize=False),
+        "dequantized": lambda: CompressedTensorsConfig(dequantize=True),
+    }[loader]()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
+
+
+def is_packed(module: torch.nn.Module) -> bool:
+    return isinstance(module, BaseQuantLinear) or hasattr(module, "weight_packed")
+
+
+def digests(model: torch.nn.Module) -> dict[str, str]:
+    """Hash of every plain linear's weight as float32: what a client decoded, bit for bit."""
+    return {
+        name: hashlib.sha256(module.weight.float().numpy().tobytes()).hexdigest()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
 
 
 @torch.no_grad()
@@ -39,13 +58,14 @@ def main(path: Path) -> None:
     for job in request["jobs"]:
         try:
             model = load(job["folder"], job["loader"], getattr(torch, job["dtype"]))
+            packed = sum(is_packed(module) for module in model.modules())
             logits[job["name"]] = model(ids).logits[0].float()
             tokens = ids[:, : request["prompt"]]
             for _ in range(request["new_tokens"]):
                 best = model(tokens).logits[0, -1].argmax()
                 tokens = torch.cat([tokens, best.view(1, 1)], 1)
-            packed = sum(isinstance(module, BaseQuantLinear) for module in model.modules())
-            results[job["name"]] = {"tokens": tokens[0].tolist(), "packed": packed, "error": None}
+            result = {"tokens": tokens[0].tolist(), "packed": packed, "weights": digests(model)}
+            results[job["name"]] = result | {"error": None}
         except Exception as error:
             traceback.print_exc()
             results[job["name"]] = {"error": f"{type(error).__name__}: {error}"[:500]}

@@ -1,0 +1,51 @@
+"""Codes of a few bits in 32-bit words, as every layout of packed integers stores them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+WORD = 32
+
+
+def whole_words(bits: int) -> int:
+    """The least number of codes that fills whole words."""
+    return WORD // math.gcd(bits, WORD)
+
+
+def _placement(bits: int) -> list[tuple[int, int, int]]:
+    """For each value of a period: (value, word, shift). Periods are the least whole number of words."""
+    return [(k, *divmod(k * bits, WORD)) for k in range(whole_words(bits))]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes `[n, m]` to int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
+    period = _placement(bits)
+    grouped = codes.reshape(-1, len(period), codes.shape[1])
+    words = torch.zeros(
+        (len(grouped), len(period) * bits // WORD, codes.shape[1]), dtype=torch.int32, device=codes.device
+    )
+    for value, word, shift in period:
+        column = grouped[:, value].to(torch.int32)
+        words[:, word] |= column << shift  # the top value wraps into the sign bit, as it should
+        if shift + bits > WORD:
+            words[:, word + 1] |= column >> (WORD - shift)
+    return words.view(-1, codes.shape[1])
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack`: uint8 `[count, m]`. The last words may stop short of a whole period."""
+    period = _placement(bits)
+    per_period = len(period) * bits // WORD
+    words = pad(words, (0, 0, 0, -len(words) % per_period))
+    grouped = words.reshape(-1, per_period, words.shape[1])
+    values = torch.empty((len(grouped), len(period), words.shape[1]), dtype=torch.uint8, device=words.device)
+    for value, word, shift in period:
+        stream = grouped[:, word] >> shift
+        if shift + bits > WORD:  # the arithmetic shift repeats the sign: keep the bits that are there
+            stream = stream & (2 ** (WORD - shift) - 1) | grouped[:, word + 1] << (WORD - shift)
+        values[:, value] = stream & (2**bits - 1)
+    return values.view(-1, words.shape[1])[:count]

@@ -1,0 +1,142 @@
+"""The AWQ layout in its GEMM version, read by transformers (with GPTQModel), vLLM, SGLang, TGI and AutoAWQ.
+
+Per linear, `W[o, i] = scales[i // group_size, o] * (q[i, o] - z[i // group_size, o])`, 4 bit:
+`qweight` int32 `[in, out / 8]`, whose nibble n of word c holds column `8 c + ORDER[n]`;
+`qzeros` int32 `[groups, out / 8]` in the same order, holding z itself; `scales` float16 `[groups, out]`.
+Format: AutoAWQ `WQLinear_GEMM.from_linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import QuantizedWeight
+from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.layouts import Layout, of_linear
+from quantkit.layouts._packing import pack, unpack
+
+if TYPE_CHECKING:
+    from quantkit.spec import LinearSpec
+
+BITS = 4
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+PER_WORD = len(ORDER)
+
+
+@dataclass(frozen=True)
+class AwqLayout(Layout):
+    """group_size: of every linear, -1 for whole rows. zero_point: whether zeros vary (False: all are 8)."""
+
+    group_size: int
+    zero_point: bool = True
+    bits: int = BITS
+    marker = "qweight"
+    suffixes = ("qweight", "qzeros", "scales")
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """The configuration has one width, one group size and one kind of zero point for all linears."""
+        if spec.grid.bits != BITS:
+            return f"awq holds 4 bit, not {spec.grid.bits}: leave out the override, or use gptq's layouts"
+        wanted = spec.in_features if self.group_size == -1 else self.group_size
+        if spec.grid.group_size != wanted:
+            return f"awq holds one group size for all linears, {self.group_size}, not {spec.grid.group_size}"
+        if spec.grid.symmetric == self.zero_point:
+            return "awq's zero_point says whether all linears have zero points or none"
+        if spec.out_features % PER_WORD:
+            return f"out_features {spec.out_features} is no multiple of 8, so 4-bit codes fill no whole words"
+        return None
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the three tensors of one linear."""
+        groups = spec.in_features // spec.grid.group_size
+        return spec.weights * BITS // 8 + groups * spec.out_features * (16 + BITS) // 8
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The three tensors of one linear."""
+        assert weight.column_group is None, "awq stores no g_idx"
+        return {
+            "qweight": _pack(weight.codes),
+            "qzeros": _pack(weight.params.zero),
+            "scales": weight.params.scale.t().half().contiguous(),
+        }
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit one another."""
+        qweight, qzeros, scales = parts = [tensors[part] for part in self.suffixes]
+        if not _fit(*parts):
+            sizes = [
+                f"{part} {list(tensor.shape)}" for part, tensor in zip(self.suffixes, parts, strict=True)
+            ]
+            raise QuantkitError(
+                f"{', '.join(sizes)}{of_linear(tensors)} are no AWQ weight",
+                hint="the file is damaged, or config.json belongs to another one: download it again",
+            )
+        (in_features, _), (groups, out_features) = qweight.shape, scales.shape
+        grid = AffineGrid(BITS, in_features // groups, symmetric=not self.zero_point)
+        params = AffineParams(scales.t().float(), _unpack(qzeros, out_features).float())
+        return QuantizedWeight(grid, _unpack(qweight, out_features), params)
+
+    def config(self, specs: Sequence[LinearSpec]) -> dict:
+        """`quantization_config`. Clients leave the head alone when `modules_to_not_convert` is null;
+        transformers 4.49 to 4.51 does not when it is a list without it.
+        """
+        kept = [spec.name for spec in specs if spec.grid is None]
+        return {
+            "quant_method": "awq",
+            "bits": BITS,
+            "group_size": self.group_size,
+            "zero_point": self.zero_point,
+            "version": "gemm",
+            "modules_to_not_convert": [*kept, "lm_head"] if kept else None,
+        }
+
+
+def detect(config: dict) -> AwqLayout | None:
+    """The layout that a stored `quantization_config` describes, if it is this one."""
+    if config.get("quant_method") != "awq":
+        return None
+    version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")
+    bits = config.get("bits", config.get("w_bit"))
+    group_size = config.get("group_size", config.get("q_group_size"))
+    if version.lower() != "gemm" or bits != BITS:
+        raise QuantkitError(
+            f"awq version {version!r} of {bits} bits is not understood",
+            hint="quantkit reads version gemm of 4 bits; convert others with the tool that wrote them",
+            exit_code=UNSUPPORTED,
+        )
+    if type(group_size) is not int:
+        raise QuantkitError("quantization_config says no group_size", hint="download config.json again")
+    return AwqLayout(group_size=group_size, zero_point=bool(config.get("zero_point", True)))
+
+
+def _fit(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> bool:
+    """Whether types and sizes of the stored tensors agree."""
+    if any(tensor.ndim != 2 or not tensor.numel() for tensor in (qweight, qzeros, scales)):
+        return False
+    words, groups = qweight.shape[1], scales.shape[0]
+    return (
+        qweight.dtype == qzeros.dtype == torch.int32
+        and scales.is_floating_point()
+        and tuple(qzeros.shape) == (groups, words)
+        and scales.shape[1] == words * PER_WORD
+        and len(qweight) % groups == 0
+    )
+
+
+def _pack(values: Tensor) -> Tensor:
+    """`[out, n]` to int32 `[n, out / 8]`."""
+    ordered = values.reshape(-1, PER_WORD, values.shape[1])[:, ORDER].flatten(0, 1)
+    return pack(ordered, BITS).t().contiguous()
+
+
+def _unpack(words: Tensor, out_features: int) -> Tensor:
+    """Inverse of `_pack`: uint8 `[out, n]`."""
+    ordered = unpack(words.t(), BITS, out_features).view(-1, PER_WORD, len(words))
+    places = [ORDER.index(column) for column in range(PER_WORD)]
+    return ordered[:, places].flatten(0, 1)

@@ -1,0 +1,158 @@
+"""One linear's stored tensors, believed only as far as their types and sizes agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.grids import QuantizedWeight
+from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.float8 import Float8Grid, Float8Params
+from quantkit.layouts import of_linear
+from quantkit.layouts._packing import WORD, unpack
+from quantkit.layouts.compressed_tensors.schemes import Numbers
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class StoredWeight:
+    """numbers: what the configuration says of the weight; None reads it off the shapes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], numbers: Numbers | None):
+        self.tensors = tensors
+        self.numbers = numbers
+
+    def broken(self, part: str, why: str) -> QuantkitError:
+        """The error of a tensor that does not fit."""
+        return QuantkitError(
+            f"{part}{of_linear(self.tensors)} {why}",
+            hint="the file is damaged, or config.json belongs to another one: download it again",
+        )
+
+    def number(self, part: str) -> Tensor:
+        """A tensor that holds a single number, float32 `[1]`."""
+        tensor = self.tensors[part]
+        if tensor.numel() != 1:
+            raise self.broken(part, f"is {list(tensor.shape)} instead of one number")
+        return tensor.float().view(1)
+
+    def decode(self) -> QuantizedWeight:
+        """Codes and parameters, whatever the form."""
+        if "weight_packed" in self.tensors:
+            return self._decode_packed()
+        weight = self.tensors["weight"]
+        if weight.ndim != 2 or not weight.numel():
+            raise self.broken("weight", f"is {list(weight.shape)}, no matrix")
+        if weight.dtype == torch.float8_e4m3fn:
+            return self._decode_float(weight)
+        bits = self.numbers.bits if self.numbers else 8
+        half = 2 ** (bits - 1)
+        low, high = (int(end) for end in weight.aminmax()) if weight.dtype == torch.int8 else (-1000, 1000)
+        if low < -half or high >= half or (self.numbers and self.numbers.kind != "int"):
+            raise self.broken("weight", f"is {weight.dtype} from {low} to {high}, not of {self._called()}")
+        return self._affine((weight.short() + half).to(torch.uint8), bits)
+
+    def _called(self) -> str:
+        return f"{self.numbers.bits} bit {self.numbers.kind}" if self.numbers else "8 bit int"
+
+    def _decode_packed(self) -> QuantizedWeight:
+        packed, stored = self.tensors["weight_packed"], self.tensors["weight_shape"]
+        shape = stored.flatten().tolist()
+        if len(shape) != 2 or stored.is_floating_point() or min(shape) < 1:
+            raise self.broken("weight_shape", f"is {shape}, no shape")
+        out_features, in_features = shape
+        words = packed.shape[1] if packed.ndim == 2 else 0
+        bits = self.numbers.bits if self.numbers else words * WORD // in_features
+        if (
+            packed.dtype != torch.int32
+            or tuple(packed.shape) != (out_features, -(-in_features * bits // WORD))
+            or not 2 <= bits <= 8
+            or (self.numbers and self.numbers.kind != "int")
+        ):
+            raise self.broken(
+                "weight_packed",
+                f"is {packed.dtype} {list(packed.shape)}: no {self._called() if self.numbers else 'codes'} "
+                f"for weight_shape {shape}",
+            )
+        return self._affine(unpack(packed.t(), bits, in_features).t().contiguous(), bits)
+
+    def _affine(self, codes: Tensor, bits: int) -> QuantizedWeight:
+        scale, group_size = self._scale(codes)
+        column_group = self._column_group(codes.shape[1], group_size, scale.shape[1])
+        zero = self._zero(scale, bits)
+        symmetric = zero is None
+        if symmetric:
+            zero = torch.full_like(scale, 2 ** (bits - 1))
+        grid = AffineGrid(bits, group_size, symmetric)
+        return QuantizedWeight(grid, codes, AffineParams(scale, zero), column_group)
+
+    def _decode_float(self, weight: Tensor) -> QuantizedWeight:
+        if self.numbers and (self.numbers.kind, self.numbers.symmetric) != ("float", True):
+            raise self.broken("weight", f"is {weight.dtype}, not of symmetric {self._called()}")
+        scale, group_size = self._scale(weight)
+        column_group = self._column_group(weight.shape[1], group_size, scale.shape[1])
+        return QuantizedWeight(
+            Float8Grid(group_size), weight.view(torch.uint8), Float8Params(scale), column_group
+        )
+
+    def _scale(self, codes: Tensor) -> tuple[Tensor, int]:
+        """Scales as float32 `[out, groups]`, and the columns of a group."""
+        (out_features, in_features), stored = codes.shape, self.tensors["weight_scale"]
+        rows, group_size = 1, in_features
+        if self.numbers and self.numbers.strategy == "group":
+            group_size = min(self.numbers.group_size, in_features)
+        elif self.numbers and self.numbers.strategy == "block":
+            rows, group_size = self.numbers.block
+            group_size = min(group_size, in_features)
+        elif self.numbers is None and stored.ndim == 2 and 0 < stored.shape[1] <= in_features:
+            group_size = -(-in_features // stored.shape[1])
+        expected = -(-out_features // rows), -(-in_features // group_size)
+        if expected[1] == 1 and stored.numel() == 1:
+            scale = stored.reshape(1, 1).expand(expected)
+        else:
+            scale = stored.unsqueeze(1) if stored.ndim == 1 else stored
+        if stored.dtype not in SCALES or tuple(scale.shape) != expected:
+            raise self.broken(
+                "weight_scale",
+                f"is {stored.dtype} {list(stored.shape)} instead of {list(expected)} for a weight of "
+                f"{list(codes.shape)}",
+            )
+        return scale.float().repeat_interleave(rows, 0)[:out_features], group_size
+
+    def _zero(self, scale: Tensor, bits: int) -> Tensor | None:
+        """Zero points as codes, float32 `[out, groups]`; None where none are stored. Packed along out, or
+        plain int8 as compressed-tensors before 0.9 stored them."""
+        stored = self.tensors.get("weight_zero_point")
+        if stored is None:
+            if self.numbers and not self.numbers.symmetric:
+                return self.tensors["weight_zero_point"].float()  # absent: the mapping's own error
+            return None
+        out_features, groups = scale.shape
+        packed = stored.dtype == torch.int32 and "weight_packed" in self.tensors
+        if packed and tuple(stored.shape) == (-(-out_features * bits // WORD), groups):
+            return unpack(stored, bits, out_features).float()
+        half = 2 ** (bits - 1)
+        plain = stored.float().reshape(-1, 1) if stored.ndim < 2 else stored.float()
+        if not packed and plain.shape[1] == groups and len(plain) in (1, out_features):
+            low, high = plain.aminmax()
+            if -half <= low and high < half:
+                return None if low == high == 0 else (plain + half).expand(scale.shape)
+        raise self.broken(
+            "weight_zero_point",
+            f"is {stored.dtype} {list(stored.shape)} for scales of {list(scale.shape)} and {bits} bit",
+        )
+
+    def _column_group(self, in_features: int, group_size: int, groups: int) -> Tensor | None:
+        """Group of each column, `[in]`; None where they lie in order and divide the row."""
+        trivial = torch.arange(in_features) // group_size
+        stored = self.tensors.get("weight_g_idx", trivial).long()
+        if (stored == -1).all():  # how compressed-tensors writes that there is no order
+            stored = trivial
+        if stored.shape != trivial.shape or not 0 <= stored.min() <= stored.max() < groups:
+            raise self.broken(
+                "weight_g_idx", f"is {list(stored.shape)}, no group of {groups} for each column"
+            )
+        return None if in_features % group_size == 0 and torch.equal(stored, trivial) else stored

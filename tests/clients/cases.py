@@ -1,0 +1,190 @@
+"""What the tests of all clients share: checkpoints to make, one client process to load them, the comparison.
+
+The tests run where QUANTKIT_CLIENTS_PYTHON names a python with gptqmodel, optimum, compressed-tensors and
+transformers. Everything is quantized here, loaded there in one process (load.py), and compared with
+quantkit's own decode.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from quantkit import job, pipeline
+from quantkit.checkpoint import Checkpoint
+from quantkit.methods.gptq import Options
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.progress import Progress
+from quantkit.skeleton import Skeleton
+
+PYTHON = os.environ.get("QUANTKIT_CLIENTS_PYTHON")
+MARKS = [
+    pytest.mark.clients,
+    pytest.mark.skipif(not PYTHON, reason="QUANTKIT_CLIENTS_PYTHON names no python with the clients"),
+]
+
+VOCABULARY = 4096  # the demo model's, whose tokenizer the tiny models borrow
+IDS = [0] + [(7 * i * i + 13 * i + 5) % 4000 + 4 for i in range(31)]
+PROMPT, NEW_TOKENS = 8, 12
+# GPTQModel forms scale * (q - z) in float16, whatever the model computes in: 2^-11 a weight. In float16 the
+# activations are rounded as well. bfloat16 is compared with quantkit's own bfloat16 forward, see below.
+TOLERANCE = {"float32": 1e-3, "float16": 5e-3}
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+}
+GROUPED = {**SHAPE, "intermediate_size": 160, "num_key_value_heads": 2}
+TINY = {  # name -> configuration, precision
+    "gpt2": (hf.GPT2Config(**SHAPE), torch.float32),
+    "qwen2": (hf.Qwen2Config(**GROUPED, tie_word_embeddings=False), torch.float16),
+    "qwen2 tied": (hf.Qwen2Config(**GROUPED, tie_word_embeddings=True), torch.bfloat16),
+    "opt": (hf.OPTConfig(**SHAPE, ffn_dim=160, word_embed_proj_dim=64, pad_token_id=1), torch.float16),
+    "gpt_neox": (hf.GPTNeoXConfig(**SHAPE, intermediate_size=160), torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint and how the client loads it. source: `demo`, or a tiny random model."""
+
+    options: dict = field(default_factory=dict)
+    source: str = "demo"
+    exclude: tuple[str, ...] = ()
+    override: tuple[str, ...] = ()
+    max_shard_gb: float = 5.0
+    loader: str = "gptq"
+    dtype: str = "float32"
+    tolerance: float | None = None
+
+
+def save_tiny(folder: Path, source: str, demo_model: Path) -> None:
+    """A random model with biases that matter and rows of unlike size, so that a wrong order shows."""
+    torch.manual_seed(0)
+    config, dtype = TINY[source]
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.08).mul_(torch.exp(0.5 * torch.randn(len(parameter), 1)))
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    model.to(dtype).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / file, folder)
+
+
+def quantize(case: Case, source: Path, output: Path) -> None:
+    """With `quantkit gptq`."""
+    run_job(case, source, output, "gptq", Options(**case.options))
+
+
+def run_job(case: Case, source: Path, output: Path, method: str, options) -> None:
+    request = job.Request(
+        source=str(source),
+        method=method,
+        options=options,
+        calibration=CalibrationOptions(samples=4, seqlen=64),
+        run=RunOptions(
+            exclude=case.exclude,
+            override=case.override,
+            threads=1,
+            dtype="float32",
+            max_shard_gb=case.max_shard_gb,
+        ),
+        output=output,
+    )
+    pipeline.run(job.prepare(request, Progress()), Progress())
+
+
+def make(
+    cases: dict[str, Case],
+    root: Path,
+    demo_model: Path,
+    quantize: Callable[[Case, Path, Path], None] = quantize,
+) -> dict[str, Path]:
+    """The folder of each case's checkpoint; cases that differ in the loader only share one."""
+    sources = {"demo": demo_model}
+    made: dict[str, Path] = {}
+    folders = {}
+    for name, case in cases.items():
+        if case.source not in sources:
+            sources[case.source] = root / case.source.replace(" ", "-")
+            save_tiny(sources[case.source], case.source, demo_model)
+        key = repr((case.options, case.source, case.exclude, case.override, case.max_shard_gb))
+        if key not in made:
+            made[key] = root / f"quantized-{len(made)}"
+            quantize(case, sources[case.source], made[key])
+        folders[name] = made[key]
+    return folders
+
+
+def load(cases: dict[str, Case], folders: dict[str, Path], root: Path) -> dict[str, dict]:
+    """What the client says of each case: logits, greedy tokens, packed linears, or the error."""
+    path = root / "jobs.json"
+    jobs = [
+        {"name": name, "folder": str(folders[name]), "loader": case.loader, "dtype": case.dtype}
+        for name, case in cases.items()
+    ]
+    request = {"ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS, "jobs": jobs}
+    path.write_text(json.dumps(request))
+    script = Path(__file__).with_name("load.py")
+    done = subprocess.run([PYTHON, str(script), str(path)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(path.with_name("results.json").read_text())
+    for name, logits in load_file(path.with_name("logits.safetensors")).items():
+        results[name]["logits"] = logits
+    return results
+
+
+class Own:
+    """quantkit's own decode of a folder, streamed block by block through the skeleton."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+        self.skeleton = Skeleton(Checkpoint.open(str(folder)), dtype, torch.device("cpu"))
+        self.skeleton.load_rest()
+        for index in range(len(self.skeleton.blocks)):
+            self.skeleton.load_block(index)
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        hidden = self.skeleton.embed(torch.tensor([ids]))
+        for index in range(len(self.skeleton.blocks)):
+            hidden = self.skeleton.run_block(index, hidden)
+        return self.skeleton.logits(hidden[0]).float()
+
+
+def linears(folder: Path) -> list[dict]:
+    """What the manifest says of each linear."""
+    return json.loads((folder / "quantkit.json").read_text())["linears"]
+
+
+def compare(case: Case, folder: Path, theirs: dict) -> None:
+    """The client's logits and greedy tokens are those of quantkit's own decode."""
+    own = Own(folder)
+    expected = own.logits(IDS)
+    assert theirs["logits"].shape == expected.shape
+    error = (theirs["logits"] - expected).norm() / expected.norm()
+    if case.dtype == "bfloat16":  # a forward in bfloat16 has an error of its own, about 5e-3 here
+        rounded = Own(folder, torch.bfloat16).logits(IDS)
+        assert error <= 2 * (rounded - expected).norm() / expected.norm() <= 2e-2
+        return
+    assert error <= (case.tolerance or TOLERANCE[case.dtype])
+    tokens = theirs["tokens"]
+    assert tokens[:PROMPT] == IDS[:PROMPT] and len(tokens) == PROMPT + NEW_TOKENS
+    ours = own.logits(tokens[:-1])[PROMPT - 1 :]
+    behind = ours.amax(1) - ours.gather(1, torch.tensor(tokens[PROMPT:])[:, None])[:, 0]
+    # the same greedy tokens; only between logits as close as the two forwards may another win
+    assert (behind <= 2 * (theirs["logits"] - expected).abs().max()).all()
+    assert (behind == 0).sum() >= NEW_TOKENS - 1

@@ -1,0 +1,245 @@
+"""quantkit.layouts.compressed_tensors, as written: against a bit stream of Python integers, and its words."""
+
+import math
+import re
+from itertools import product
+
+import pytest
+import torch
+
+from quantkit import layouts
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import QuantizedWeight
+from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.schemes import Numbers
+from quantkit.methods import gptq
+from quantkit.spec import LinearSpec
+
+OUT, IN, GROUP = 32, 96, 32
+CELLS = list(product((4, 8), (GROUP, IN), (True, False)))
+
+
+def random_weight(bits: int, group_size: int, symmetric: bool) -> QuantizedWeight:
+    """Every code and every zero point appears somewhere; scales are not alike."""
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(2**bits, (OUT, IN), generator=generator, dtype=torch.uint8)
+    codes.view(-1)[: 2**bits] = torch.arange(2**bits, dtype=torch.uint8)
+    scale = torch.exp(torch.randn(OUT, IN // group_size, generator=generator)).half().float()
+    zero = torch.full_like(scale, 2 ** (bits - 1))
+    if not symmetric:
+        zero = torch.randint(2**bits, scale.shape, generator=generator).float()
+        zero[:2, 0] = torch.tensor([0, 2**bits - 1])
+    return QuantizedWeight(AffineGrid(bits, group_size, symmetric), codes, AffineParams(scale, zero))
+
+
+def write_stream(rows: list[list[int]], bits: int) -> torch.Tensor:
+    """Each row as one little-endian bit stream in a row of int32 words: one big integer, cut up."""
+    words = []
+    for values in rows:
+        stream = sum(int(value) << (bits * place) for place, value in enumerate(values))
+        count = math.ceil(len(values) * bits / 32)
+        words.append([stream >> (32 * k) & 0xFFFFFFFF for k in range(count)])
+    return torch.tensor([[w - (1 << 32) if w >> 31 else w for w in row] for row in words], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("bits, group_size, symmetric", CELLS)
+def test_encode_writes_the_format_and_decode_inverts_it(bits, group_size, symmetric):
+    weight = random_weight(bits, group_size, symmetric)
+    layout = CompressedTensorsLayout(bits, -1 if group_size == IN else group_size, symmetric)
+    tensors = layout.encode(weight)
+
+    expected = {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point"}
+    assert set(tensors) == expected - ({"weight_zero_point"} if symmetric else set())
+    assert torch.equal(tensors["weight_packed"], write_stream(weight.codes.tolist(), bits))
+    assert tensors["weight_scale"].dtype == torch.float16
+    assert torch.equal(tensors["weight_scale"].float(), weight.params.scale)
+    assert tensors["weight_shape"].dtype == torch.int64 and tensors["weight_shape"].tolist() == [OUT, IN]
+    if not symmetric:
+        assert torch.equal(tensors["weight_zero_point"], write_stream(weight.params.zero.T.tolist(), bits).T)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    row = LinearSpec("a.b", 0, "b", OUT, IN, weight.grid)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes(row)
+
+    group = torch.arange(IN) // group_size
+    literal = weight.params.scale[:, group] * (weight.codes.float() - weight.params.zero[:, group])
+    read_back = detect(**layout.config([row])).at("a.b")
+    for reader in (layout, CompressedTensorsLayout(), read_back):
+        decoded = reader.decode(tensors)
+        assert decoded.grid == weight.grid and decoded.codes.dtype == torch.uint8
+        assert torch.equal(decoded.codes, weight.codes)
+        assert torch.equal(decoded.params.zero, weight.params.zero)
+        assert torch.equal(decoded.values(), literal)
+    assert read_back.module(tensors, None) is None
+
+
+def spec(
+    name: str = "model.layers.1.mlp.up_proj", bits: int = 4, group_size: int = GROUP,
+    kept: str | None = None, out_features: int = OUT, in_features: int = IN,
+):  # fmt: skip
+    grid = None if kept else AffineGrid(bits, group_size)
+    block, local = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name).groups()
+    return LinearSpec(name, int(block), local, out_features, in_features, grid, kept)
+
+
+def detect(**config):
+    return layouts.detect({"quantization_config": config}, [])
+
+
+def test_check_refuses_what_clients_have_no_kernels_for():
+    layout = CompressedTensorsLayout(4, GROUP)
+    assert layout.check(spec()) is None and layout.check(spec(bits=8)) is None
+    assert "4 and 8 bits, not 3" in layout.check(spec(bits=3))
+    assert layout.check(spec(in_features=92)).startswith("in_features 92 is no multiple of 8")
+    assert layout.check(spec(in_features=92, bits=8)) is None
+    assert layout.check(spec(out_features=20)) is None
+    asymmetric = CompressedTensorsLayout(4, GROUP, symmetric=False)
+    assert asymmetric.check(spec(out_features=20)).startswith("out_features 20 is no multiple of 8")
+
+
+def test_config_is_what_clients_read():
+    outside = r"re:(?!(.*\.)?layers\.\d+\.)"
+    weights = {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
+        "dynamic": False, "observer": "minmax",
+    }  # fmt: skip
+    assert CompressedTensorsLayout(4, GROUP).config([spec()]) == {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", outside],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+                "format": "pack-quantized",
+            }
+        },
+    }
+    config = CompressedTensorsLayout(8, -1, symmetric=False).config([spec(bits=8, group_size=IN)])
+    assert config["config_groups"]["group_0"]["weights"] == weights | {
+        "num_bits": 8, "symmetric": False, "strategy": "channel", "group_size": None
+    }  # fmt: skip
+    pattern = outside.removeprefix("re:")  # clients match from the start of the name
+    ignored = ["lm_head", "embed_out", "model.project_in", "model.decoder.project_out"]
+    quantized = ["model.layers.0.mlp.up_proj", "layers.10.x", "transformer.model.layers.3.a.b"]
+    assert all(re.match(pattern, name) for name in ignored)
+    assert not any(re.match(pattern, name) for name in quantized)
+
+
+def test_overrides_are_config_groups_and_kept_linears_are_ignored():
+    attention = [spec(f"model.layers.0.attn.{leaf}_proj", bits=8) for leaf in "qkv"]
+    mlp = [
+        spec("model.layers.0.mlp.gate_proj", group_size=16),
+        spec("model.layers.0.mlp.up_proj"),
+        spec("model.layers.0.mlp.down_proj", kept="--exclude x"),
+    ]
+    config = CompressedTensorsLayout(4, GROUP).config(attention + mlp)
+    groups = config["config_groups"]
+    targets = [group["targets"] for group in groups.values()]
+    fused = "model.layers.0.attn.qkv_proj"  # vLLM asks for it; gate_up_proj is not alike and gets no rule
+    assert targets == [["Linear"], [row.name for row in attention] + [fused], [mlp[0].name]]
+    numbers = [(group["weights"]["num_bits"], group["weights"]["group_size"]) for group in groups.values()]
+    assert numbers == [(4, GROUP), (8, GROUP), (4, 16)]
+    assert "model.layers.0.mlp.down_proj" in config["ignore"]
+
+    stored = detect(**config)
+    assert stored.at(attention[1].name).scheme.weights == Numbers(8, "int", True, "group", GROUP)
+    assert stored.at(mlp[0].name).scheme.weights.group_size == 16
+    assert stored.at(mlp[1].name).scheme.weights.bits == 4
+    only = CompressedTensorsLayout(4, GROUP).config(attention)
+    assert [group["targets"][0] for group in only["config_groups"].values()] == [attention[0].name]
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"bits": 3}, "--bits 3"),
+        ({"act_order": "full"}, "--act-order full"),
+        ({"checkpoint_format": "gptq_v2"}, "--checkpoint-format gptq_v2"),
+    ],
+)
+def test_the_method_refuses_what_only_the_gptq_layout_holds(options, named):
+    gptq.check(gptq.Options(**options))
+    with pytest.raises(QuantkitError, match=f"compressed-tensors does not hold {named}") as refused:
+        gptq.check(gptq.Options(layout="compressed-tensors", **options))
+    assert "--layout gptq" in refused.value.hint
+
+
+def test_the_method_builds_the_layout_it_was_asked_for():
+    options = gptq.Options(layout="compressed-tensors", bits=8, group_size=-1, sym=False)
+    gptq.check(options)
+    assert gptq.build(options).layout == CompressedTensorsLayout(8, -1, symmetric=False)
+    assert gptq.suffix(options) == "gptq-w8channel-asym-ct"
+    grid = gptq.build(options).make_grid(OUT, IN, None)
+    assert (grid.group_size, grid.symmetric, grid.zero_min) == (IN, False, 0)
+
+
+def group(**changes) -> dict:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | changes.pop(
+        "weights", {}
+    )
+    return {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"} | changes
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({"transform_config": {"config_groups": {}}}, "transform_config"),
+        ({"config_groups": {"W4A16": ["Linear"]}}, "W4A16"),
+        ({"config_groups": {"g": group(format="nvfp4-pack-quantized")}}, "nvfp4-pack-quantized"),
+        ({"config_groups": {"g": group(format="mxfp4-pack-quantized")}}, "mxfp4-pack-quantized"),
+        ({"config_groups": {"g": group(format=None)}, "format": "marlin-24"}, "marlin-24"),
+        ({"config_groups": {"g": group(output_activations={"num_bits": 8})}}, "config group 'g'"),
+        ({"config_groups": {"g": group(weights={"num_bits": 16})}}, "16 bit int"),
+        ({"config_groups": {"g": group(weights={"type": "float"})}}, "4 bit float"),
+        ({"config_groups": {"g": group(weights={"type": []})}}, r"4 bit \[\]"),
+        ({"config_groups": {"g": group(weights={"strategy": "tensor_group"})}}, "tensor_group"),
+        (
+            {"config_groups": {"g": group(input_activations={"strategy": "group", "group_size": 4})}},
+            "activations by group, dynamic False",
+        ),
+    ],
+)
+def test_detect_refuses_what_it_would_misread(changes, named):
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": group()}} | changes
+    with pytest.raises(QuantkitError, match=named) as refused:
+        detect(**config)
+    assert refused.value.exit_code == UNSUPPORTED and refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"config_groups": {}}, "no config_groups"),
+        ({"config_groups": [group()]}, "no config_groups"),
+        ({"config_groups": {"g": group(targets="Linear")}}, "targets"),
+        ({"config_groups": {"g": group(targets=["re:("])}}, r"'re:\('"),
+        ({"config_groups": {"g": group() | {"weights": None}}}, "nothing of its weights"),
+        ({"config_groups": {"g": group(weights={"group_size": 0})}}, "group_size of weights is 0"),
+        ({"config_groups": {"g": group(weights={"strategy": "block"})}}, "block_structure"),
+        ({"quantization_status": "frozen"}, "frozen"),
+    ],
+)
+def test_detect_says_what_is_malformed(changes, named):
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": group()}} | changes
+    with pytest.raises(QuantkitError, match=named):
+        detect(**config)
+
+
+def test_targets_match_as_in_the_library():
+    """Exact names before patterns before the class; a pattern matches from the start of the name."""
+    sizes = {"Linear": 32, "re:.*down": 64, "re:model.*": 16, "a.down": 128, "re:own": 8}
+    groups = {target: group(targets=[target], weights={"group_size": size}) for target, size in sizes.items()}
+    layout = detect(quant_method="compressed-tensors", config_groups=groups)
+    names = {"a.down": 128, "b.down": 64, "model.down": 64, "model.up": 16, "b.up": 32, "own.up": 8}
+    assert {name: layout.at(name).scheme.weights.group_size for name in names} == names
+    only = detect(quant_method="compressed-tensors", config_groups={"g": group(targets=["re:.*down"])})
+    with pytest.raises(QuantkitError, match=r"a\.up is quantized, but no target"):
+        only.at("a.up")
