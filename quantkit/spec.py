@@ -115,7 +115,11 @@ def _override(text: str) -> Override:
 
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
     """Fusions whose linears are not quantized alike."""
-    return [name for name, rows in fusions(specs).items() if len({row.grid for row in rows}) > 1]
+    return [name for name, rows in fusions(specs).items() if len(set(map(_format, rows))) > 1]
+
+
+def _format(row: LinearSpec) -> tuple[int, int] | None:
+    return (row.grid.bits, row.grid.group_size) if row.grid else None
 
 
 def refuse_uncovered(skeleton: Skeleton) -> None:

@@ -124,10 +124,9 @@ def _as_stored(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tens
     module = view.block.get_submodule(producer.name)
     before = {name: parameter.clone() for name, parameter in module.named_parameters(recurse=False)}
     if module.weight.ndim == 1:
-        acting = module.weight.float() + producer.one_plus
-        rounded = view.stored(f"{producer.name}.weight", acting / scale - producer.one_plus).float()
-        rounded += producer.one_plus
-        exact = acting / rounded
+        extra = 1.0 if producer.one_plus else 0.0
+        acting = module.weight.float() + extra
+        exact = acting / (view.stored(f"{producer.name}.weight", acting / scale - extra).float() + extra)
         usable = torch.isfinite(exact) & (exact > 0)
         scale = torch.where(usable, exact, 1.0)
     producer.divide(view.block, scale)
