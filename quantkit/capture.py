@@ -133,13 +133,19 @@ class SuspendedForward:
         self._main = greenlet.getcurrent()
         self._flights = [greenlet.greenlet(run) for _ in range(batches)]
         self._results: list[Tensor | None] = [None] * batches
-        self._handles = [self._suspend_at(site) for site in sites]
+        self._suspended = [self._suspend_at(site.linears[0]) for site in sites]
 
-    def _suspend_at(self, site: Site):
-        def suspend(module: nn.Module, args: tuple) -> None:
-            self._main.switch(args[0])
+    def _suspend_at(self, name: str) -> nn.Module:
+        """Let a linear hand over its input, and compute with what stands in its place when it goes on."""
+        linear = self._block.get_submodule(name)
 
-        return self._block.get_submodule(site.linears[0]).register_forward_pre_hook(suspend)
+        def forward(hidden: Tensor) -> Tensor:
+            self._main.switch(hidden)
+            now = self._block.get_submodule(name)
+            return type(linear).forward(linear, hidden) if now is linear else now(hidden)
+
+        linear.forward = forward
+        return linear
 
     def _resume(self, index: int) -> Tensor:
         """What flight `index` reaches next. Each flight enters and leaves no_grad at its own times, so the
@@ -157,8 +163,8 @@ class SuspendedForward:
         """The block's outputs, batch by batch, once every site has been visited."""
         for index in range(len(self._flights)):
             yield self._resume(index)
-        for handle in self._handles:
-            handle.remove()
+        for linear in self._suspended:
+            del linear.forward
 
 
 class RepeatedForward:

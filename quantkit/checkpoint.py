@@ -88,6 +88,11 @@ class Checkpoint:
             f"{linear}.weight" for linear in self._quantized
         ]
 
+    @property
+    def packed(self) -> list[str]:
+        """Names of the linears that are stored as packed codes."""
+        return list(self._quantized)
+
     def is_quantized(self, name: str) -> bool:
         """Whether `name` (`X.weight`) is stored as packed codes."""
         return name.removesuffix(".weight") in self._quantized

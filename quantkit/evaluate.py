@@ -23,6 +23,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.heap import map_large_blocks
 from quantkit.plan import BATCH_TOKENS
 from quantkit.skeleton import Skeleton, check_complete
+from quantkit.trial import Trial
 
 SCHEMA = "quantkit.eval/1"
 DEFAULT_CONTEXT = 2048
@@ -175,9 +176,10 @@ Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
-    listen: Listener = lambda source, done, total: None,
+    listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
 ) -> list[Result]:  # fmt: skip
-    """Perplexity of every checkpoint and its KL divergence to the first.
+    """Perplexity of every checkpoint and its KL divergence to the first; then that of the first as
+    data-free methods (`trials`) would leave it.
 
     Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
     """
@@ -185,14 +187,16 @@ def evaluate(
     for checkpoint in checkpoints:
         _check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
+    candidates: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
+    candidates += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
     results, base = [], None
-    for checkpoint in checkpoints:
+    for checkpoint, trial in candidates:
         skeleton = Skeleton(checkpoint, dtype, device)
         check_complete(skeleton)
         skeleton.load_rest()
-        states = _stream(skeleton, windows.ids, listen)
+        states = _stream(skeleton, windows.ids, listen, trial)
         metrics = _measure(skeleton, states, windows, base)
-        results.append(_result(checkpoint, skeleton, metrics))
+        results.append(_result(checkpoint, skeleton, metrics, trial))
         base = base or (skeleton, states)
     return results
 
@@ -216,17 +220,20 @@ def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
             )
 
 
-def _stream(skeleton: Skeleton, ids: Tensor, listen: Listener) -> list[Tensor]:
+def _stream(skeleton: Skeleton, ids: Tensor, listen: Listener, trial: Trial | None) -> list[Tensor]:
     """Final hidden states, a batch of windows at a time, `[batch, ctx, hidden]`."""
+    source = _named(skeleton.checkpoint, trial)
     batch = max(1, BATCH_TOKENS // ids.shape[1])
     states = [skeleton.embed(part) for part in ids.split(batch)]
     count = len(skeleton.blocks)
     for index in range(count):
         skeleton.load_block(index)
+        if trial:
+            trial.apply(skeleton, index)
         for k, hidden in enumerate(states):
             states[k] = skeleton.run_block(index, hidden)
         skeleton.free_block(index)
-        listen(skeleton.checkpoint.source, index + 1, count)
+        listen(source, index + 1, count)
     return states
 
 
@@ -278,13 +285,21 @@ def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
     return torch.log_softmax(skeleton.logits(hidden).float(), -1)
 
 
-def _result(checkpoint: Checkpoint, skeleton: Skeleton, metrics: Metrics) -> Result:
+def _named(checkpoint: Checkpoint, trial: Trial | None) -> str:
+    return f"{checkpoint.source} as {trial.method.name}" if trial else checkpoint.source
+
+
+def _result(checkpoint: Checkpoint, skeleton: Skeleton, metrics: Metrics, trial: Trial | None) -> Result:
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
+    disk_bytes = sum(path.stat().st_size for path in checkpoint.folder.iterdir() if path.is_file())
+    if trial:  # what would be written
+        disk_bytes += trial.weight_bytes(checkpoint) - weight_bytes
+        weight_bytes = trial.weight_bytes(checkpoint)
     parameters = {id(p): p.numel() for p in skeleton.model.parameters()}
     count = sum(parameters.values()) + sum(p.numel() for b in skeleton.blocks for p in b.parameters())
     return Result(
-        source=checkpoint.source,
-        disk_bytes=sum(path.stat().st_size for path in checkpoint.folder.iterdir() if path.is_file()),
+        source=_named(checkpoint, trial),
+        disk_bytes=disk_bytes,
         weight_bytes=weight_bytes,
         bits_per_weight=8 * weight_bytes / count,
         metrics=metrics,

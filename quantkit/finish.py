@@ -45,6 +45,7 @@ class Summary:
     rtn_error: float | None
     fallbacks: dict[str, str]
     notes: dict[str, list[str]]
+    outlier_columns: dict[str, int]
     seconds: dict[str, float]
 
 
@@ -83,8 +84,9 @@ def merged(job: Job) -> dict[str, TensorInfo]:
 
 
 def _remaining(job: Job, rows: Sequence[LinearSpec]) -> dict[str, TensorInfo]:
-    """The source's tensors without the weights that `rows` quantize, plain or packed."""
-    gone = {name for row in rows if row.grid for name in job.checkpoint.stored_as(f"{row.name}.weight")}
+    """The source's tensors without the weights of `rows` that are staged: quantized, or packed before."""
+    staged = [row for row in rows if row.grid or job.is_packed(row)]
+    gone = {name for row in staged for name in job.checkpoint.stored_as(f"{row.name}.weight")}
     return {name: info for name, info in job.checkpoint.infos.items() if name not in gone}
 
 
@@ -171,5 +173,6 @@ def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summ
         rtn_error=sum(baselines) / len(baselines) if baselines else None,
         fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
         notes={row["name"]: row["notes"] for row in records if row["notes"]},
+        outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
         seconds=dict(seconds),
     )

@@ -59,6 +59,10 @@ class Job:
     staging: Staging
     fingerprint: dict
 
+    def is_packed(self, row: LinearSpec) -> bool:
+        """Whether the source holds this linear as packed codes."""
+        return self.checkpoint.is_quantized(f"{row.name}.weight")
+
     def block_specs(self, index: int) -> list[LinearSpec]:
         """The linears of one block."""
         return [row for row in self.specs if row.block == index]
@@ -74,11 +78,14 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     _check_run(request.run)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
     if checkpoint.layout is not None:
-        raise QuantkitError(
-            f"{request.source} is quantized already",
-            hint="start from the original checkpoint: quantizing twice adds the errors of both",
-            exit_code=UNSUPPORTED,
-        )
+        if not request.run.allow_requantize:
+            raise QuantkitError(
+                f"{request.source} is quantized already",
+                hint="start from the original checkpoint: quantizing twice adds the errors of both "
+                "(--allow-requantize does it all the same)",
+                exit_code=UNSUPPORTED,
+            )
+        progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
     output = request.output or Path(f"{_base_name(request.source)}-{module.suffix(request.options)}")
     if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
@@ -150,6 +157,13 @@ def _resolve(
     spec.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     check_complete(skeleton)
     specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude, request.run.override)
+    outside = set(checkpoint.packed) - {row.name for row in specs}
+    if outside:
+        raise QuantkitError(
+            f"linears outside the blocks are quantized, too: {name_all(sorted(outside))}",
+            hint="start from the original checkpoint",
+            exit_code=UNSUPPORTED,
+        )
     if all(row.grid is None for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
     return skeleton, specs
@@ -180,6 +194,7 @@ def _fingerprint(
         "options": dataclasses.asdict(request.options),
         "exclude": list(request.run.exclude),
         "override": list(request.run.override),
+        "allow_requantize": request.run.allow_requantize,
         "max_shard_gb": request.run.max_shard_gb,
         "calibration": calibrated.record() if calibrated else None,
         "execution": dataclasses.asdict(job_plan.execution),

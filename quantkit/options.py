@@ -49,6 +49,9 @@ class RunOptions:
         "REGEX=bits[,group_size]: quantize the linears whose name matches to other bits. Repeatable, the "
         "first match counts.",
     )
+    allow_requantize: bool = option(
+        False, "Quantize a checkpoint that is quantized already; the errors of both add up."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
         "Precision of the forward passes: the checkpoint's own where the hardware has it, else float32.",

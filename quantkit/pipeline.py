@@ -86,6 +86,7 @@ def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, prog
         for site in work.wanted:
             work.solve(site, None)
         outputs = work.forward()
+    work.keep(f"{name}.weight" for name, row in specs.items() if not row.grid and job.is_packed(row))
     _advance(states, outputs, timings)
     with timings("write"):
         tensors = {name: tensor.cpu() for name, tensor in work.tensors.items()}
@@ -146,10 +147,10 @@ class _Work:
             self.progress.linear(row, result)
 
     def keep(self, parameters: Iterable[str]) -> None:
-        """Stage parameters of the block that are not quantized but have changed."""
+        """Stage parameters of the block that are not quantized but not the source's any more, either."""
         for name in parameters:
             stored, tensor = self.job.skeleton.as_stored(self.index, name)
-            self.tensors[stored] = tensor
+            self.tensors[stored] = tensor.contiguous()
 
 
 def _solve_in_sequence(work: _Work) -> Iterator[Tensor]:

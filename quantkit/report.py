@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -129,6 +130,8 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["kept 16 bit"] = f"{summary.kept} linears"
     for name, fact in facts.items():
         console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
+    if summary.outlier_columns:
+        _print_outliers(console, summary.outlier_columns)
     for linear, reason in summary.fallbacks.items():
         console.print(f"  {linear}: {reason}", markup=False, soft_wrap=True)
     if evaluation:
@@ -139,6 +142,18 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def _print_outliers(console: Console, counts: dict[str, int]) -> None:
+    """How many input columns of every linear reached the threshold, block by block."""
+    table = _table("linear", "outlier columns, by block")
+    kinds: dict[str, list[int]] = {}
+    for name, count in counts.items():
+        _, _, local = re.split(r"\.(\d+)\.", name, maxsplit=1)
+        kinds.setdefault(local, []).append(count)
+    for local, row in kinds.items():
+        table.add_row(local, " ".join(map(str, row)))
+    console.print(table)
 
 
 def print_evaluation(record: dict) -> None:

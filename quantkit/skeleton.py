@@ -263,9 +263,12 @@ class Skeleton:
             block.set_submodule(local, module.to(self.device))
 
     def stored_dtype(self, index: int, name: str) -> torch.dtype:
-        """The precision in which parameter `name` of a block is stored; the computing one if it is packed."""
-        info = self.checkpoint.infos.get(self._stored[self.block_names(index)[name]])
-        return TORCH_DTYPES.get(info.dtype, self.dtype) if info else self.dtype
+        """The precision in which parameter `name` of a block is stored; if packed, the model's own."""
+        stored = self._stored[self.block_names(index)[name]]
+        if self.checkpoint.is_quantized(stored):
+            declared = self.checkpoint.config.dtype
+            return declared if isinstance(declared, torch.dtype) else self.dtype
+        return TORCH_DTYPES.get(self.checkpoint.infos[stored].dtype, self.dtype)
 
     def as_stored(self, index: int, name: str) -> tuple[str, Tensor]:
         """Stored name of parameter `name` of a block, and its present values as they are stored."""

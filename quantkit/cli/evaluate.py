@@ -12,6 +12,8 @@ EPILOG = """Examples:
 
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
 
+  quantkit eval ./model --as nf4 --as int8 --text test.txt     (nothing is written)
+
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json"""
 
 
@@ -20,6 +22,15 @@ def command(
         list[str], typer.Argument(help="Checkpoints: the first is what the others are compared to.")
     ],
     text: Annotated[Path, typer.Option(help="UTF-8 text to measure on. Never the calibration text.")],
+    trials: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as",
+            metavar="METHOD",
+            help="Measure the first model as this data-free method (int8, nf4) would leave it, without "
+            "writing anything. Repeatable.",
+        ),
+    ] = None,
     ctx: Annotated[
         int | None, typer.Option(help="Tokens per window. (default: 2048, at most the model's context)")
     ] = None,
@@ -59,7 +70,7 @@ def command(
     windows = evaluate.load_windows(checkpoints[0], text, ctx, stride, limit)
     with listener(quiet) as progress:
         results = evaluate.evaluate(
-            checkpoints, windows, precision, plan.choose_device(device), progress.evaluating
+            checkpoints, windows, precision, plan.choose_device(device), progress.evaluating, trials or ()
         )
     record = evaluate.record(windows, precision, results)
     if as_json:

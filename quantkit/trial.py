@@ -1,0 +1,57 @@
+"""A data-free method tried in memory: what it would cost, without writing anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quantkit import methods, spec
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.methods import Method
+from quantkit.skeleton import Skeleton
+from quantkit.spec import LinearSpec
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method with its default options, applied to blocks as they are loaded."""
+
+    method: Method
+    specs: list[LinearSpec]
+
+    @staticmethod
+    def prepare(name: str, checkpoint: Checkpoint) -> Trial:
+        """Resolve the method on the checkpoint's shapes. Raises QuantkitError if it needs calibration, does
+        not fit, or the checkpoint is quantized already."""
+        module = methods.load(name)
+        method = module.build(module.Options())
+        if method.needs:
+            raise QuantkitError(
+                f"--as {name} needs calibration text, so it cannot be tried on the fly",
+                hint=f"write it with quantkit {name}, then evaluate that folder",
+                exit_code=USAGE,
+            )
+        if checkpoint.layout is not None:
+            raise QuantkitError(
+                f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE
+            )
+        skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
+        return Trial(method, spec.resolve(skeleton, method.make_grid, method.layout, (), ()))
+
+    def apply(self, skeleton: Skeleton, index: int) -> None:
+        """Quantize block `index`, which is loaded, and make it compute as a client of the result would."""
+        for row in self.specs:
+            if row.block == index and row.grid is not None:
+                weight = skeleton.blocks[index].get_submodule(row.local).weight.float()
+                (solved,) = self.method.solver.solve([weight], [row.grid], None)
+                parts = self.method.layout.encode(solved.weight)
+                skeleton.install(index, row.local, self.method.layout, parts, f"{row.name}.weight")
+
+    def weight_bytes(self, checkpoint: Checkpoint) -> int:
+        """Bytes of the tensors that would be written."""
+        rows = [row for row in self.specs if row.grid is not None]
+        replaced = {f"{row.name}.weight" for row in rows}
+        kept = sum(info.nbytes for name, info in checkpoint.infos.items() if name not in replaced)
+        return kept + sum(self.method.layout.nbytes(row) for row in rows)
