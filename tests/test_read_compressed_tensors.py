@@ -7,11 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_layout_compressed_tensors import IN, OUT, random_weight
 
+from quantkit import job, pipeline
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, detect
 from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear, rounded
 from quantkit.layouts.compressed_tensors.schemes import Numbers
+from quantkit.methods import gptq
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
 
 FLOAT8 = torch.float8_e4m3fn
@@ -236,3 +240,27 @@ def test_a_checkpoint_computes_with_the_scheme_of_each_linear(tiny_model):
     assert type(block.mlp.down_proj) is torch.nn.Linear and (block.mlp.down_proj.weight == -8).all()
     assert type(skeleton.load_block(1, decoded=True).mlp.up_proj) is torch.nn.Linear
     assert sorted(skeleton.missing()) == [] and len(checkpoint.names) == len(plain.checkpoint.names)
+
+
+def test_what_the_pipeline_writes_is_what_it_reads(tiny_model, tmp_path):
+    """Round to nearest through the whole loop, which itself verifies; overrides and kept linears in one."""
+    source = tiny_model("qwen2", tokenizer=True)
+    request = job.Request(
+        source=str(source),
+        method="gptq",
+        options=gptq.Options(layout="compressed-tensors", solver="rtn", group_size=32, sym=False),
+        calibration=CalibrationOptions(),
+        run=RunOptions(exclude=(r"\.1\.mlp",), override=(r"down_proj=8,-1",), threads=1, dtype="float32"),
+        output=tmp_path / "out",
+    )
+    summary = pipeline.run(job.prepare(request, Progress()), Progress())
+    plain, packed = Checkpoint.open(str(source)), Checkpoint.open(str(tmp_path / "out"))
+    assert packed.names and set(packed.names) == set(plain.names)
+    assert (summary.linears, summary.kept) == (18, 3)
+    for name, bits, group_size in (("0.self_attn.q_proj", 4, 32), ("0.mlp.down_proj", 8, 128)):
+        weight = f"model.layers.{name}.weight"
+        grid = packed.layout.at(weight.removesuffix(".weight")).decode(packed.parts(weight)).grid
+        assert (grid.bits, grid.group_size, grid.symmetric) == (bits, group_size, False)
+        error = (packed.read(weight) - plain.read(weight)).norm() / plain.read(weight).norm()
+        assert 0 < error < {4: 0.12, 8: 0.015}[bits]
+    assert not packed.is_quantized("model.layers.1.mlp.up_proj.weight")

@@ -1,0 +1,93 @@
+"""compressed-tensors checkpoints written by quantkit, loaded by transformers with the library itself."""
+
+import hashlib
+from dataclasses import replace
+
+import cases
+import pytest
+from cases import Case
+
+from quantkit.checkpoint import Checkpoint
+
+pytestmark = cases.MARKS
+
+
+EXCLUDE = (r"layers\.0\.", r"layers\.3\.mlp\.down_proj")
+OVERRIDE = (r"layers\.1\.=8", r"[qkv]_proj$=4,32")
+
+
+def packed(source: str = "demo", loader: str = "dequantized", **options) -> Case:
+    return Case({"layout": "compressed-tensors", **options}, source, loader=loader)
+
+
+# Zero points load with dequantize=True alone: else transformers makes room for unpacked ones, and refuses.
+# Overrides load with dequantize=False alone: else transformers 5.23 takes the first config group for all.
+CASES = {
+    "4 bit": packed(),
+    "4 bit, compressed": packed(loader="compressed"),
+    "4 bit, asymmetric": packed(sym=False),
+    "4 bit, channel": packed(group_size=-1),
+    "4 bit, channel, compressed": packed(group_size=-1, loader="compressed"),
+    "4 bit, channel, asymmetric": packed(group_size=-1, sym=False),
+    "8 bit": packed(bits=8),
+    "8 bit, compressed": packed(bits=8, loader="compressed"),
+    "8 bit, channel, asymmetric": packed(bits=8, group_size=-1, sym=False),
+    "qwen2": packed("qwen2", group_size=32),  # biases
+    "qwen2 tied": packed("qwen2 tied", group_size=32),  # stored in bfloat16
+    "qwen2 tied, compressed": packed("qwen2 tied", "compressed", group_size=32),
+    "opt": packed("opt", "compressed", group_size=32),
+    "gpt_neox": packed("gpt_neox", "compressed", group_size=32),  # whose head is not called lm_head
+    "shards": replace(packed(), max_shard_gb=0.002),
+    "exclude": replace(packed(), exclude=EXCLUDE),
+    "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),
+    "override": replace(packed(loader="compressed"), override=OVERRIDE, exclude=EXCLUDE),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(demo_model, tmp_path_factory):
+    return cases.make(CASES, tmp_path_factory.mktemp("compressed-tensors"), demo_model)
+
+
+@pytest.fixture(scope="module")
+def client(folders, tmp_path_factory):
+    return cases.load(CASES, folders, tmp_path_factory.mktemp("client"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_client_computes_what_quantkit_wrote(name, folders, client):
+    case, theirs = CASES[name], client[name]
+    assert theirs["error"] is None
+    linears = cases.linears(folders[name])
+    quantized = sum("grid" in linear for linear in linears)
+    assert theirs["packed"] == (quantized if case.loader == "compressed" else 0)
+    assert bool(case.exclude) == (quantized < len(linears))
+    cases.compare(case, folders[name], theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
+    """While loading it multiplies in the precision of the scales, float16; later in that of the model."""
+    checkpoint = Checkpoint.open(str(folders[name]))
+    for linear in cases.linears(folders[name]):
+        values = checkpoint.read(f"{linear['name']}.weight")
+        if "grid" in linear and CASES[name].loader == "dequantized":
+            values = values.half()
+        own = hashlib.sha256(values.float().numpy().tobytes()).hexdigest()
+        assert client[name]["weights"][linear["name"]] == own
+
+
+def test_cases_are_what_they_say(folders):
+    """Shards are several files, and an override leaves linears of three kinds."""
+    assert len(list(folders["shards"].glob("model-*.safetensors"))) > 2
+    linears = cases.linears(folders["override"])
+    grids = {tuple(row["grid"][key] for key in ("bits", "group_size")) for row in linears if "grid" in row}
+    assert grids == {(4, 128), (8, 128), (4, 32)} and any("kept" in row for row in linears)
+    assert (
+        len(
+            Checkpoint.open(str(folders["4 bit, asymmetric"]))
+            .load("model.layers.2.mlp.down_proj.weight_zero_point")
+            .unique()
+        )
+        > 10
+    )

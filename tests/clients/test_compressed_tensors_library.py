@@ -1,0 +1,89 @@
+"""Packing and quantized activations against the compressed-tensors library itself, bit for bit."""
+
+import json
+import subprocess
+from itertools import product
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.layouts._packing import pack
+from quantkit.layouts.compressed_tensors import detect
+from quantkit.layouts.compressed_tensors.activations import rounded
+
+pytestmark = cases.MARKS
+
+INPUTS = {
+    "int8 tokens": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+    "int4 tokens": {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True},
+    "int8 tokens, asymmetric": {
+        "num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False
+    },
+    "float8 tokens": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    "float8 groups": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
+    "float8 tensor": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True},
+    "int8 static": {"num_bits": 8, "type": "int", "strategy": "tensor"},
+    "int8 static, asymmetric": {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False},
+    "float8 static": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+}  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = list(product((2, 3, 4, 8), (0, 1)))
+
+
+def hidden(dtype: torch.dtype) -> torch.Tensor:
+    """`[batch, tokens, in]` with tokens of unlike size, and one of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 16, 64, generator=generator) * torch.logspace(-3, 3, 16)[:, None]
+    values[0, 3] = 0
+    return values.to(dtype)
+
+
+def codes(bits: int) -> torch.Tensor:
+    return torch.randint(2**bits, (64, 96), generator=torch.Generator().manual_seed(bits))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("library")
+    inputs, arguments = {}, {}
+    for bits, dim in WIDTHS:
+        inputs[f"packed.{bits}.{dim}"] = (codes(bits) - 2 ** (bits - 1)).to(torch.int8)
+    for name, dtype in product(INPUTS, DTYPES):
+        key = f"{name} {dtype}"
+        arguments[key] = INPUTS[name]
+        inputs[f"input.{key}"] = hidden(dtype)
+        if "static" in name:
+            inputs[f"scale.{key}"] = torch.tensor([0.037]).to(dtype)
+            zero = torch.tensor([-17 if "asymmetric" in name else 0], dtype=torch.int8)
+            inputs[f"zero.{key}"] = zero.to(torch.float8_e4m3fn) if "float8" in name else zero
+    save_file(inputs, folder / "inputs.safetensors")
+    (folder / "arguments.json").write_text(json.dumps(arguments))
+    script = Path(__file__).with_name("library.py")
+    done = subprocess.run(
+        [cases.PYTHON, str(script), str(folder)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return inputs | {f"theirs.{name}": t for name, t in load_file(folder / "outputs.safetensors").items()}
+
+
+@pytest.mark.parametrize("bits, dim", WIDTHS)
+def test_packing(bits, dim, library):
+    own = pack(codes(bits), bits) if dim == 0 else pack(codes(bits).t(), bits).t()
+    assert torch.equal(own, library[f"theirs.packed.{bits}.{dim}"])
+
+
+@pytest.mark.parametrize("name, dtype", list(product(INPUTS, DTYPES)))
+def test_quantized_inputs(name, dtype, library):
+    group = {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "strategy": "channel"},
+        "input_activations": INPUTS[name],
+        "format": "int-quantized",
+    }
+    layout = detect({"quant_method": "compressed-tensors", "config_groups": {"g": group}})
+    scale, zero = (library.get(f"{part}.{name} {dtype}") for part in ("scale", "zero"))
+    own = rounded(hidden(dtype), layout.at("a").scheme.activations, scale, zero)
+    assert own.dtype == dtype and torch.equal(own, library[f"theirs.input.{name} {dtype}"])
