@@ -70,6 +70,10 @@ class Skeleton:
                 stored[target] = name
         return stored
 
+    def is_conv1d(self, name: str) -> bool:
+        """Whether the model's weight `name` is a Conv1D's, stored `[in, out]`."""
+        return name in self._transposed
+
     def stored_name(self, name: str) -> str:
         """The name under which the model's tensor `name` lies in the checkpoint."""
         return self._stored[name]

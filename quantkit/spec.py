@@ -19,7 +19,8 @@ class LinearSpec:
     """One linear of a decoder block.
 
     name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block
-    and its name inside it. grid: None when it is kept in 16 bit; `kept` then says why.
+    and its name inside it. grid: None when it is kept in 16 bit; `kept` then says why. conv1d: the model
+    itself has a Conv1D there (GPT-2), which some clients do not replace.
     """
 
     name: str
@@ -29,6 +30,7 @@ class LinearSpec:
     in_features: int
     grid: Grid | None
     kept: str | None = None
+    conv1d: bool = False
 
     @property
     def weights(self) -> int:
@@ -76,7 +78,8 @@ def resolve(
                 kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
                 other = next((o for o in overrides if o.pattern.search(name)), None)
                 grid = None if kept else make_grid(local, *shape, other)
-                specs.append(LinearSpec(name, index, local, *shape, grid, kept))
+                conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
+                specs.append(LinearSpec(name, index, local, *shape, grid, kept, conv1d))
     asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
     asked |= {other.flag: other.pattern for other in overrides}
     unused = [flag for flag, pattern in asked.items() if not any(pattern.search(row.name) for row in specs)]

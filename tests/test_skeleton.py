@@ -101,7 +101,7 @@ def rewrite(folder, change) -> None:
 
 
 def resolve(skeleton: Skeleton, exclude: list[str]) -> list[spec.LinearSpec]:
-    return spec.resolve(skeleton, lambda *shape: AffineGrid(4, 32), GptqLayout(4, 32), exclude)
+    return spec.resolve(skeleton, lambda *shape: AffineGrid(4, 32), GptqLayout(4, 32), exclude, [])
 
 
 def refused(folder) -> QuantkitError:

@@ -45,6 +45,9 @@ class Grid(Protocol):
     def decode(self, codes: Tensor, params: Params) -> Tensor:
         """Values, float32 `[rows, group_size]`."""
 
+    def nearest(self, weight: Tensor, params: Params) -> Tensor:
+        """`decode(round(weight, params), params)`; `weight` is used up."""
+
     def scaled(self, params: Params, factor: Tensor) -> Params:
         """Parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
 

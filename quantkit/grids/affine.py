@@ -139,6 +139,11 @@ class AffineGrid:
         """Values, float32 `[rows, group_size]`."""
         return (codes.float() - params.zero[:, None]) * params.scale[:, None]
 
+    def nearest(self, weight: Tensor, params: AffineParams) -> Tensor:
+        """`decode(round(weight, params), params)`, `[rows, group_size]`; in place of `weight`."""
+        zero, scale = params.zero[:, None], params.scale[:, None]
+        return weight.div_(scale).round_().clamp_(-zero, self.max_code - zero).mul_(scale)
+
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
         """Scales times `factor [rows]`, rounded to float16."""
         return AffineParams(_storable(params.scale * factor), params.zero)

@@ -70,6 +70,10 @@ class Int8Grid:
         """Values, float32 `[rows, in]`."""
         return (codes.float() - 128) * params.absmax[:, None] * INVERSE
 
+    def nearest(self, weight: Tensor, params: Int8Params) -> Tensor:
+        """Values of the nearest codes."""
+        return self.decode(self.round(weight, params), params)
+
     def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
         """absmax times `factor [rows]`."""
         return Int8Params(params.absmax * factor)

@@ -98,6 +98,10 @@ class Nf4Grid:
         """Values, float32 `[rows, 64]`."""
         return _on(table(), codes)[codes.int()].mul_(params.absmax[:, None])
 
+    def nearest(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
+        """Values of the nearest codes."""
+        return self.decode(self.round(weight, params), params)
+
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
         """absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
         if not self.double_quant:

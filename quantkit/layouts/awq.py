@@ -41,6 +41,8 @@ class AwqLayout(Layout):
 
     def check(self, spec: LinearSpec) -> str | None:
         """The configuration has one width, one group size and one kind of zero point for all linears."""
+        if spec.conv1d:
+            return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
             return f"awq holds 4 bit, not {spec.grid.bits}: leave out the override, or use gptq's layouts"
         wanted = spec.in_features if self.group_size == -1 else self.group_size

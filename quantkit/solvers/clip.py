@@ -34,7 +34,7 @@ def _search(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
     for shrink in SHRINKS:
         bound = largest * shrink
         params = grid.fit(torch.clamp(weight, -bound, bound))
-        delta = grid.decode(grid.round(weight, params), params).sub_(weight)
+        delta = grid.nearest(weight.clone(), params).sub_(weight)
         losses = (delta @ hessian).mul_(delta).sum(1)
         if best is None:
             best, best_loss = params, losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIDTH = 256  # columns of a loss computed at a time
+WIDTH = 128  # columns of a loss computed at a time
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:

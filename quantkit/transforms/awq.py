@@ -11,6 +11,7 @@ number does not matter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,11 +20,11 @@ from torch import Tensor, nn
 
 from quantkit.capture import Site
 from quantkit.grids import Grid
-from quantkit.solvers import rtn
 from quantkit.solvers.loss import row_losses
 from quantkit.transforms import BlockView, Transformed
 from quantkit.transforms.fold import Producer, find_producer
 
+ROWS = 512  # rows looked at together
 SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
 
 
@@ -51,21 +52,19 @@ class AwqTransform:
     def _scale(self, view: BlockView, site: Site, producer: Producer | None, result: Transformed) -> None:
         names = [name for name in site.linears if view.grids[name]]
         weights = [view.block.get_submodule(name).weight for name in names]
-        grids = [view.grids[name].plain() for name in names]
         statistics = view.statistics[site]
-        plain = scaled_losses(weights, grids, statistics.hessian, None)
-        for name, weight, loss in zip(names, weights, plain, strict=True):
+        losses = Losses(weights, [view.grids[name].plain() for name in names], statistics.hessian)
+        for name, weight, loss in zip(names, weights, losses.plain, strict=True):
             full = row_losses(weight, statistics.hessian).sum().clamp(min=1e-30)
             result.rtn_errors[name] = (loss / full).item()
         if producer is None:
             result.notes.update(dict.fromkeys(names, ("nothing to fold scales into: kept at 1",)))
             return
-        magnitude = producer.tied(statistics.magnitude)
-        scale = search(weights, grids, statistics.hessian, magnitude, self.n_grid)
+        scale = search(losses, producer.tied(statistics.magnitude), self.n_grid)
         if scale is None:
             return
         scale, stored = _as_stored(view, producer, scale)
-        if not sum(scaled_losses(weights, grids, statistics.hessian, scale)) < sum(plain):
+        if not losses.of(scale, limit=sum(losses.plain)) < sum(losses.plain):
             return
         for name, tensor in stored.items():
             owner, _, leaf = name.rpartition(".")
@@ -80,19 +79,57 @@ class AwqTransform:
         )
 
 
-def search(
-    weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor, magnitude: Tensor, n_grid: int
-) -> Tensor | None:
+class Losses:
+    """`tr(dW H dWᵀ)` of a site's linears under scales of its inputs, `dW = Q(W s) / s - W`.
+
+    weights: `[out_k, in]` float32. plain: the loss of each linear as it is, without a scale.
+    Rows lose independently and never less than nothing, so a scale is given up once the rows looked at
+    have lost more than a limit: those that lose most come first.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor):
+        self.hessian = hessian
+        chunks = [
+            (part, grid, k)
+            for k, (weight, grid) in enumerate(zip(weights, grids, strict=True))
+            for part in weight.split(ROWS)
+        ]
+        lost = [self._chunk(part, grid, None) for part, grid, _ in chunks]
+        self.plain = [
+            sum(loss for loss, chunk in zip(lost, chunks, strict=True) if chunk[2] == k)
+            for k in range(len(weights))
+        ]
+        self._chunks = [chunks[k][:2] for k in sorted(range(len(chunks)), key=lambda k: -lost[k].item())]
+
+    def _chunk(self, weight: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
+        scaled = weight.clone() if scale is None else weight * scale
+        groups = scaled.view(-1, grid.group_size)
+        values = grid.nearest(groups, grid.fit(groups)).view(weight.shape)
+        delta = (values if scale is None else values.div_(scale)).sub_(weight)
+        return row_losses(delta, self.hessian).sum()
+
+    def of(self, scale: Tensor, limit: float = math.inf) -> float:
+        """The loss of all linears under `scale [in]`; anything above `limit` if it is above that."""
+        total = 0.0
+        for weight, grid in self._chunks:
+            total += self._chunk(weight, grid, scale).item()
+            if total > limit:
+                break
+        return total
+
+
+def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
     """The scale `[in]` of least loss for the linears of a site; None where no scaling is best.
 
-    weights: `[out_k, in]` float32. magnitude: mean |x| of each channel, `[in]`.
+    magnitude: mean |x| of each channel, `[in]`. Of equal losses the smaller α wins. Middle exponents, the
+    likely ones, come first, so that others are given up early.
     """
-    best, best_loss = None, None
-    for k in range(n_grid):
-        scale = candidate(magnitude, k / (n_grid - 1)) if k else None
-        loss = float(sum(scaled_losses(weights, grids, hessian, scale)))
-        if best_loss is None or loss < best_loss:  # not a number loses
-            best, best_loss = scale, loss
+    best, best_loss, chosen = None, float(sum(losses.plain)), 0
+    for k in sorted(range(1, n_grid), key=lambda k: abs(k - n_grid / 2)):
+        scale = candidate(magnitude, k / (n_grid - 1))
+        loss = losses.of(scale, limit=best_loss)
+        if loss < best_loss or (loss == best_loss and k < chosen):  # not a number loses
+            best, best_loss, chosen = scale, loss, k
     return best
 
 
@@ -100,19 +137,6 @@ def candidate(magnitude: Tensor, alpha: float) -> Tensor:
     """`s = mean|x|^α`, normalised so that its largest and smallest value are each other's inverse."""
     scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
     return scale / (scale.max() * scale.min()).sqrt()
-
-
-def scaled_losses(
-    weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor, scale: Tensor | None
-) -> list[Tensor]:
-    """`tr(dW H dWᵀ)` of each linear, rounded to nearest with its columns scaled (None: as it is)."""
-    losses = []
-    for weight, grid in zip(weights, grids, strict=True):
-        scaled = weight if scale is None else weight * scale
-        delta = rtn.quantize(scaled, grid).values()
-        delta = (delta if scale is None else delta.div_(scale)).sub_(weight)
-        losses.append(row_losses(delta, hessian).sum())
-    return losses
 
 
 def _as_stored(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -59,6 +59,8 @@ class CompressedTensorsLayout(Layout):
     def check(self, spec: LinearSpec) -> str | None:
         """Kernels exist for 4 and 8 bits; rows must fill whole words, columns too where zeros are packed."""
         bits = spec.grid.bits
+        if spec.conv1d:
+            return 'its target "Linear" misses Conv1D: use the gptq layout'
         if bits not in BITS:
             return f"compressed-tensors clients have kernels for 4 and 8 bits, not {bits}"
         sizes = {"in_features": spec.in_features}
