@@ -11,7 +11,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from quantkit.timings import Timings
 from quantkit.transforms import BlockView, Transformed
 
 PROBE_TOKENS = 8
+ROWS = 64  # of a weight compared at a time: temporaries stay in the cache
 FORWARDS = {"suspend": SuspendedForward, "repeat": RepeatedForward}
 
 
@@ -135,13 +136,17 @@ class _Work:
         with self.timings("solve"):
             solver = self.job.method.solver
             solved = solver.solve(weights, [row.grid for row in rows], statistics)
-        for row, result in zip(rows, solved, strict=True):
+        for row, weight, result in zip(rows, weights, solved, strict=True):
             if transformed:
                 result = transformed.amend(row.local, result)
             with self.timings("pack"):
                 parts = self.job.method.layout.encode(result.weight)
                 stored = f"{row.name}.weight"
-                self.job.skeleton.install(self.index, row.local, self.job.method.layout, parts, stored)
+                values = self.job.skeleton.install(
+                    self.index, row.local, self.job.method.layout, parts, stored
+                )
+            if result.error is None:
+                result = replace(result, error=_weight_error(weight, values))
             self.tensors.update({f"{row.name}.{part}": tensor for part, tensor in parts.items()})
             self.record.append(_recorded(row, result))
             self.progress.linear(row, result)
@@ -215,6 +220,13 @@ def _finished(sums: Statistics, site: Site, work: _Work) -> SiteStatistics:
             hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
         )
     return statistics
+
+
+def _weight_error(weight: Tensor, values: Tensor) -> float:
+    """`|W - Ŵ|² / |W|²`, of what was stored."""
+    rows = zip(values.split(ROWS), weight.split(ROWS), strict=True)
+    lost = sum(torch.linalg.vector_norm(value.float() - wanted).item() ** 2 for value, wanted in rows)
+    return lost / max(torch.linalg.vector_norm(weight).item() ** 2, 1e-30)
 
 
 def _recorded(row: LinearSpec, solved: Solved) -> dict:

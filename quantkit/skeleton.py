@@ -250,8 +250,11 @@ class Skeleton:
             self.install(index, local, checkpoint.layout, checkpoint.parts(stored[name]), stored[name])
         return block
 
-    def install(self, index: int, local: str, layout: Layout, parts: dict[str, Tensor], stored: str) -> None:
-        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`.
+    def install(
+        self, index: int, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
+    ) -> Tensor:
+        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`,
+        and return the decoded weight `[out, in]`.
 
         That is the decoded weight, or the layout's own module where activations are quantized, too.
         """
@@ -265,6 +268,7 @@ class Skeleton:
         else:
             self._replaced[index, local] = linear
             block.set_submodule(local, module.to(self.device))
+        return values
 
     def stored_dtype(self, index: int, name: str) -> torch.dtype:
         """The precision in which parameter `name` of a block is stored; if packed, the model's own."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+CACHEFUL = 1 << 17  # elements worked on at a time
 # Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
 # rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
 Params = TypeVar("Params", bound=Any)
@@ -103,6 +104,18 @@ def flat(params: Params) -> Params:
 def matrix(params: Params, out_features: int) -> Params:
     """Inverse of `flat`."""
     return _each(lambda part: part.unflatten(0, (out_features, -1)), params)
+
+
+def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
+    """`out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time.
+
+    Temporaries as large as a weight would cost more in page faults than the work itself.
+    """
+    widest = max(part[:1].numel() for part in (out, *parts))
+    rows = max(1, CACHEFUL // max(1, widest))
+    for target, *arguments in zip(out.split(rows), *(part.split(rows) for part in parts), strict=True):
+        target.copy_(work(*arguments))
+    return out
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.grids import by_rows
+
 LEVELS = 127
 HALF_MAX = 65504.0
 EXACT = 2**24 // LEVELS**2  # products of this many int8 pairs add up exactly in float32
@@ -40,8 +42,8 @@ class Int8Grid:
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
         """absmax `[rows]` of `weight [rows, in]`; nothing is searched, so importance changes nothing."""
-        low, high = weight.aminmax(dim=1)
-        return Int8Params(torch.maximum(-low, high).clamp_(max=HALF_MAX).half().float())
+        absmax = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
+        return Int8Params(absmax.clamp_(max=HALF_MAX).half().float())
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
         """absmax `[out, 1]`."""
@@ -57,8 +59,12 @@ class Int8Grid:
 
     def round(self, weight: Tensor, params: Int8Params) -> Tensor:
         """Codes, uint8 `[rows, in]`."""
-        return (
-            _codes(weight.clamp(-HALF_MAX, HALF_MAX).half().float(), params.absmax).add_(128).to(torch.uint8)
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        return by_rows(
+            lambda rows, absmax: _codes(rows.clamp(-HALF_MAX, HALF_MAX).half().float(), absmax).add_(128),
+            codes,
+            weight,
+            params.absmax,
         )
 
     def round_column(self, column: Tensor, params: Int8Params, j: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +74,13 @@ class Int8Grid:
 
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
         """Values, float32 `[rows, in]`."""
-        return (codes.float() - 128) * params.absmax[:, None] * INVERSE
+        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+        return by_rows(
+            lambda rows, absmax: rows.float().sub_(128).mul_(absmax[:, None]).mul_(INVERSE),
+            values,
+            codes,
+            params.absmax,
+        )
 
     def nearest(self, weight: Tensor, params: Int8Params) -> Tensor:
         """Values of the nearest codes."""
@@ -163,7 +175,9 @@ def _int_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def _pieces_matmul(a: Tensor, b: Tensor) -> Tensor:
     """The same in int32 by float32 products over EXACT columns at a time."""
-    sums = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
+    sums = torch.zeros(len(b), len(a), dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(EXACT, 1), b.split(EXACT, 1), strict=True):
-        sums += (left.float() @ right.float().t()).to(torch.int32)
-    return sums
+        left = left.float().t()
+        part = torch.empty(len(b), len(a), device=a.device)
+        sums += by_rows(lambda rows, left=left: rows.float() @ left, part, right).to(torch.int32)
+    return sums.t()

@@ -29,7 +29,7 @@ class Solved:
     """One quantized linear and what it cost.
 
     error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the
-    calibration tokens; without statistics `|dW|² / |W|²`.
+    calibration tokens; None without statistics: the loop then measures `|dW|² / |W|²` of what it stored.
     rtn_error: the same for round to nearest; None where that is what was done.
     fallback: why the solver asked for was not used; None when it was.
     notes: what else a user should know about this linear.
@@ -37,7 +37,7 @@ class Solved:
     """
 
     weight: QuantizedWeight
-    error: float
+    error: float | None
     rtn_error: float | None = None
     fallback: str | None = None
     notes: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class RtnSolver:
     def solve(
         self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
     ) -> list[Solved]:
-        """Without second moments errors are relative to the weights: no inputs are known to weigh them."""
+        """Without second moments there are no errors: no inputs are known to weigh them with."""
         if self.weighted:
             return [_weighted(w, grid, statistics.hessian) for w, grid in zip(weights, grids, strict=True)]
         solved = []
@@ -51,9 +51,7 @@ class RtnSolver:
             outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
         for weight, grid in zip(weights, grids, strict=True):
             quantized = quantize(weight, grid)
-            error = (quantized.values() - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
-            notes = clipping(quantized)
-            solved.append(Solved(quantized, error.item(), notes=notes, outlier_columns=outliers))
+            solved.append(Solved(quantized, None, notes=clipping(quantized), outlier_columns=outliers))
         return solved
 
 
