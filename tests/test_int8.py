@@ -1,0 +1,160 @@
+"""quantkit.grids.int8 against the paper's worked example, bitsandbytes, and exact integers."""
+
+import pytest
+import torch
+
+from quantkit.grids import int8
+from quantkit.grids.int8 import HALF_MAX, Int8Grid, Int8Params, int8_matmul, split_matmul
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IN, OUT, TOKENS = 96, 40, 12
+CONSTANT = 2e-5  # 1 / 127² is 6.200012e-05; the clients multiply by 6.200124e-05
+
+
+@pytest.fixture(scope="session")
+def bnb():
+    """bitsandbytes, the implementation that clients run."""
+    return pytest.importorskip("bitsandbytes")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---- the paper's example
+
+
+def test_the_papers_worked_example():
+    """Columns 1 and 3 are outliers; for the others C_x = (2, 3, 1) and C_w = (1, 2)."""
+    x = torch.tensor([[2, 45, -1, -17, -1], [0, 12, 3, -63, 2], [-1, 37, -1, -83, 0]]).float()
+    w = torch.tensor([[-1, 0], [2, 0], [0, -2], [3, -2], [-1, 2]]).float().t()
+    assert int8.outlier_columns(x[None], 6).tolist() == [[False, True, False, True, False]]
+
+    small, apart = split_matmul(x, w, 6)
+    assert apart.tolist() == [[39, 34], [-165, 126], [-175, 166]]
+    # 127 x / C_x: [127 -64 -64], [0 127 85], [-127 -127 0]; 127 w / C_w: [-127 0 -127], [0 -127 127]
+    sums = torch.tensor([[-8001, 0], [-10795, -5334], [16129, 16129]])
+    scales = torch.tensor([2.0, 3, 1])[:, None] * torch.tensor([1.0, 2])
+    torch.testing.assert_close(small, sums * scales / 127**2, rtol=CONSTANT, atol=0)
+    assert (small + apart).round().tolist() == [[38, 34], [-167, 124], [-174, 168]]
+
+
+def test_without_a_threshold_the_example_is_all_int8():
+    """The whole row decides its scale: 83 there costs every other value of its row its precision."""
+    x, w = torch.tensor([[-1.0, 37, -1, -83, 0]]), torch.tensor([[-1.0, 2, 0, 3, -1]])
+    small, apart = split_matmul(x, w, 0)
+    codes_x, codes_w = torch.tensor([-2, 57, -2, -127, 0]), torch.tensor([-42, 85, 0, 127, -42])
+    assert not apart.any()
+    assert small.item() == pytest.approx((codes_x * codes_w).sum().item() * 83 * 3 / 127**2, rel=CONSTANT)
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_and_scales_are_those_of_bitsandbytes(bnb, dtype):
+    weight = randn(48, 640, dtype=dtype) * torch.logspace(-4, 2, 48)[:, None].to(dtype)
+    weight[5] = 0
+    codes, absmax, _ = bnb.functional.int8_vectorwise_quant(weight.half())
+    params = Int8Grid(640).fit(weight.float())
+    ours = Int8Grid(640).round(weight.float(), params)
+    assert torch.equal(params.absmax, absmax) and absmax[5] == 0
+    assert torch.equal(ours.short() - 128, codes.short())
+    assert codes.abs().amax(1)[6:].eq(127).all()  # the test's own: rows use the whole range
+
+    values = Int8Grid(640).decode(ours, params)
+    torch.testing.assert_close(values, codes * absmax[:, None] / 127, rtol=2e-7, atol=0)
+    for j in (0, 7, 639):
+        column, found = Int8Grid(640).round_column(weight.half().float()[:, j], params, j)
+        assert torch.equal(column, ours[:, j].float()) and torch.equal(found, values[:, j])
+
+
+def test_weights_beyond_float16_are_cut_off_and_reported():
+    weight = torch.tensor([[1e5, -3e4, 0.0], [1.0, -2.0, 0.5]])
+    grid = Int8Grid(3)
+    params = grid.fit_matrix(weight)
+    assert params.absmax.tolist() == [[HALF_MAX], [2.0]] and grid.clipped(params) == 1
+    flat = Int8Params(params.absmax[:, 0])
+    assert (grid.round(weight, flat).int() - 128).tolist() == [[127, -58, 0], [64, -127, 32]]
+    assert grid.scaled(flat, torch.tensor([0.5, 3.0])).absmax.tolist() == [HALF_MAX / 2, 6.0]
+
+
+# ---- activations
+
+
+def stored(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 `[out, in]` and absmax `[out]` as a checkpoint holds them."""
+    grid = Int8Grid(weight.shape[1])
+    params = grid.fit(weight.float())
+    return (grid.round(weight.float(), params).short() - 128).to(torch.int8), params.absmax
+
+
+def inputs(outliers: bool, dtype: torch.dtype, sequences: int = 1) -> torch.Tensor:
+    """Activations below 5; with outliers, some that reach 6, in columns of each sequence's own."""
+    x = (1.2 * randn(sequences, TOKENS, IN, seed=3)).clamp(-5, 5)
+    if outliers:
+        for k in range(sequences):
+            x[k, k % TOKENS, [7, 30 + k]] = torch.tensor([-60.0, 6.0])
+            x[k, (k + 4) % TOKENS, 7] = 21.5
+            x[k, (k + 2) % TOKENS, 7] = 5.9  # below the threshold, and its row's largest value
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threshold", (6.0, 0.0))
+@pytest.mark.parametrize("outliers", (True, False))
+@pytest.mark.parametrize("bias", (True, False))
+def test_the_product_is_that_of_bitsandbytes_bit_by_bit(bnb, dtype, threshold, outliers, bias):
+    weight, shift = randn(OUT, IN, seed=1, dtype=dtype) / 8, randn(OUT, seed=2, dtype=dtype) if bias else None
+    layer = bnb.nn.Linear8bitLt(IN, OUT, bias, has_fp16_weights=False, threshold=threshold)
+    layer.load_state_dict({"weight": weight} | ({"bias": shift} if bias else {}), assign=False)
+    layer = layer.to("cpu").eval()
+    if bias:
+        layer.bias.data = shift
+    x = inputs(outliers, dtype)
+    with torch.no_grad():
+        theirs = layer(x)
+    codes, absmax = stored(weight)
+    assert torch.equal(layer.state.CB, codes)
+    ours = int8_matmul(x, codes, absmax, threshold, shift)
+    assert ours.dtype == dtype and torch.equal(ours, theirs)
+
+
+def test_outliers_are_decided_sequence_by_sequence():
+    """Column 7 is an outlier of three sequences, columns 30, 31, 32 of one each; the last has none."""
+    codes, absmax = stored(randn(OUT, IN, seed=1))
+    batch = torch.cat([inputs(True, torch.float32, 3), inputs(False, torch.float32)])
+    marked = int8.outlier_columns(batch, 6.0)
+    assert [row.nonzero()[:, 0].tolist() for row in marked] == [[7, 30], [7, 31], [7, 32], []]
+    together = int8_matmul(batch, codes, absmax, 6.0)
+    alone = torch.cat([int8_matmul(sequence[None], codes, absmax, 6.0) for sequence in batch])
+    assert torch.equal(together, alone)
+    merged = int8_matmul(batch.flatten(0, 1)[None], codes, absmax, 6.0).view_as(together)
+    assert not torch.equal(together, merged)  # as one sequence it is another computation
+
+
+def test_a_row_of_zeros_stays_zero():
+    codes, absmax = stored(randn(OUT, IN, seed=1))
+    x = inputs(True, torch.float32)
+    x[0, 5] = 0
+    result = int8_matmul(x, codes, absmax, 6.0)
+    assert not result[0, 5].any() and result.isfinite().all() and result[0, 4].any()
+
+
+# ---- integer products
+
+
+@pytest.mark.parametrize("k", (1, int8.EXACT, int8.EXACT + 1, 2 * int8.EXACT + 1, 4 * int8.EXACT - 1))
+@pytest.mark.parametrize("multiply", (int8._pieces_matmul, int8._int_matmul))
+def test_sums_of_int8_products_are_exact(multiply, k):
+    """At the extreme codes sums pass 2^24, beyond which float32 cannot tell odd numbers apart."""
+    generator = torch.Generator().manual_seed(k)
+    a = torch.full((3, k), 127, dtype=torch.int8)
+    b = torch.full((5, k), 127, dtype=torch.int8)
+    b[1] = -127
+    a[2] = torch.randint(-127, 128, (k,), generator=generator)
+    b[2:] = torch.randint(-127, 128, (3, k), generator=generator)
+    sums = multiply(a, b)
+    assert sums.dtype == torch.int32
+    assert torch.equal(sums.long(), a.long() @ b.long().t())
+    assert sums[0, 0] == 127 * 127 * k
