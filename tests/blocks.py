@@ -1,0 +1,72 @@
+"""One decoder block of a tiny model, loaded as the loop loads it, with real inputs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.capture import Site, Statistics, find_sites, gathering
+from quantkit.checkpoint import Checkpoint
+from quantkit.grids import Grid
+from quantkit.skeleton import Skeleton
+from quantkit.solvers import SiteStatistics
+from quantkit.transforms import BlockView
+
+
+@dataclass
+class Bench:
+    """inputs: hidden states `[sequences, tokens, hidden]` that enter the block."""
+
+    skeleton: Skeleton
+    index: int
+    block: nn.Module
+    inputs: Tensor
+    sites: list[Site]
+
+    def run(self) -> Tensor:
+        return self.skeleton.run_block(self.index, self.inputs)
+
+    def view(
+        self,
+        make_grid: Callable[[str], Grid | None] = lambda name: None,
+        statistics: Mapping[Site, SiteStatistics] | None = None,
+    ) -> BlockView:
+        return BlockView(
+            block=self.block,
+            sites=self.sites,
+            statistics=statistics or {},
+            grids={name: make_grid(name) for site in self.sites for name in site.linears},
+            probe=self.run,
+            stored=lambda name, tensor: tensor.to(self.skeleton.stored_dtype(self.index, name)),
+        )
+
+    def statistics(self) -> dict[Site, SiteStatistics]:
+        """What AWQ wants to know, of every site."""
+        sums = {
+            site: Statistics(
+                self.block.get_submodule(site.linears[0]).in_features,
+                torch.device("cpu"),
+                ("hessian", "magnitude"),
+            )
+            for site in self.sites
+        }
+        with gathering(self.block, sums):
+            self.run()
+        return {site: part.finish() for site, part in sums.items()}
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, index: int = 1, shape=(1, 8)) -> Bench:
+    """Block `index` of the model in `folder`, behind the blocks before it."""
+    skeleton = Skeleton(Checkpoint.open(str(folder)), dtype, torch.device("cpu"))
+    skeleton.load_rest()
+    ids = torch.randint(500, shape, generator=torch.Generator().manual_seed(0))
+    hidden = skeleton.embed(ids)
+    for k in range(index):
+        skeleton.load_block(k)
+        hidden = skeleton.run_block(k, hidden)
+        skeleton.free_block(k)
+    block = skeleton.load_block(index)
+    sites = find_sites(block, lambda: skeleton.run_block(index, hidden))
+    return Bench(skeleton, index, block, hidden, sites)

@@ -1,0 +1,280 @@
+"""AWQ against the paper's idea by hand, and against searches that go through the tokens one by one."""
+
+import blocks
+import pytest
+import torch
+
+from quantkit.capture import Statistics
+from quantkit.grids.affine import AffineGrid
+from quantkit.solvers import rtn
+from quantkit.solvers.clip import SHRINKS, clipped_ranges
+from quantkit.solvers.loss import loss, row_losses
+from quantkit.solvers.rtn import RtnSolver
+from quantkit.transforms import awq
+from quantkit.transforms.awq import AwqTransform, scaled_losses, search
+
+CPU = torch.device("cpu")
+
+
+# ---- the paper's idea
+
+
+def literal(weight: list[float], scale: float = 1, salient: tuple[int, ...] = ()) -> list[int]:
+    """Codes of one group, absmax / 8 a step; the salient weights are multiplied by `scale` first."""
+    scaled = [w * scale if k in salient else w for k, w in enumerate(weight)]
+    step = max(map(abs, scaled)) / 8
+    return [max(-8, min(7, round(w / step))) for w in scaled]
+
+
+def test_a_scaled_weight_gets_more_levels_until_it_sets_the_range():
+    """With absmax 4 a step is 1/2: 1.5 and 1.7 are both 3 steps, doubled 6 and 7 of the same steps."""
+    weight, salient = [-4.0, 1.5, 1.7, 0.6, -2.4], (1, 2)
+    assert literal(weight) == [-8, 3, 3, 1, -5]
+    assert literal(weight, 2, salient) == [-8, 6, 7, 1, -5]
+    coarser = literal(weight, 4, salient)  # 6.8 is the largest now, a step 0.85
+    assert coarser == [-5, 7, 7, 1, -3]
+
+
+def test_on_the_affine_grid_too():
+    """Its steps are 2 / 15 of the largest: 1.4 and 1.8 are 2.6 and 3.4 steps, doubled 5.25 and 6.75."""
+    weight, salient = [-4.0, 1.4, 1.8, 0.6, -2.4], (1, 2)
+
+    def error(scale: float) -> torch.Tensor:
+        factors = torch.tensor([1, scale, scale, 1, 1])
+        values = rtn.quantize(torch.tensor([weight]) * factors, AffineGrid(4, 5, search=False)).values()
+        return (values / factors - torch.tensor([weight])).abs()[0]
+
+    for k in salient:
+        assert error(2)[k] < 0.4 * error(1)[k]
+    others = [0, 3, 4]
+    assert torch.equal(error(2)[others], error(1)[others])  # their codes stay as they were
+    assert error(6)[others].sum() > 2 * error(1)[others].sum()
+
+
+# ---- the searches
+
+
+def inputs(in_features: int, tokens: int, seed: int) -> torch.Tensor:
+    """Correlated, with channels of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, in_features, generator=generator)
+    x = x @ (torch.eye(in_features) + torch.randn(in_features, in_features, generator=generator) / 8)
+    return x * torch.exp(1.2 * torch.randn(in_features, generator=generator))
+
+
+def statistics(x: torch.Tensor):
+    sums = Statistics(x.shape[1], CPU, ("hessian", "magnitude"))
+    for part in x.split(7):
+        sums.add(part)
+    return sums.finish()
+
+
+def weight_of(out_features: int, in_features: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randn(out_features, in_features, generator=generator) / 10
+
+
+def rounded(group: torch.Tensor, symmetric: bool, bound: float = torch.inf) -> torch.Tensor:
+    """One row's group to nearest in 4 bit, covering its range, or what of it lies within `bound`."""
+    low, high = (min(bound, max(0.0, (sign * group).max().item())) for sign in (-1, 1))
+    low = -low
+    step = max(-low, high) * 2 / 15 if symmetric else (high - low) / 15
+    zero = 8 if symmetric else min(15, max(0, round(-low / step)))
+    step = torch.tensor(step).half().float()
+    return ((group / step).round() + zero).clamp(0, 15).sub(zero) * step
+
+
+def rounded_matrix(weight: torch.Tensor, group_size: int, symmetric: bool) -> torch.Tensor:
+    rows = [[rounded(group, symmetric) for group in row.split(group_size)] for row in weight]
+    return torch.stack([torch.cat(row) for row in rows])
+
+
+def token_by_token(x: torch.Tensor, delta: torch.Tensor) -> float:
+    """`Σ |dW x|²` over the tokens."""
+    return sum((delta.double() @ token.double()).square().sum().item() for token in x)
+
+
+@pytest.mark.parametrize("symmetric", (True, False))
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_finds_what_a_search_through_the_tokens_finds(symmetric, seed):
+    x = inputs(32, 40, seed)
+    weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]
+    grids, gathered, n_grid = [AffineGrid(4, 16, symmetric, search=False)] * 2, statistics(x), 8
+
+    losses = {}
+    for k in range(n_grid):
+        scale = x.abs().mean(0) ** (k / (n_grid - 1))
+        scale = scale / (scale.max() * scale.min()).sqrt()
+        total = 0.0
+        for weight in weights:
+            total += token_by_token(x, rounded_matrix(weight * scale, 16, symmetric) / scale - weight)
+        losses[k] = total, scale
+        ours = scaled_losses(weights, grids, gathered.hessian, scale)
+        assert float(sum(ours)) * len(x) / 2 == pytest.approx(total, rel=1e-4)
+
+    best = min(losses, key=lambda k: losses[k][0])
+    found = search(weights, grids, gathered.hessian, gathered.magnitude, n_grid)
+    assert best > 0 and losses[best][0] < 0.97 * losses[0][0]  # the test's own: there is something to find
+    torch.testing.assert_close(found, losses[best][1], rtol=1e-5, atol=0)
+    assert (found.max() * found.min()).item() == pytest.approx(1, rel=1e-5)
+
+
+def test_nothing_is_scaled_where_nothing_is_gained():
+    """Whole numbers from -7 to 8 in every group: exact as they are."""
+    weight = torch.tensor([[-7.0, 8, 1, -3, 0, 5, 2, 4] * 2] * 3)
+    gathered, grid = statistics(inputs(16, 20, 0)), AffineGrid(4, 8, symmetric=False, search=False)
+    assert search([weight], [grid], gathered.hessian, gathered.magnitude, 20) is None
+    dead = torch.zeros(16)  # channels without any input are not scaled to nothing
+    assert awq.candidate(dead, 0.5).isfinite().all()
+
+
+@pytest.mark.parametrize("symmetric", (True, False))
+@pytest.mark.parametrize("seed", range(2))
+def test_ranges_are_cut_as_by_a_search_through_the_tokens(symmetric, seed):
+    x, weight, size = inputs(48, 40, seed), weight_of(6, 48, seed), 16
+    weight[:, ::11] *= 3
+    if not symmetric:
+        weight.clamp_(
+            min=-0.03
+        )  # cut off on both sides, the zero point would be 7.5: either neighbour is right
+    params = clipped_ranges(weight, AffineGrid(4, size, symmetric, search=False), statistics(x).hessian)
+    values = rtn.nearest(weight, AffineGrid(4, size, symmetric, search=False), params).values()
+    cut = 0
+    for row in range(6):
+        for g in range(3):
+            span = slice(g * size, (g + 1) * size)
+            group, found = weight[row, span], None
+            for shrink in SHRINKS:
+                bound = group.abs().max().item() * shrink
+                candidate = rounded(group, symmetric, bound)
+                cost = token_by_token(x[:, span], (candidate - group)[None])
+                if found is None or cost < found[0]:
+                    found = cost, candidate, shrink
+            torch.testing.assert_close(values[row, span], found[1], rtol=1e-5, atol=1e-7)
+            cut += found[2] < 1
+    assert 3 < cut < 18 and SHRINKS == pytest.approx([1 - 0.05 * k for k in range(10)])
+
+
+def test_losses_are_sums_over_tokens_however_wide_the_matrix():
+    """600 columns: two full blocks of 256 and a part, each with what is left of it."""
+    x, delta = inputs(600, 30, 0), weight_of(5, 600, 0)
+    hessian = statistics(x).hessian
+    literal = [token_by_token(x, row[None]) * 2 / len(x) for row in delta]
+    assert row_losses(delta, hessian).tolist() == pytest.approx(literal, rel=1e-4)
+    assert loss(delta, hessian) == pytest.approx(sum(literal), rel=1e-4)
+
+
+@pytest.mark.parametrize("symmetric", (True, False))
+def test_clipping_is_kept_only_where_the_outputs_gain(symmetric):
+    x = inputs(64, 50, 3)
+    hessian = statistics(x)
+    weight = weight_of(10, 64, 3)
+    clip, plain = (AffineGrid(4, 32, symmetric, search=False, clip=flag) for flag in (True, False))
+    (with_clip,), (without,) = (RtnSolver(weighted=True).solve([weight], [g], hessian) for g in (clip, plain))
+    relative = token_by_token(x, with_clip.weight.values() - weight) / token_by_token(x, weight)
+    assert with_clip.error == pytest.approx(relative, rel=1e-4)
+    assert with_clip.rtn_error == without.error and with_clip.error <= without.error
+    assert torch.equal(without.weight.values(), rtn.quantize(weight, plain).values())
+
+
+# ---- blocks
+
+
+FAMILIES = ("llama", "gemma2", "opt", "phi3", "gpt2", "gpt_neox", "falcon", "cohere", "olmo2")
+
+
+def with_outliers(bench: blocks.Bench) -> blocks.Bench:
+    """A few channels of what enters the sites are large, as in real models."""
+    for name, parameter in bench.block.named_parameters():
+        if (
+            parameter.ndim == 1
+            and name.endswith(("layernorm.weight", "layer_norm.weight"))
+            or name in ("ln_1.weight", "ln_2.weight")
+        ):
+            parameter.data[[3, 40]] = 12
+        if parameter.ndim == 2 and any(part in name for part in ("v_proj", "up_proj", "fc1")):
+            parameter.data[::9] *= 8
+    return bench
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
+    """Site by site, the others left alone: their errors are measured with their own inputs."""
+    folder = tiny_model(family)
+    gained = {}
+    for k in range(len(blocks.load(folder).sites)):
+        bench = with_outliers(blocks.load(folder, shape=(4, 24)))
+        site = bench.sites[k]
+        gathered = {site: bench.statistics()[site]}
+        weights = [bench.block.get_submodule(name).weight for name in site.linears]
+        originals = [weight.clone() for weight in weights]
+        full = [loss(weight, gathered[site].hessian) for weight in weights]
+        plain = [
+            rtn.quantize(weight, AffineGrid(4, 32, search=False)).values() - weight for weight in weights
+        ]
+        before = [loss(delta, gathered[site].hessian) for delta in plain]
+
+        view = bench.view(lambda name: AffineGrid(4, 32, search=False, clip=True), gathered)
+        transformed = AwqTransform(10).apply(view)
+        weights = [bench.block.get_submodule(name).weight for name in site.linears]
+        grids = [view.grids[name] for name in site.linears]
+        solved = RtnSolver(weighted=True).solve(weights, grids, transformed.statistics[site])
+        solved = [transformed.amend(name, one) for name, one in zip(site.linears, solved, strict=True)]
+        rtn_errors = [loss / whole for loss, whole in zip(before, full, strict=True)]
+        assert [one.rtn_error for one in solved] == pytest.approx(rtn_errors, rel=1e-3)
+        after = sum(one.error * whole for one, whole in zip(solved, full, strict=True))
+        assert after <= sum(before) * (1 + 1e-5), site
+        told = any("nothing to fold" in note for one in solved for note in one.notes)
+        if any(not torch.equal(a, b) for a, b in zip(originals, weights, strict=True)):
+            assert not told
+            gained[site] = after / sum(before)
+    assert min(gained.values()) < 0.9
+
+
+@pytest.mark.parametrize("stored", ("float32", "bfloat16"))
+@pytest.mark.parametrize(
+    "family, excluded",
+    [(family, None) for family in FAMILIES]
+    + [("llama", "k_proj"), ("llama", "v_proj"), ("gemma2", "k_proj")],
+)
+def test_the_block_computes_what_it_computed(tiny_model, monkeypatch, family, stored, excluded):
+    """Every site that can be scaled is, whether it gains or not. Norms stored in bfloat16 are rounded
+    first and the columns take what that leaves; only the weights of excluded linears lose anything."""
+    scaled = []
+
+    def losses(weights, grids, hessian, scale):
+        return [torch.tensor(float(scale is None))] * len(weights)
+
+    def choose(weights, grids, hessian, magnitude, n_grid):
+        scaled.append(awq.candidate(magnitude, 0.6))
+        return scaled[-1]
+
+    monkeypatch.setattr(awq, "scaled_losses", losses)
+    monkeypatch.setattr(awq, "search", choose)
+    bench = blocks.load(tiny_model(family, dtype=stored), shape=(2, 16))
+    if stored == "bfloat16":  # biases are divided, too, and rounded: nothing can make up for that
+        for name, parameter in bench.block.named_parameters():
+            parameter.data *= not name.endswith("bias")
+    before, gathered = bench.run(), bench.statistics()
+    weights = {name: part.clone() for name, part in bench.block.named_parameters()}
+    grids = lambda name: None if excluded and excluded in name else AffineGrid(4, 16)  # noqa: E731
+    transformed = AwqTransform().apply(bench.view(grids, gathered))
+
+    difference = (bench.run() - before).norm() / before.norm()
+    lossy = excluded and stored == "bfloat16"
+    assert difference < (5e-3 if lossy else 1e-5)
+    moved = {n for n, part in bench.block.named_parameters() if not torch.equal(part, weights[n])}
+    assert len(scaled) >= 2 and len(moved) >= 4
+    kept = {name for name in moved if not bench.view(grids).grids.get(name.removesuffix(".weight"))}
+    zeros = {name for name in transformed.changed if not bench.block.get_parameter(name).any()}
+    assert transformed.changed - zeros == kept
+    if excluded:
+        assert f"self_attn.{excluded}.weight" in kept
+    for name in kept:
+        part = bench.block.get_parameter(name)
+        assert torch.equal(part, part.to(getattr(torch, stored)).float()), name
+
+    after = bench.statistics()
+    for site, now in transformed.statistics.items():
+        ratio = torch.linalg.matrix_norm(now.hessian - after[site].hessian)
+        assert ratio < (1e-2 if lossy else 1e-4) * torch.linalg.matrix_norm(after[site].hessian), site
