@@ -93,9 +93,12 @@ def nearest_absmax(absmax: torch.Tensor, params: NestedParams) -> torch.Tensor:
     return torch.stack(found).view(absmax.shape)
 
 
-def test_every_double_quantized_absmax_is_the_nearest_that_can_be_stored():
+@pytest.mark.parametrize("turned", (False, True))  # the largest lies furthest from the mean, or the smallest
+def test_every_double_quantized_absmax_is_the_nearest_that_can_be_stored(turned):
     """600 blocks: two full nested blocks, which begin within rows, and a third that is short."""
     absmax = Nf4Grid().fit(random_weight(120, 5).view(-1, 64)).absmax.view(120, 5)
+    if turned:
+        absmax = absmax.max() - absmax
     params = nf4.double_quantize(absmax)
     assert (params.offset == absmax.mean()).all()
     for start in range(0, 600, NESTED_BLOCK):

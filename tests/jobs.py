@@ -1,0 +1,75 @@
+"""Whole jobs in this process: from options to a written folder, verified by the job itself."""
+
+import json
+from pathlib import Path
+
+import families
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit import job, methods, pipeline
+from quantkit.finish import Summary
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.progress import Progress
+
+
+class Listener(Progress):
+    """Keeps what a user would be warned of."""
+
+    def __init__(self):
+        self.warnings = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def prepare(
+    method: str, source: Path, output: Path, options: dict | None = None, progress: Progress | None = None,
+    calibration: CalibrationOptions | None = None, resume: bool = False, **run,
+) -> job.Job:  # fmt: skip
+    request = job.Request(
+        str(source),
+        method,
+        methods.load(method).Options(**options or {}),
+        calibration or CalibrationOptions(),
+        RunOptions(threads=1, **run),
+        output=output,
+        resume=resume,
+    )
+    return job.prepare(request, progress or Progress())
+
+
+def quantize(method: str, source: Path, output: Path, options: dict | None = None, **arguments) -> Summary:
+    """`quantize("gptq", model, folder, {"bits": 8}, exclude=("v_proj",))`."""
+    return pipeline.run(prepare(method, source, output, options, **arguments), Progress())
+
+
+def calibration(folder: Path, samples: int = 6, seqlen: int = 32) -> CalibrationOptions:
+    """A few sequences of generated text, written to `folder`."""
+    text = folder / "calibration.txt"
+    text.write_text("\n".join(families.sentences()))
+    return CalibrationOptions(calibration=str(text), samples=samples, seqlen=seqlen)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def rewrite(folder: Path, change) -> Path:
+    """Let `change(name, tensor)` alter the tensors of a model in place, or give new ones."""
+    found = tensors(folder)
+    for name, tensor in found.items():
+        new = change(name, tensor)
+        found[name] = tensor if new is None else new
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def manifest(folder: Path) -> dict:
+    """What is recorded about each linear, by name."""
+    return {row["name"]: row for row in json.loads((folder / "quantkit.json").read_text())["linears"]}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, the timings aside."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if "timings" not in path.name}
