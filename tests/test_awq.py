@@ -11,7 +11,7 @@ from quantkit.solvers.clip import SHRINKS, clipped_ranges
 from quantkit.solvers.loss import loss, row_losses
 from quantkit.solvers.rtn import RtnSolver
 from quantkit.transforms import awq
-from quantkit.transforms.awq import AwqTransform, scaled_losses, search
+from quantkit.transforms.awq import AwqTransform, Losses, search
 
 CPU = torch.device("cpu")
 
@@ -96,10 +96,12 @@ def token_by_token(x: torch.Tensor, delta: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("symmetric", (True, False))
 @pytest.mark.parametrize("seed", range(4))
-def test_the_search_finds_what_a_search_through_the_tokens_finds(symmetric, seed):
+def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, symmetric, seed):
+    monkeypatch.setattr(awq, "ROWS", 4)  # so that candidates are given up on the way
     x = inputs(32, 40, seed)
     weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]
     grids, gathered, n_grid = [AffineGrid(4, 16, symmetric, search=False)] * 2, statistics(x), 8
+    site = Losses(weights, grids, gathered.hessian)
 
     losses = {}
     for k in range(n_grid):
@@ -109,11 +111,13 @@ def test_the_search_finds_what_a_search_through_the_tokens_finds(symmetric, seed
         for weight in weights:
             total += token_by_token(x, rounded_matrix(weight * scale, 16, symmetric) / scale - weight)
         losses[k] = total, scale
-        ours = scaled_losses(weights, grids, gathered.hessian, scale)
-        assert float(sum(ours)) * len(x) / 2 == pytest.approx(total, rel=1e-4)
+        ours = site.of(scale)
+        assert ours * len(x) / 2 == pytest.approx(total, rel=1e-4)
+        assert ours / 2 < site.of(scale, limit=ours / 2) <= ours == site.of(scale, ours)
 
     best = min(losses, key=lambda k: losses[k][0])
-    found = search(weights, grids, gathered.hessian, gathered.magnitude, n_grid)
+    found = search(site, gathered.magnitude, n_grid)
+    assert float(sum(site.plain)) * len(x) / 2 == pytest.approx(losses[0][0], rel=1e-4)
     assert best > 0 and losses[best][0] < 0.97 * losses[0][0]  # the test's own: there is something to find
     torch.testing.assert_close(found, losses[best][1], rtol=1e-5, atol=0)
     assert (found.max() * found.min()).item() == pytest.approx(1, rel=1e-5)
@@ -123,7 +127,7 @@ def test_nothing_is_scaled_where_nothing_is_gained():
     """Whole numbers from -7 to 8 in every group: exact as they are."""
     weight = torch.tensor([[-7.0, 8, 1, -3, 0, 5, 2, 4] * 2] * 3)
     gathered, grid = statistics(inputs(16, 20, 0)), AffineGrid(4, 8, symmetric=False, search=False)
-    assert search([weight], [grid], gathered.hessian, gathered.magnitude, 20) is None
+    assert search(Losses([weight], [grid], gathered.hessian), gathered.magnitude, 20) is None
     dead = torch.zeros(16)  # channels without any input are not scaled to nothing
     assert awq.candidate(dead, 0.5).isfinite().all()
 
@@ -156,7 +160,7 @@ def test_ranges_are_cut_as_by_a_search_through_the_tokens(symmetric, seed):
 
 
 def test_losses_are_sums_over_tokens_however_wide_the_matrix():
-    """600 columns: two full blocks of 256 and a part, each with what is left of it."""
+    """600 columns: full blocks of columns and a part, each with what is left of it."""
     x, delta = inputs(600, 30, 0), weight_of(5, 600, 0)
     hessian = statistics(x).hessian
     literal = [token_by_token(x, row[None]) * 2 / len(x) for row in delta]
@@ -242,14 +246,11 @@ def test_the_block_computes_what_it_computed(tiny_model, monkeypatch, family, st
     first and the columns take what that leaves; only the weights of excluded linears lose anything."""
     scaled = []
 
-    def losses(weights, grids, hessian, scale):
-        return [torch.tensor(float(scale is None))] * len(weights)
-
-    def choose(weights, grids, hessian, magnitude, n_grid):
+    def choose(losses, magnitude, n_grid):
         scaled.append(awq.candidate(magnitude, 0.6))
         return scaled[-1]
 
-    monkeypatch.setattr(awq, "scaled_losses", losses)
+    monkeypatch.setattr(Losses, "of", lambda self, scale, limit: 0.0)
     monkeypatch.setattr(awq, "search", choose)
     bench = blocks.load(tiny_model(family, dtype=stored), shape=(2, 16))
     if stored == "bfloat16":  # biases are divided, too, and rounded: nothing can make up for that
