@@ -166,6 +166,17 @@ class Block(nn.Module):
         return x + self.residual(normed) + self.fc2(self.between(self.fc1(normed)))
 
 
+class Forked(Block):
+    """Another linear reads a copy of the norm's output; what it says happens not to count."""
+
+    def __init__(self):
+        super().__init__(torch.relu)
+        self.fc3 = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return super().forward(x) + 0 * self.fc3(self.norm(x).clone())
+
+
 def producers(block: Block) -> list[str | None]:
     x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(0))
     block.requires_grad_(False)
@@ -191,6 +202,10 @@ def producers(block: Block) -> list[str | None]:
 )  # fmt: skip
 def test_only_what_is_linear_in_single_channels_counts(block, expected):
     assert producers(block) == expected
+
+
+def test_inputs_of_other_sites_must_not_move_even_if_the_output_does_not():
+    assert producers(Forked()) == [None, "fc1", None]
 
 
 def test_rows_are_followed_through_a_permutation():
