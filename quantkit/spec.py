@@ -113,7 +113,9 @@ def _override(text: str) -> Override:
             exit_code=USAGE,
         )
     pattern, bits, group_size = parts.groups()
-    return Override(text, _compile(pattern, "--override"), int(bits), int(group_size) if group_size else None)
+    return Override(
+        text, _compile(pattern, "--override"), int(bits), None if group_size is None else int(group_size)
+    )
 
 
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:

@@ -115,9 +115,7 @@ def test_decode_inverts_encode(kind, out_features):
     [
         "int8",
         "nf4",
-        pytest.param(
-            "nf4 single", marks=pytest.mark.xfail(strict=True, reason="plans the nested state's JSON")
-        ),
+        "nf4 single",
     ],
 )
 @pytest.mark.parametrize("out_features", (OUT, 130))

@@ -79,11 +79,7 @@ def test_a_pattern_that_is_no_expression_is_refused(model, tmp_path):
         ("q_proj=0", "--override q_proj=0: no such width"),
         ("q_proj=4,4", "--override q_proj=4,4 makes no sense"),
         ("q_proj=4,-2", "--override q_proj=4,-2 makes no sense"),
-        pytest.param(
-            "q_proj=4,0",
-            "--override q_proj=4,0 makes no sense",
-            marks=pytest.mark.xfail(strict=True, reason="0 is taken for no group size at all"),
-        ),
+        ("q_proj=4,0", "--override q_proj=4,0 makes no sense"),
         ("q_proj=4,48", "group size 48 does not divide in_features of 2 linears: .*q_proj"),
     ],
 )

@@ -18,7 +18,7 @@ LEVELS = 127
 HALF_MAX = 65504.0
 EXACT = 2**24 // LEVELS**2  # products of this many int8 pairs add up exactly in float32
 INVERSE = 0.007874015718698502  # 1 / 127 as bitsandbytes multiplies by it
-INVERSE_SQUARE = 6.200124e-05  # 1 / 127² likewise
+INVERSE_SQUARE = 6.200124e-05  # its 1 / 127², which is 6.20001e-05
 
 
 @dataclass(frozen=True)

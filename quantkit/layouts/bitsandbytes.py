@@ -124,15 +124,12 @@ class Nf4Layout(Layout):
         return None
 
     def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the tensors of one linear, without the JSON text of about 150."""
+        """Bytes of the tensors of one linear; that of the JSON text within a few digits."""
         blocks = spec.weights // BLOCK
         scales = blocks + 4 * -(-blocks // NESTED_BLOCK) + 1024 if self.double_quant else 4 * blocks
-        return (
-            spec.weights // 2
-            + 64
-            + scales
-            + len(_state(spec.out_features, spec.in_features, 0.1234567890123))
-        )
+        offset = 0.12345678901234567 if self.double_quant else None
+        text = len(_state(spec.out_features, spec.in_features, offset))
+        return spec.weights // 2 + 4 * len(table()) + scales + text
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear."""

@@ -62,6 +62,26 @@ def check_feedback(damp: float, refine: int) -> None:
         raise QuantkitError(f"--damp {damp} is no share", "choose one between 0 and 1", USAGE)
 
 
+def check_grid(bits: int, group_size: int, where: str = "") -> None:
+    """Raise QuantkitError for an affine grid no layout has. `where`: the flag that asks for it, if it is
+    neither --bits nor --group-size."""
+    if bits not in (2, 3, 4, 8):
+        raise QuantkitError(f"{where or f'--bits {bits}'}: no such width", "choose 2, 3, 4 or 8 bits", USAGE)
+    if group_size != -1 and group_size < 8:
+        raise QuantkitError(
+            f"{where or f'--group-size {group_size}'} makes no sense",
+            "choose groups of -1, 16, 32, 64 or 128",
+            USAGE,
+        )
+
+
+def wanted(override: Override | None, bits: int, group_size: int) -> tuple[int, int]:
+    """Bits and group size of a linear: what its override says, else the method's."""
+    if override is None:
+        return bits, group_size
+    return override.bits, group_size if override.group_size is None else override.group_size
+
+
 def refuse_override(override: Override | None, reason: str) -> None:
     """Raise QuantkitError if a linear is asked to differ from the others."""
     if override:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.methods import Method, check_feedback
+from quantkit.methods import Method, check_feedback, check_grid, wanted
 from quantkit.options import option
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
-    if options.group_size != -1 and options.group_size < 8:
-        raise QuantkitError(
-            f"--group-size {options.group_size} makes no sense", "choose -1, 32, 64 or 128", USAGE
-        )
+    check_grid(4, options.group_size)
     if options.n_grid < 2:
         raise QuantkitError(f"--n-grid {options.n_grid} leaves nothing to search", "choose 2 or more", USAGE)
     check_feedback(options.damp, options.refine)
@@ -64,8 +61,8 @@ def build(options: Options, calibrated: bool = False) -> Method:
     gptq = options.solver == "gptq"
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
-        bits = override.bits if override else 4
-        group_size = override.group_size if override and override.group_size else options.group_size
+        bits, group_size = wanted(override, 4, options.group_size)
+        check_grid(bits, group_size, override.flag if override else "")
         group_size = in_features if group_size == -1 else group_size
         clip = options.clip and not gptq and not name.rpartition(".")[2].startswith(UNCLIPPED)
         return AffineGrid(bits, group_size, not options.zero_point, search=gptq, clip=clip)

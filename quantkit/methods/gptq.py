@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.methods import Method, check_feedback
+from quantkit.methods import Method, check_feedback, check_grid, wanted
 from quantkit.options import option
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
-    _check_grid(options.bits, options.group_size)
+    check_grid(options.bits, options.group_size)
     check_feedback(options.damp, options.refine)
     if options.layout == "compressed-tensors":
         _check_compressed_tensors(options)
@@ -72,18 +72,6 @@ def _check_compressed_tensors(options: Options) -> None:
         )
 
 
-def _check_grid(bits: int, group_size: int, where: str = "") -> None:
-    """`where`: the flag that asks for it, if it is not --bits or --group-size itself."""
-    if bits not in (2, 3, 4, 8):
-        raise QuantkitError(f"{where or f'--bits {bits}'}: no such width", "choose 2, 3, 4 or 8 bits", USAGE)
-    if group_size != -1 and group_size < 8:
-        raise QuantkitError(
-            f"{where or f'--group-size {group_size}'} makes no sense",
-            "choose groups of -1, 16, 32, 64 or 128",
-            USAGE,
-        )
-
-
 def build(options: Options, calibrated: bool = False) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
@@ -95,9 +83,8 @@ def build(options: Options, calibrated: bool = False) -> Method:
     zero_min = getattr(layout, "zero_min", 0)
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
-        bits = override.bits if override else options.bits
-        group_size = override.group_size if override and override.group_size else options.group_size
-        _check_grid(bits, group_size, override.flag if override else "")
+        bits, group_size = wanted(override, options.bits, options.group_size)
+        check_grid(bits, group_size, override.flag if override else "")
         group_size = in_features if group_size == -1 else group_size
         return AffineGrid(bits, group_size, options.sym, zero_min, options.mse)
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +17,8 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from quantkit import job, pipeline
+from quantkit import job, methods, pipeline
 from quantkit.checkpoint import Checkpoint
-from quantkit.methods.gptq import Options
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
@@ -62,6 +60,7 @@ class Case:
 
     options: dict = field(default_factory=dict)
     source: str = "demo"
+    method: str = "gptq"
     exclude: tuple[str, ...] = ()
     override: tuple[str, ...] = ()
     max_shard_gb: float = 5.0
@@ -87,15 +86,11 @@ def save_tiny(folder: Path, source: str, demo_model: Path) -> None:
 
 
 def quantize(case: Case, source: Path, output: Path) -> None:
-    """With `quantkit gptq`."""
-    run_job(case, source, output, "gptq", Options(**case.options))
-
-
-def run_job(case: Case, source: Path, output: Path, method: str, options) -> None:
+    """With `quantkit METHOD`."""
     request = job.Request(
         source=str(source),
-        method=method,
-        options=options,
+        method=case.method,
+        options=methods.load(case.method).Options(**case.options),
         calibration=CalibrationOptions(samples=4, seqlen=64),
         run=RunOptions(
             exclude=case.exclude,
@@ -109,12 +104,7 @@ def run_job(case: Case, source: Path, output: Path, method: str, options) -> Non
     pipeline.run(job.prepare(request, Progress()), Progress())
 
 
-def make(
-    cases: dict[str, Case],
-    root: Path,
-    demo_model: Path,
-    quantize: Callable[[Case, Path, Path], None] = quantize,
-) -> dict[str, Path]:
+def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path]:
     """The folder of each case's checkpoint; cases that differ in the loader only share one."""
     sources = {"demo": demo_model}
     made: dict[str, Path] = {}
@@ -123,7 +113,7 @@ def make(
         if case.source not in sources:
             sources[case.source] = root / case.source.replace(" ", "-")
             save_tiny(sources[case.source], case.source, demo_model)
-        key = repr((case.options, case.source, case.exclude, case.override, case.max_shard_gb))
+        key = repr((case.method, case.options, case.source, case.exclude, case.override, case.max_shard_gb))
         if key not in made:
             made[key] = root / f"quantized-{len(made)}"
             quantize(case, sources[case.source], made[key])
@@ -180,7 +170,7 @@ def compare(case: Case, folder: Path, theirs: dict) -> None:
         rounded = Own(folder, torch.bfloat16).logits(IDS)
         assert error <= 2 * (rounded - expected).norm() / expected.norm() <= 2e-2
         return
-    assert error <= (case.tolerance or TOLERANCE[case.dtype])
+    assert error <= (case.tolerance or TOLERANCE[case.dtype]), f"{error:.2e}"
     tokens = theirs["tokens"]
     assert tokens[:PROMPT] == IDS[:PROMPT] and len(tokens) == PROMPT + NEW_TOKENS
     ours = own.logits(tokens[:-1])[PROMPT - 1 :]

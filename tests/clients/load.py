@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the first forward otherwise compiles for many seconds
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import bitsandbytes
 import torch
 from gptqmodel import BACKEND, GPTQModel
 from gptqmodel.nn_modules.qlinear import BaseQuantLinear
@@ -26,6 +27,14 @@ def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
     """`gptqmodel` is GPTQModel's own loader, all others are transformers', each with plain torch kernels."""
     if loader == "gptqmodel":
         return GPTQModel.load(folder, backend=BACKEND.GPTQ_TORCH, dtype=dtype, device="cpu").model
+    if loader == "bitsandbytes":  # everything is taken from config.json; what is not packed is cast by hand
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        return model
+    if loader == "bitsandbytes decoded":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).dequantize().to(dtype)
     stored = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
     config = {  # all else is taken from config.json
         "gptq": lambda: GPTQConfig(bits=stored["bits"], backend="gptq_torch"),
@@ -37,7 +46,8 @@ def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    return isinstance(module, BaseQuantLinear) or hasattr(module, "weight_packed")
+    kinds = (BaseQuantLinear, bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
+    return isinstance(module, kinds) or hasattr(module, "weight_packed")
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:
