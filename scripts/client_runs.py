@@ -36,12 +36,14 @@ def _reason(output: str) -> str:
     return " ".join(lines[named[-1] :] if named else lines[-1:])[:300].replace("|", "\\|")
 
 
-def run_script(python: str, script: Path, request: dict, path: Path, threads: int = 1) -> None:
-    """Write `request` to `path` and run `script path` with another environment's python."""
+def run_script(
+    python: str, script: Path, request: dict, path: Path, threads: int = 1, pythonpath: str = ""
+) -> None:
+    """Write `request` to `path` and run `script path` with another environment's python. Raises Failed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(request))
     command = [str(Path(python).absolute()), str(script), str(path)]
-    run(command, path.with_suffix(".log"), threads, PYTHONPATH="")
+    run(command, path.with_suffix(".log"), threads, PYTHONPATH=pythonpath)
 
 
 def quantkit(arguments: list[str], log: Path) -> None:

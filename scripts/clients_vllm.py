@@ -3,7 +3,7 @@
     scripts/clients-setup.sh vllm && python scripts/clients_vllm.py [--python .venv-vllm/bin/python]
 
 Writes the section `vllm` of docs/clients.md. The log probabilities of the likeliest prompt tokens are
-compared with those of quantkit's decode in float32; vLLM computes in 16 bit, so the row of the model that
+compared with those of quantkit's decode in float32; vLLM computes in 16 bit, so a row of the model that
 was not compressed shows how far apart the two are without any compression.
 """
 
@@ -66,7 +66,7 @@ def compare(folder: Path, result: dict) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=".venv-vllm/bin/python")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="float16")
     parser.add_argument("--keep", type=Path, help="keep checkpoints and results here, and use what is there")
     parser.add_argument("--match", default="", help="only cells whose name contains this")
     parser.add_argument("--no-write", action="store_true", help="leave docs/clients.md alone")
@@ -96,6 +96,9 @@ def main() -> None:
         f"{table(header, rows)}\nDifferences of log probabilities in nats, over the {TOP} likeliest tokens "
     )
     text += f"of {len(IDS) - 1} positions. Measured with {versions(results)}, {args.dtype}.\n"
+    if not all(result["own_product"] for result in results.values()):
+        text += "This machine has no AVX-512, for which alone vLLM builds its int4 product: a literal one in "
+        text += "torch stood in for it. Reading and repacking are vLLM's own.\n"
     if args.no_write:
         print(text)
     else:

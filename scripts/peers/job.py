@@ -32,7 +32,7 @@ class Job:
     desc_act: bool = False
     mse: float = 0.0  # GPTQModel's range search
     threads: int = 1
-    dtype: str = "bfloat16"
+    calibration: str | None = None  # the text the tokens were cut from, for quantkit; None: the shipped one
 
     def rows(self) -> list[list[int]]:
         """Calibration sequences."""
@@ -67,9 +67,12 @@ class Clock:
         yield
         self.phases[phase] = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
 
-    def finish(self, *packages: str) -> None:
-        """Write the result file: phases, the process's peak resident memory, versions."""
+    def finish(self, *packages: str, **others: str) -> None:
+        """Write the result file: phases, the process's peak resident memory, versions.
+
+        others: versions that no package's metadata tells.
+        """
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        versions = {package: metadata.version(package) for package in packages}
+        versions = {package: metadata.version(package) for package in packages} | others
         result = {"phases": self.phases, "peak_bytes": peak, "versions": versions}
         Path(sys.argv[1]).with_suffix(".result.json").write_text(json.dumps(result, indent=2) + "\n")

@@ -32,7 +32,7 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     clock = jobs.Clock()
     with clock("load"):
-        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=getattr(torch, job.dtype))
+        model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
         rows = job.rows()
         dataset = Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows])
     calibration = {
