@@ -27,7 +27,7 @@ SHAPE = {"hidden": 768, "intermediate": 2048, "heads": 12, "vocabulary": 32000}
 QUICK_SHAPE = {"hidden": 256, "intermediate": 512, "heads": 4, "vocabulary": 4096}
 ENVIRONMENTS = {  # name in clients-setup.sh, where it puts the python
     "llmcompressor": ("llmcompressor", ".venv-peers/llmcompressor/bin/python"),
-    "gptqmodel": ("gptqmodel", ".venv-peers/gptqmodel/bin/python"),
+    "gptqmodel": ("clients", ".venv-clients/bin/python"),
     "autoawq": ("legacy", ".venv-legacy/bin/python"),
 }
 

