@@ -8,7 +8,7 @@ job = jobs.start()
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # on two cores its own choice is zero, and it refuses
 
 import torch  # noqa: E402
-from gptqmodel import GPTQModel  # noqa: E402
+from gptqmodel import BACKEND, GPTQModel  # noqa: E402
 from gptqmodel.quantization import AWQConfig, GPTQConfig  # noqa: E402
 
 
@@ -28,8 +28,10 @@ def main() -> None:
     with clock("load"):
         model = GPTQModel.load(job.model, config())
     rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in job.rows()]
+    # its choice for AWQ wants CUDA, to pack; what is searched and solved does not depend on it
+    backend = BACKEND.AWQ_TORCH if job.method == "awq" else BACKEND.AUTO
     with clock("quantize"):
-        model.quantize(rows, batch_size=1)
+        model.quantize(rows, batch_size=1, backend=backend)
     with clock("save"):
         model.save(job.out)
     clock.finish("gptqmodel", "torch", "transformers")
