@@ -97,6 +97,7 @@ def main() -> None:
     header = ["client", "command", "model", "relative difference", "largest", "likeliest equal"]
     text = f"{table(header, list(lines.values()))}\nDifferences of logits over {len(IDS)} tokens; AutoGPTQ "
     text += f"in float32, AutoAWQ in float16. Measured with {versions(results)}.\n"
+    text += "AutoGPTQ ties embeddings to a head that no file holds: the script puts the stored ones back.\n"
     if args.no_write:
         print(text)
     else:

@@ -1,5 +1,8 @@
 """AutoAWQ's AWQ with default options: `python run_autoawq.py JOB.json` (see job.py)."""
 
+import shutil
+from pathlib import Path
+
 import job as jobs
 
 job = jobs.start()
@@ -29,6 +32,8 @@ def main() -> None:
         )
     with clock("save"):
         model.save_quantized(job.out)
+        for path in Path(job.model).glob("tokenizer*"):  # of a class that this transformers does not know
+            shutil.copy(path, job.out)
     clock.finish("autoawq", "torch", "transformers")
 
 
