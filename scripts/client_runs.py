@@ -73,9 +73,10 @@ def write_section(name: str, text: str) -> None:
     DOCUMENT.write_text(markers.sub(lambda found: found[1] + text + found[2], content))
 
 
-def versions(results: dict, extra: str = "") -> str:
-    """One line naming every version the results were computed with."""
-    found: dict[str, str] = {}
+def versions(results: dict) -> str:
+    """Every version that any of the results was computed with."""
+    found: dict[str, set[str]] = {}
     for result in results.values():
-        found |= result.get("versions", {})
-    return ", ".join(f"{package} {version}" for package, version in sorted(found.items())) + extra
+        for package, version in result.get("versions", {}).items():
+            found.setdefault(package, set()).add(version)
+    return ", ".join(f"{package} {' and '.join(sorted(found[package]))}" for package in sorted(found))
