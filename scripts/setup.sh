@@ -17,6 +17,7 @@ find_python() {
 }
 
 # ensure_venv FOLDER CONSTRAINTS PIP_ARGUMENTS...: create FOLDER and install, unless that was done already.
+# BUILD_TOOLS: packages that have to be there before the others are built.
 ensure_venv() {
     local folder=$1 constraints=$2 stamp python
     shift 2
@@ -25,10 +26,16 @@ ensure_venv() {
         python=$(find_python)
         echo "installing into $folder (once; a few minutes)" >&2
         [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
-        "$folder/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" torch
+        "$folder/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" torch ${BUILD_TOOLS:-}
         "$folder/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" "$@"
         echo "$stamp" >"$folder/stamp"
     fi
+}
+
+# The client environment of tests/clients, which scripts read with, too.
+ensure_clients() {
+    ensure_venv .venv-clients constraints-clients.txt \
+        transformers accelerate gptqmodel optimum compressed-tensors bitsandbytes
 }
 
 ensure_venv .venv constraints.txt -e ".${1:-}"

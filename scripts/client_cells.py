@@ -1,0 +1,99 @@
+"""Checkpoints to show to clients: one cell is one model compressed by one `quantkit` command."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from client_runs import DEMO, quantkit
+
+IDS = [0] + [(7 * i * i + 13 * i + 5) % 4000 + 4 for i in range(31)]
+SHAPE = {
+    "vocab_size": 4096,  # the demo model's, whose tokenizer the random models borrow
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """command: `quantkit METHOD` and its flags; empty: the model itself. source: a name of `make_model`."""
+
+    command: str
+    source: str = "demo"
+
+    @property
+    def name(self) -> str:
+        return f"{self.command or 'not compressed'}, {self.source}"
+
+
+def make_model(source: str, folder: Path) -> Path:
+    """The demo model, or a random one with rows of unlike size, so that a wrong order shows.
+
+    qwen2: biases on q, k and v, tied embeddings. opt: biases everywhere, no Llama.
+    llama-bias: biases everywhere, embeddings not tied.
+    """
+    if source == "demo":
+        return DEMO
+    if (folder / "config.json").exists():
+        return folder
+    import torch
+    import transformers
+
+    shapes = {"num_key_value_heads": 2, "intermediate_size": 512, "initializer_range": 0.08}
+    config = {
+        "qwen2": lambda: transformers.Qwen2Config(tie_word_embeddings=True, **SHAPE, **shapes),
+        "llama-bias": lambda: transformers.LlamaConfig(
+            attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **SHAPE, **shapes
+        ),
+        "opt": lambda: transformers.OPTConfig(ffn_dim=512, init_std=0.08, word_embed_proj_dim=256, **SHAPE),
+    }[source]()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name:
+                parameter.mul_(torch.exp(0.5 * torch.randn(len(parameter), 1)))
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    model.half().save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    return folder
+
+
+def make(cell: Cell, root: Path) -> Path:
+    """The cell's folder, compressed unless it is there already. Raises Failed with quantkit's error."""
+    model = make_model(cell.source, root / "models" / cell.source)
+    if not cell.command:
+        return model
+    folder = root / cell.name.replace(" ", "_").replace(",", "")
+    if not (folder / "config.json").exists():
+        shared = ["--samples", "8", "--seqlen", "128", "--threads", "1", "--overwrite", "--quiet"]
+        method, *flags = cell.command.split()
+        arguments = [method, str(model), "-o", str(folder), *flags, *shared]
+        quantkit(arguments, folder.with_suffix(".log"))
+    return folder
+
+
+def own_logits(folder: Path, ids: list[int]):
+    """Logits `[tokens, vocabulary]` of quantkit's own decode in float32."""
+    import torch
+
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.skeleton import Skeleton
+
+    skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton.load_rest()
+    hidden = skeleton.embed(torch.tensor([ids]))
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+        skeleton.free_block(index)
+    return skeleton.logits(hidden[0]).float()

