@@ -48,6 +48,10 @@ def load_transformers(folder: str, dtype: torch.dtype, dequantize: bool) -> torc
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **asked)
     if method == "bitsandbytes" and dequantize:
         return model.dequantize().to(dtype)
+    if method == "bitsandbytes":  # keeps the stored precision whatever is asked for
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -97,9 +101,12 @@ LOADERS = {
 
 @torch.no_grad()
 def nll(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    """Mean negative log likelihood, in nats, of every token but each window's first."""
+    """Mean negative log likelihood, in nats, of every token but each window's first.
+
+    One window at a time: bitsandbytes decides which columns are outliers for a whole batch.
+    """
     total = 0.0
-    for rows in ids.split(8):
+    for rows in ids.split(1):
         logits = model(rows).logits[:, :-1].float()
         total += torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
