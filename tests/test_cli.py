@@ -195,24 +195,24 @@ def test_the_name_of_the_folder_one_stands_in(make, model, small, monkeypatch):
 
 def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, small, tmp_path):
     before = contents(tmp_path)
-    record = make("gptq", model, *small, "--exclude", "1.*v_proj", "--dry-run")
-    done = quantkit("gptq", model, *small, "--exclude", "1.*v_proj", "--dry-run")
+    record = make("gptq", model, *small, "--exclude", "1.*down_proj", "--dry-run")
+    done = quantkit("gptq", model, *small, "--exclude", "1.*down_proj", "--dry-run")
     assert contents(tmp_path) == before
-    grid = {"bits": 4, "group_size": 128, "symmetric": True, "zero_min": 1, "search": True}
-    kept = "model.layers.1.self_attn.v_proj"
+    grid = {"bits": 4, "group_size": 128, "symmetric": True, "zero_min": 1, "search": True, "clip": False}
+    kept = "model.layers.1.self_attn.down_proj"
     assert record["linears"] == [
         {
             "name": name,
             "shape": LINEARS[name.split(".", 3)[3]],
             "grid": None if name == kept else grid,
-            "kept": "--exclude 1.*v_proj" if name == kept else None,
+            "kept": "--exclude 1.*down_proj" if name == kept else None,
         }
         for name in NAMES
     ]
     rows = {line.split()[0]: line.split() for line in done.out.splitlines() if "×" in line}
     assert rows.keys() == LINEARS.keys()
     assert rows["mlp.down_proj"][1:] == "0-1 128 × 256 4 bit, groups of 128".split()
-    assert "16 bit (--exclude 1.*v_proj)" in done.out
+    assert "16 bit (--exclude 1.*down_proj)" in done.out
 
 
 def test_the_plan_is_what_happens(make, model, small):
@@ -373,9 +373,9 @@ def test_an_interrupt_outside_the_loop(quantkit, model, small, monkeypatch, mome
 def test_excluded_linears_keep_their_bytes(make, tiny_model, small, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = tiny_model("llama", name="tiny", tokenizer=True, dtype="bfloat16", **sizes)
-    patterns = ["--exclude", r"layers\.0\.mlp", "--exclude", "k_proj$"]
+    patterns = ["--exclude", r"layers\.0\.mlp", "--exclude", "o_proj$"]
     made = make("gptq", model, *small, *patterns)
-    kept = [name for name in NAMES if "layers.0.mlp" in name or "k_proj" in name]
+    kept = [name for name in NAMES if "layers.0.mlp" in name or "o_proj" in name]
     assert (made["linears"], made["kept"]) == (9, 5)
     folder = tmp_path / "tiny-gptq-w4g128"
     source, written = load_file(model / "model.safetensors"), load_file(folder / "model.safetensors")
@@ -386,7 +386,7 @@ def test_excluded_linears_keep_their_bytes(make, tiny_model, small, tmp_path):
         assert torch.equal(written[name].view(torch.int16), source[name].view(torch.int16))
     rows = {row["name"]: row for row in json.loads((folder / "quantkit.json").read_text())["linears"]}
     assert {name: row["kept"] for name, row in rows.items() if "kept" in row} == {
-        name: r"--exclude layers\.0\.mlp" if "mlp" in name else "--exclude k_proj$" for name in kept
+        name: r"--exclude layers\.0\.mlp" if "mlp" in name else "--exclude o_proj$" for name in kept
     }
     rules = json.loads((folder / "config.json").read_text())["quantization_config"]["dynamic"]
     assert all(rule.startswith("-:") and content == {} for rule, content in rules.items())
@@ -437,32 +437,32 @@ def test_shipped_recipes_run(make, model, small, path):
 def test_flags_win_over_the_recipe(make, model, small, mine):
     """Even where a flag says the default."""
     quant = {"bits": 8, "group_size": 64, "sym": False, "damp": 0.05}
-    name = mine(quant=quant, calibration={"seqlen": 16, "seed": 7}, run={"exclude": ["k_proj"]})
-    flags = ["--group-size", 128, "--sym", "--exclude", "v_proj", "--recipe", name, "--dry-run"]
+    name = mine(quant=quant, calibration={"seqlen": 16, "seed": 7}, run={"exclude": ["o_proj"]})
+    flags = ["--group-size", 128, "--sym", "--exclude", "down_proj", "--recipe", name, "--dry-run"]
     record = make("gptq", model, *small, *flags)
     options, calibration = record["options"], record["calibration"]
     assert (options["bits"], options["group_size"], options["sym"], options["damp"]) == (8, 128, True, 0.05)
     assert (calibration["seqlen"], calibration["seed"]) == (32, 7)
-    assert {row["kept"] for row in record["linears"]} == {None, "--exclude v_proj"}
+    assert {row["kept"] for row in record["linears"]} == {None, "--exclude down_proj"}
 
 
 def test_flags_win_over_set_and_set_over_the_recipe(make, model, small, mine):
     calibration = {"calibration": str(small[1]), "samples": 2, "seqlen": 16, "seed": 7}
-    run = {"threads": 1, "batch_size": 1, "exclude": ["k_proj"]}
+    run = {"threads": 1, "batch_size": 1, "exclude": ["o_proj"]}
     name = mine(model="nowhere", output="theirs", quant={"bits": 8}, calibration=calibration, run=run)
-    settings = ["quant.bits=3", "seed=6", "calibration.seqlen=24", "run.exclude=[q_proj, o_proj]"]
+    settings = ["quant.bits=3", "seed=6", "calibration.seqlen=24", "run.exclude=[o_proj, down_proj]"]
     settings = [word for setting in settings for word in ("--set", setting)]
-    record = make("run", name, model, *settings, "--seed", 0, "--exclude", "v_proj", "--dry-run")
+    record = make("run", name, model, *settings, "--seed", 0, "--exclude", "down_proj", "--dry-run")
     assert (record["source"], record["output"]) == (str(model), "theirs")
     assert record["options"] == dataclasses.asdict(Options(bits=3))
     used = record["calibration"]
     assert (used["samples"], used["seqlen"], used["seed"]) == (2, 24, 0)
     assert record["plan"]["execution"]["batch_size"] == 1
-    assert {row["kept"] for row in record["linears"]} == {None, "--exclude v_proj"}
+    assert {row["kept"] for row in record["linears"]} == {None, "--exclude down_proj"}
     record = make("run", name, model, *settings, "-o", "ours", "--dry-run")
     assert record["output"] == "ours"
     assert {row["kept"] for row in record["linears"]} == {
-        None, "--exclude q_proj", "--exclude o_proj",
+        None, "--exclude o_proj", "--exclude down_proj",
     }  # fmt: skip
 
 

@@ -301,5 +301,4 @@ def test_rtn_solver_is_the_grid_group_by_group():
     params = grid.fit(groups)
     expected = grid.decode(grid.round(groups, params), params).view_as(weight)
     assert torch.equal(solved.weight.values(), expected)
-    assert solved.error == pytest.approx(((expected - weight).norm() / weight.norm()).item() ** 2, rel=1e-5)
-    assert solved.rtn_error is None and solved.fallback is None
+    assert solved.error is None and solved.rtn_error is None and solved.fallback is None

@@ -175,7 +175,7 @@ def test_the_method_builds_the_layout_it_was_asked_for():
     gptq.check(options)
     assert gptq.build(options).layout == CompressedTensorsLayout(8, -1, symmetric=False)
     assert gptq.suffix(options) == "gptq-w8channel-asym-ct"
-    grid = gptq.build(options).make_grid(OUT, IN, None)
+    grid = gptq.build(options).make_grid("up_proj", OUT, IN, None)
     assert (grid.group_size, grid.symmetric, grid.zero_min) == (IN, False, 0)
 
 
