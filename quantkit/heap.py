@@ -1,14 +1,21 @@
-"""Freed memory goes back to the system, so that a job's peak is what it needs and not its history."""
+"""What becomes of freed memory: given back at once, or kept for the next block.
+
+A job with calibration holds tensors of many sizes; its peak must be what it needs and not its history. A
+data-free job passes over weights once, and fresh pages would cost it more than the arithmetic.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-M_MMAP_THRESHOLD = -3  # malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 MAPPED_BYTES = 4 << 20
+MMAP_MAX = 65536  # glibc's default
+NEVER = 2**31 - 1
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_keeping = False
 
 
 def map_large_blocks() -> None:
@@ -17,11 +24,23 @@ def map_large_blocks() -> None:
     Left alone it raises that threshold to 32 MiB as such blocks are freed, and keeps what lies
     below in a heap that fragments. No effect where there is no glibc.
     """
+    global _keeping
+    _keeping = False
     if hasattr(_libc, "mallopt"):
+        _libc.mallopt(M_MMAP_MAX, MMAP_MAX)
         _libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
+def keep_freed_pages() -> None:
+    """Make glibc keep what is freed for the next allocation, however large; undone by `map_large_blocks`."""
+    global _keeping
+    _keeping = True
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(M_MMAP_MAX, 0)
+        _libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+
+
 def return_freed_pages() -> None:
-    """Give whole free pages of the heap back: its holes grow from block to block otherwise."""
-    if hasattr(_libc, "malloc_trim"):
+    """Give whole free pages of the heap back, unless they are kept: its holes grow from block to block."""
+    if hasattr(_libc, "malloc_trim") and not _keeping:
         _libc.malloc_trim(0)

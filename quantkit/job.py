@@ -24,7 +24,7 @@ from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton, check_complete
 from quantkit.spec import LinearSpec
 
-VERIFY_TOKENS = 16  # length of the sequence a data-free job is verified with
+VERIFY_TOKENS = 8  # length of the sequence a data-free job is verified with
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from quantkit.capture import (
 )
 from quantkit.containers.staging import disk_errors
 from quantkit.errors import QuantkitError
-from quantkit.heap import map_large_blocks, return_freed_pages
+from quantkit.heap import keep_freed_pages, map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.solvers import SiteStatistics, Solved
@@ -46,7 +46,7 @@ def run(job: Job, progress: Progress) -> finish.Summary:
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
     timings = Timings()
-    map_large_blocks()
+    (map_large_blocks if job.method.needs else keep_freed_pages)()
     staging = job.staging
     with disk_errors(staging.folder), staging.opened(job.fingerprint, job.request.resume):
         with timings("load"):
