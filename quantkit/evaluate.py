@@ -7,139 +7,23 @@ candidate are formed chunk by chunk from them, so the KL divergence is exact and
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.calibration import begins_with_bos
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.heap import map_large_blocks
 from quantkit.plan import BATCH_TOKENS
 from quantkit.skeleton import Skeleton, check_complete
 from quantkit.trial import Trial
+from quantkit.windows import Windows, check_context, tokenizer_sha256
 
 SCHEMA = "quantkit.eval/1"
-DEFAULT_CONTEXT = 2048
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """Everything a perplexity depends on besides the model. Unlike protocols never share a table.
-
-    Windows are `ctx` tokens, `stride` apart; only tokens no earlier window predicted are scored, each
-    given the window's tokens before it. bos: every window begins with the tokenizer's BOS, in place
-    of a text token. tokens: how many tokens were predicted and scored.
-    """
-
-    text: str
-    sha256: str
-    tokens: int
-    ctx: int
-    stride: int
-    bos: bool
-    tokenizer: str
-
-
-@dataclass(frozen=True)
-class Windows:
-    """ids: int64 `[windows, ctx]`. first: index of the first scored target in each window, `[windows]`."""
-
-    ids: Tensor
-    first: list[int]
-    protocol: Protocol
-
-
-def load_windows(
-    checkpoint: Checkpoint, text: Path, ctx: int | None, stride: int | None, limit: int | None
-) -> Windows:
-    """Cut a text into windows. `limit`: use its first N tokens only.
-
-    Raises QuantkitError when the text is missing or shorter than one window, or ctx exceeds the
-    model's context.
-    """
-    content = _read(text)
-    tokenizer = checkpoint.tokenizer
-    context = checkpoint.context
-    ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
-    stride = ctx if stride is None else stride
-    _check_context(checkpoint, ctx)
-    if not 2 <= ctx or not 1 <= stride <= ctx:
-        raise QuantkitError(f"--ctx {ctx} --stride {stride} make no windows", "1 ≤ stride ≤ ctx", USAGE)
-    if limit is not None and limit < 1:
-        raise QuantkitError(f"--limit {limit} leaves no token", "choose 1 or more", USAGE)
-    bos = begins_with_bos(tokenizer)
-    stream = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"][:limit]
-    body, step = ctx - bos, min(stride, ctx - bos)
-    starts = list(range(0, len(stream) - body + 1, step))
-    if not starts:
-        raise QuantkitError(
-            f"{text} holds {len(stream)} tokens; one window needs {body}",
-            hint="give a longer --text, a larger --limit or a shorter --ctx",
-            exit_code=USAGE,
-        )
-    ids = torch.tensor([stream[start : start + body] for start in starts])
-    if bos:
-        ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
-    overlap = ctx - step - bos  # text tokens a window shares with the one before
-    first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
-    scored = sum(ctx - 1 - start for start in first)
-    if scored < 2:
-        raise QuantkitError(
-            f"1 token of {text} would be scored, which has no standard error",
-            hint="give a longer --text, a larger --limit or a longer --ctx",
-            exit_code=USAGE,
-        )
-    protocol = Protocol(
-        text=text.name,
-        sha256=hashlib.sha256(content.encode()).hexdigest(),
-        tokens=scored,
-        ctx=ctx,
-        stride=stride,
-        bos=bos,
-        tokenizer=tokenizer_sha256(tokenizer),
-    )
-    return Windows(ids, first, protocol)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise QuantkitError(
-            f"text {path} cannot be read: {error.strerror}", "check the path given to --text", NOT_FOUND
-        ) from error
-    except UnicodeDecodeError as error:
-        raise QuantkitError(f"{path} is not UTF-8 text: {error}", "convert it", USAGE) from error
-
-
-def tokenizer_sha256(tokenizer) -> str:
-    """Hash of the vocabulary and of how texts are cut: equal means comparable perplexities."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    sample = tokenizer("Hello  World's 1234\n\tnaïve 안녕", add_special_tokens=False)["input_ids"]
-    rules: list = []
-    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        rules = [backend[part] for part in ("normalizer", "pre_tokenizer", "model")]
-    return hashlib.sha256(repr((vocabulary, sample, rules)).encode()).hexdigest()
-
-
-def _check_context(checkpoint: Checkpoint, ctx: int) -> None:
-    """Raise QuantkitError if windows are longer than what the model was made for."""
-    context = checkpoint.context
-    if context is not None and ctx > context:
-        raise QuantkitError(
-            f"--ctx {ctx} is longer than the context {context} of {checkpoint.source}",
-            hint=f"use --ctx {context}",
-            exit_code=USAGE,
-        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +69,7 @@ def evaluate(
     """
     check_comparable(checkpoints)
     for checkpoint in checkpoints:
-        _check_context(checkpoint, windows.protocol.ctx)
+        check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
     candidates: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
     candidates += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]

@@ -12,12 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.pytorch_utils import Conv1D
 
+from quantkit import meta_model
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.heap import return_freed_pages
@@ -45,9 +44,9 @@ class Skeleton:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
-        self.model = _build(checkpoint, dtype, device)
-        self.blocks_name, container = _find_blocks(self.model, checkpoint)
-        self._transposed = _replace_conv1d(self.model)
+        self.model = meta_model.build(checkpoint, dtype, device)
+        self.blocks_name, container = meta_model.find_blocks(self.model, checkpoint)
+        self._transposed = meta_model.replace_conv1d(self.model)
         self._stored = self._resolve_names()
         self.blocks = list(container)
         self._calls: dict[tuple[int, ...], list[Call]] = {}
@@ -331,60 +330,6 @@ class _Stub(nn.Module):
         if self.replacement is not None:
             hidden = self.replacement
         return (hidden,) if self.returns_tuple else hidden
-
-
-def _build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                checkpoint.config, dtype=dtype, trust_remote_code=checkpoint.trust_remote_code
-            )
-    except ValueError as error:
-        raise QuantkitError(
-            f"{checkpoint.source} is no causal language model that transformers "
-            f"{transformers.__version__} knows: {str(error).splitlines()[0]}",
-            hint="quantkit compresses decoder-only models (…ForCausalLM)",
-            exit_code=UNSUPPORTED,
-        ) from error
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-    model.initialize_weights()
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-    return model.eval()
-
-
-def _find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
-    depth = getattr(checkpoint.config, "num_hidden_layers", None)
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
-    if not found:
-        raise QuantkitError(
-            f"no list of {depth} decoder blocks found in {type(model).__name__}",
-            hint="quantkit compresses decoder-only models with one stack of blocks",
-            exit_code=UNSUPPORTED,
-        )
-    return min(found, key=lambda pair: pair[0].count("."))
-
-
-def _replace_conv1d(model: nn.Module) -> set[str]:
-    """Turn GPT-2's Conv1D (`[in, out]`) into nn.Linear; returns the names of the weights to transpose."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    for name, module in found.items():
-        owner, _, leaf = name.rpartition(".")
-        in_features, out_features = module.weight.shape
-        with torch.device("meta"):
-            linear = nn.Linear(in_features, out_features, dtype=module.weight.dtype)
-        setattr(model.get_submodule(owner), leaf, linear)
-    return {f"{name}.weight" for name in found}
 
 
 def check_complete(skeleton: Skeleton) -> None:

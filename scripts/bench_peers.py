@@ -164,12 +164,13 @@ def bench_quality(bench: Bench) -> None:
     import torch
 
     from quantkit import evaluate
+    from quantkit import windows as windows_of
     from quantkit.checkpoint import Checkpoint
     from quantkit.errors import QuantkitError
 
     base = Checkpoint.open(str(DEMO))
     tokens = bench.tokens(DEMO, *(8, 128) if bench.args.quick else (128, 256))
-    windows = evaluate.load_windows(base, bench.args.text, 256, None, 2048 if bench.args.quick else 40960)
+    windows = windows_of.load(base, bench.args.text, 256, None, 2048 if bench.args.quick else 40960)
     cases = [("llmcompressor", {}), ("gptqmodel", {}), ("gptqmodel", {"mse": 2.4}), ("quantkit", {})]
     rows = []
     for bits in (4, 3):

@@ -98,7 +98,8 @@ def own_perplexity(folder: Path) -> float:
 
 def write_inputs(folder: Path) -> tuple[Path, list[list[int]]]:
     """The calibration tokens every tool is given, and the windows every client is measured on."""
-    from quantkit import calibration, evaluate
+    from quantkit import calibration
+    from quantkit import windows as windows_of
     from quantkit.checkpoint import Checkpoint
     from quantkit.options import CalibrationOptions
 
@@ -106,7 +107,7 @@ def write_inputs(folder: Path) -> tuple[Path, list[list[int]]]:
     tokens = folder / "tokens.json"
     rows = calibration.load(base, CalibrationOptions(samples=SAMPLES, seqlen=SEQLEN)).tokens.tolist()
     tokens.write_text(json.dumps(rows))
-    return tokens, evaluate.load_windows(base, TEXT, CONTEXT, None, None).ids.tolist()
+    return tokens, windows_of.load(base, TEXT, CONTEXT, None, None).ids.tolist()
 
 
 def row(name: str, pythons: dict[str, str], inputs: tuple, root: Path) -> tuple[list[str], dict]:

@@ -20,6 +20,7 @@ import outlier_twin
 import torch
 
 from quantkit import evaluate, job, methods, pipeline, plan
+from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
@@ -79,7 +80,7 @@ def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple
     with tempfile.TemporaryDirectory() as folder:
         made = [quantize(model, Path(folder), name, one) for name, one in jobs.items()]
         checkpoints = [Checkpoint.open(source) for source in (model, *made)]
-        windows = evaluate.load_windows(checkpoints[0], args.text, args.ctx, None, args.limit)
+        windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
         results = evaluate.evaluate(checkpoints, windows, torch.float32, plan.choose_device("auto"))
     record = evaluate.record(windows, torch.float32, results)
     divergences = {name: result.metrics.kld for name, result in zip(jobs, results[1:], strict=True)}

@@ -16,6 +16,7 @@ from torch.nn.functional import log_softmax
 from typer.testing import CliRunner
 
 from quantkit import cli, evaluate
+from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
 
 
-def measure(folders: list, windows: evaluate.Windows, dtype=torch.float32) -> list[evaluate.Result]:
+def measure(folders: list, windows: windows_of.Windows, dtype=torch.float32) -> list[evaluate.Result]:
     return evaluate.evaluate([Checkpoint.open(str(folder)) for folder in folders], windows, dtype, CPU)
 
 
@@ -69,7 +70,7 @@ def refused(code: int, call, *arguments) -> tuple[str, str]:
 def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
     """nll, its standard error, and KL divergence from whole logits in float64."""
     copy = perturbed(demo_model, tmp_path / "copy")
-    windows = evaluate.load_windows(Checkpoint.open(str(demo_model)), HELDOUT, 128, None, 400)
+    windows = windows_of.load(Checkpoint.open(str(demo_model)), HELDOUT, 128, None, 400)
     results = measure([demo_model, copy], windows)
     assert windows.ids.shape == (3, 128) and windows.protocol.tokens == 3 * 127
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model)
@@ -101,7 +102,7 @@ def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
 def test_windows_are_a_literal_sliding_window(tiny_model, text, bos, ctx, stride):
     """Every text token in reach is scored once, given all the tokens its window holds before it."""
     folder = tiny_model("llama", tokenizer="bos" if bos else True)
-    windows = evaluate.load_windows(Checkpoint.open(str(folder)), text, ctx, stride, 200)
+    windows = windows_of.load(Checkpoint.open(str(folder)), text, ctx, stride, 200)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][:200]
     body = ctx - bos
@@ -127,7 +128,7 @@ def test_long_windows_are_measured_in_chunks(tiny_model, text, monkeypatch):
     """Neither the size of a chunk of logits nor of a batch of windows changes what is measured."""
     folder = tiny_model("llama", tokenizer=True)
     other = perturbed(folder, folder.with_name("other"))
-    windows = evaluate.load_windows(Checkpoint.open(str(folder)), text, 64, 48, 400)
+    windows = windows_of.load(Checkpoint.open(str(folder)), text, 64, 48, 400)
     whole = measure([folder, other], windows)
     monkeypatch.setattr(evaluate, "CHUNK_BYTES", 4 * 512 * 7)
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", 3 * 64)
@@ -141,7 +142,7 @@ def test_several_models_are_compared_to_the_first(tiny_model, text):
     base = tiny_model("llama", tokenizer=True, dtype="bfloat16")
     near, far = (perturbed(base, base.with_name(f"{share}"), share) for share in (0.1, 0.5))
     shutil.copytree(base, copy := base.with_name("copy"))
-    windows = evaluate.load_windows(Checkpoint.open(str(base)), text, 64, None, 300)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 300)
     results = measure([base, near, copy, far], windows)
     assert [Path(result.source).name for result in results] == ["llama", "0.1", "copy", "0.5"]
     assert results[0].metrics.kld is None and results[2].metrics.kld == 0
@@ -167,7 +168,7 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
     tensors = {name: checkpoint.read(name) for name in checkpoint.names}
     assert tensors.keys() == Checkpoint.open(str(base)).infos.keys() < set(tensors) | set(checkpoint.infos)
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    windows = evaluate.load_windows(Checkpoint.open(str(base)), text, 64, None, 300)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 300)
     of_base, of_packed, of_dense = measure([base, packed, dense], windows)
     assert of_packed.metrics == of_dense.metrics and of_packed.metrics.kld > 0
     assert of_packed.bits_per_weight < 32 == of_dense.bits_per_weight == of_base.bits_per_weight
@@ -178,7 +179,7 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
 
 def test_sixteen_bit_passes_are_the_models_own(tiny_model, text):
     folder = tiny_model("llama", tokenizer=True)
-    windows = evaluate.load_windows(Checkpoint.open(str(folder)), text, 64, None, 128)
+    windows = windows_of.load(Checkpoint.open(str(folder)), text, 64, None, 128)
     half = measure([folder], windows, torch.bfloat16)[0].metrics.nll
     with torch.no_grad():
         logs = log_softmax(load(folder, torch.bfloat16)(windows.ids).logits[:, :-1].float(), -1)
@@ -208,7 +209,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
             "ctx": 32,
             "stride": 16,
             "bos": True,
-            "tokenizer": evaluate.tokenizer_sha256(Checkpoint.open(str(copy)).tokenizer),
+            "tokenizer": windows_of.tokenizer_sha256(Checkpoint.open(str(copy)).tokenizer),
             "dtype": "float32",
         },
         "models": [
@@ -237,7 +238,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
 
 def test_the_protocol_follows_the_model_unless_told(tiny_model, text):
     def protocol(folder: Path, *arguments) -> tuple:
-        made = evaluate.load_windows(Checkpoint.open(str(folder)), text, *arguments).protocol
+        made = windows_of.load(Checkpoint.open(str(folder)), text, *arguments).protocol
         return made.ctx, made.stride, made.bos, made.tokens
 
     text.write_text("\n".join(families.sentences()) * 3)
@@ -266,7 +267,7 @@ def test_different_tokenizers_are_refused(tiny_model, text, change):
     path.write_text(json.dumps(content))
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (base, other))
     assert (ours(text.read_text()) != theirs(text.read_text())) == (change is one_merge_less)
-    windows = evaluate.load_windows(Checkpoint.open(str(base)), text, 32, None, None)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, None)
     message, _ = refused(UNSUPPORTED, measure, [base, other], windows)
     assert message == f"{other} and {base} have different tokenizers"
 
@@ -274,7 +275,7 @@ def test_different_tokenizers_are_refused(tiny_model, text, change):
 @pytest.mark.parametrize("sizes", [(512, 576), (576, 512)])
 def test_different_vocabularies_are_refused(tiny_model, text, sizes):
     folders = [tiny_model("llama", tokenizer=True, name=f"{size}", vocab_size=size) for size in sizes]
-    windows = evaluate.load_windows(Checkpoint.open(str(folders[0])), text, 32, None, 200)
+    windows = windows_of.load(Checkpoint.open(str(folders[0])), text, 32, None, 200)
     message, _ = refused(UNSUPPORTED, measure, folders, windows)
     assert all(str(folder) in message for folder in folders) and all(str(size) in message for size in sizes)
 
@@ -282,9 +283,9 @@ def test_different_vocabularies_are_refused(tiny_model, text, sizes):
 def test_windows_longer_than_any_models_context_are_refused(tiny_model, text):
     base = tiny_model("gpt2", tokenizer=True)
     short = tiny_model("gpt2", tokenizer=True, name="short", max_position_embeddings=32)
-    message, hint = refused(USAGE, evaluate.load_windows, Checkpoint.open(str(short)), text, 33, None, None)
+    message, hint = refused(USAGE, windows_of.load, Checkpoint.open(str(short)), text, 33, None, None)
     assert "--ctx 33" in message and "context 32" in message and hint == "use --ctx 32"
-    windows = evaluate.load_windows(Checkpoint.open(str(base)), text, 64, None, 200)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 200)
     message, hint = refused(USAGE, measure, [base, short], windows)
     assert "--ctx 64" in message and str(short) in message and hint == "use --ctx 32"
 
@@ -305,7 +306,7 @@ def test_windows_longer_than_any_models_context_are_refused(tiny_model, text):
 )
 def test_sizes_that_make_no_measurement(tiny_model, text, ctx, stride, limit, words):
     checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer=True)))
-    message, hint = refused(USAGE, evaluate.load_windows, checkpoint, text, ctx, stride, limit)
+    message, hint = refused(USAGE, windows_of.load, checkpoint, text, ctx, stride, limit)
     assert words in message and hint
 
 
@@ -323,7 +324,7 @@ def test_texts_that_do_not_serve(tiny_model, tmp_path, content, code, words):
     if content is not None:
         path.write_bytes(content)
     checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer=True)))
-    message, hint = refused(code, evaluate.load_windows, checkpoint, path, None, None, None)
+    message, hint = refused(code, windows_of.load, checkpoint, path, None, None, None)
     assert "other.txt" in message and words in message and hint
 
 
@@ -332,6 +333,6 @@ def test_an_incomplete_model_is_refused(tiny_model, text):
     tensors = load_file(other / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    windows = evaluate.load_windows(Checkpoint.open(str(base)), text, 32, None, 100)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 100)
     message, _ = refused(1, measure, [base, other], windows)
     assert "model.layers.1.mlp.up_proj.weight" in message

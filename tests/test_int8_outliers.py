@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from quantkit import evaluate, pipeline
+from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.layouts.bitsandbytes import Int8Linear
 from quantkit.options import CalibrationOptions
@@ -71,7 +72,7 @@ def test_the_split_keeps_what_plain_int8_loses(twin, written):
     (plain / "config.json").write_text(json.dumps(config))
 
     checkpoints = [Checkpoint.open(str(folder)) for folder in (twin, plain, written)]
-    windows = evaluate.load_windows(checkpoints[0], HELDOUT, ctx=128, stride=None, limit=1024)
+    windows = windows_of.load(checkpoints[0], HELDOUT, ctx=128, stride=None, limit=1024)
     results = evaluate.evaluate(checkpoints, windows, torch.float32, torch.device("cpu"))
     plain, split = (result.metrics for result in results[1:])
     assert plain.kld > 5 * split.kld and 0 < split.kld < 0.02

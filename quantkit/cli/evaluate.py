@@ -59,6 +59,7 @@ def command(
     import torch
 
     from quantkit import evaluate, plan, report
+    from quantkit import windows as windows_of
     from quantkit.checkpoint import Checkpoint
     from quantkit.cli.progress import listener
 
@@ -67,7 +68,7 @@ def command(
         for position, model in enumerate(models)
     ]
     precision = getattr(torch, dtype)
-    windows = evaluate.load_windows(checkpoints[0], text, ctx, stride, limit)
+    windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
     with listener(quiet) as progress:
         results = evaluate.evaluate(
             checkpoints, windows, precision, plan.choose_device(device), progress.evaluating, trials or ()

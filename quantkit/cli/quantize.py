@@ -145,9 +145,9 @@ def _again() -> str:
 
 def _windows(prepared: Any, text: Path | None) -> Any:
     """The text of --eval, where it is given."""
-    from quantkit import evaluate
+    from quantkit import windows as windows_of
 
-    return evaluate.load_windows(prepared.checkpoint, text, None, None, None) if text else None
+    return windows_of.load(prepared.checkpoint, text, None, None, None) if text else None
 
 
 def _evaluate(prepared: Any, windows: Any, progress: Any) -> Any:
