@@ -162,6 +162,6 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
     if refused:
         raise QuantkitError(
             f"the layout cannot hold {len(refused)} linears: {name_all(refused)}",
-            hint="choose other bits, or keep these linears in 16 bit with --exclude",
+            hint="change the options as it says, or keep these linears in 16 bit with --exclude",
             exit_code=UNSUPPORTED,
         )

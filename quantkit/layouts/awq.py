@@ -44,7 +44,8 @@ class AwqLayout(Layout):
         if spec.conv1d:
             return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
-            return f"awq holds 4 bit, not {spec.grid.bits}: leave out the override, or use gptq's layouts"
+            other = "leave out the override, or use --layout compressed-tensors"
+            return f"awq holds 4 bit, not {spec.grid.bits}: {other}"
         wanted = spec.in_features if self.group_size == -1 else self.group_size
         if spec.grid.group_size != wanted:
             return f"awq holds one group size for all linears, {self.group_size}, not {spec.grid.group_size}"

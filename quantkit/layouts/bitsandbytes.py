@@ -157,10 +157,11 @@ class Nf4Layout(Layout):
         out_features, in_features = state["shape"]
         packed, absmax = tensors["weight"].flatten(), tensors["weight.absmax"]
         blocks = out_features * in_features // BLOCK
-        nested = "weight.nested_absmax" in tensors
+        nested = absmax.dtype == torch.uint8
         fits = packed.numel() * 2 == out_features * in_features and absmax.numel() == blocks
         if nested:
-            fits &= tensors["weight.nested_absmax"].numel() == -(-blocks // NESTED_BLOCK)
+            scales = tensors.get("weight.nested_absmax")
+            fits &= scales is not None and scales.numel() == -(-blocks // NESTED_BLOCK)
         if packed.dtype != torch.uint8 or not fits:
             raise QuantkitError(f"nf4 tensors do not fit their shape {state['shape']}", "download it again")
         _expect(tensors["weight.quant_map"], table())
@@ -194,7 +195,11 @@ def detect(config: dict) -> Layout | None:
     if config.get("load_in_8bit"):
         return Int8Layout(float(config.get("llm_int8_threshold", 6.0)))
     kind = config.get("bnb_4bit_quant_type")
-    if config.get("load_in_4bit") and kind == "nf4":
+    if not config.get("load_in_4bit"):
+        raise QuantkitError(
+            "quantization_config says neither load_in_8bit nor load_in_4bit", "download config.json again"
+        )
+    if kind == "nf4":
         return Nf4Layout(bool(config.get("bnb_4bit_use_double_quant")))
     raise QuantkitError(
         f"bitsandbytes 4-bit type {kind!r} is not understood", "quantkit reads int8 and nf4", UNSUPPORTED

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quantkit.grids.int8 import Int8Grid
     from quantkit.spec import Override
 
-SUMMARY = "LLM.int8: 8 bit weights and activations, outlier columns in 16 bit. No calibration, seconds."
+SUMMARY = "LLM.int8: 8 bit weights and activations, outlier columns in 16 bit. Needs no calibration; seconds."
 
 
 @dataclass(frozen=True)
