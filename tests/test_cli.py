@@ -195,24 +195,24 @@ def test_the_name_of_the_folder_one_stands_in(make, model, small, monkeypatch):
 
 def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, small, tmp_path):
     before = contents(tmp_path)
-    record = make("gptq", model, *small, "--exclude", "1.*down_proj", "--dry-run")
-    done = quantkit("gptq", model, *small, "--exclude", "1.*down_proj", "--dry-run")
+    record = make("gptq", model, *small, "--exclude", "1.*o_proj", "--dry-run")
+    done = quantkit("gptq", model, *small, "--exclude", "1.*o_proj", "--dry-run")
     assert contents(tmp_path) == before
     grid = {"bits": 4, "group_size": 128, "symmetric": True, "zero_min": 1, "search": True, "clip": False}
-    kept = "model.layers.1.self_attn.down_proj"
+    kept = "model.layers.1.self_attn.o_proj"
     assert record["linears"] == [
         {
             "name": name,
             "shape": LINEARS[name.split(".", 3)[3]],
             "grid": None if name == kept else grid,
-            "kept": "--exclude 1.*down_proj" if name == kept else None,
+            "kept": "--exclude 1.*o_proj" if name == kept else None,
         }
         for name in NAMES
     ]
     rows = {line.split()[0]: line.split() for line in done.out.splitlines() if "×" in line}
     assert rows.keys() == LINEARS.keys()
     assert rows["mlp.down_proj"][1:] == "0-1 128 × 256 4 bit, groups of 128".split()
-    assert "16 bit (--exclude 1.*down_proj)" in done.out
+    assert "16 bit (--exclude 1.*o_proj)" in done.out
 
 
 def test_the_plan_is_what_happens(make, model, small):
