@@ -69,6 +69,8 @@ def resolve(
     overrides = [_override(text) for text in override]
     specs = []
     refuse_uncovered(skeleton)
+    if reason := layout.check_model(skeleton.checkpoint.config.model_type):
+        raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
     for index, block in enumerate(skeleton.blocks):
         names = skeleton.block_names(index)
         for local, module in block.named_modules():

@@ -140,3 +140,10 @@ def test_decode_believes_no_sizes_that_do_not_agree(part, broken):
     tensors = AwqLayout(GROUP).encode(random_weight()) | {part: broken}
     with pytest.raises(QuantkitError, match=part):
         AwqLayout(GROUP).decode(tensors)
+
+
+def test_families_with_scaled_activations_are_refused():
+    """transformers puts a module with `scales` there, which no file of ours holds: it computes NaN."""
+    layout = AwqLayout(32)
+    assert layout.check_model("llama") is None
+    assert "use --layout compressed-tensors" in layout.check_model("gpt_neox")

@@ -37,6 +37,10 @@ class Layout(Protocol):
     def check(self, spec: LinearSpec) -> str | None:
         """Why this layout cannot hold `spec`, with the fix; None when it can."""
 
+    def check_model(self, model_type: str) -> str | None:
+        """Why clients would misread this layout for a whole family of models, with the fix; None if not."""
+        return None
+
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes that one quantized linear takes on disk."""
 

@@ -29,6 +29,12 @@ ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PER_WORD = len(ORDER)
 
 
+# Where transformers replaces an activation by a scaled one (integrations/awq.py, AWQ_SCALES_MAPPINGS).
+ACTIVATION_SCALES = (
+    "starcoder2", "RefinedWebModel", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom"
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class AwqLayout(Layout):
     """group_size: of every linear, -1 for whole rows. zero_point: whether zeros vary (False: all are 8)."""
@@ -38,6 +44,15 @@ class AwqLayout(Layout):
     bits: int = BITS
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales")
+
+    def check_model(self, model_type: str) -> str | None:
+        """Refuses the families in which transformers looks for scales of an activation."""
+        if model_type in ACTIVATION_SCALES:
+            return (
+                f"awq checkpoints of {model_type} hold scales of activations for transformers, which "
+                "quantkit folds into weights: use --layout compressed-tensors"
+            )
+        return None
 
     def check(self, spec: LinearSpec) -> str | None:
         """The configuration has one width, one group size and one kind of zero point for all linears."""

@@ -60,13 +60,13 @@ class Case:
 
     options: dict = field(default_factory=dict)
     source: str = "demo"
-    method: str = "gptq"
     exclude: tuple[str, ...] = ()
     override: tuple[str, ...] = ()
     max_shard_gb: float = 5.0
     loader: str = "gptq"
     dtype: str = "float32"
     tolerance: float | None = None
+    method: str = "gptq"
 
 
 def save_tiny(folder: Path, source: str, demo_model: Path) -> None:

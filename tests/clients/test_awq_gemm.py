@@ -22,7 +22,6 @@ CASES = {
     "qwen2": Case({"group_size": 32}, "qwen2", method="awq", loader="awq"),
     "qwen2 tied": Case({"group_size": 32}, "qwen2 tied", method="awq", loader="awq"),
     "error feedback": Case({"solver": "gptq"}, method="awq", loader="awq"),
-    "gpt_neox": Case({"group_size": 32}, "gpt_neox", method="awq", loader="awq"),
     "opt": Case({"group_size": 32}, "opt", method="awq", loader="awq"),
 }
 
