@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from quantkit import __version__, model_card
+from quantkit import __version__
 from quantkit.checkpoint import Checkpoint
-from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.job import Job
@@ -64,13 +61,12 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
     progress.phase("writing the checkpoint")
     records = [row for index in range(len(job.skeleton.blocks)) for row in job.staging.record(index)]
     with timings("write"):
-        folder = job.staging.assemble(lambda folder: _fill(job, folder, records))
+        place = job.staging.assemble(lambda place: job.method.output.write(job, place, records))
     progress.phase("verifying what was written")
     with timings("verify"):
-        _verify(job, folder, final_states)
+        _verify(job, place, final_states)
     summary = _summarize(job, records, timings.seconds)
-    (folder / TIMINGS).write_text(json.dumps({"seconds": timings.seconds}, indent=2) + "\n")
-    (folder / "README.md").write_text(model_card.render(job, summary))
+    job.method.output.describe(job, place, summary)
     job.staging.publish()
     return summary
 
@@ -90,19 +86,7 @@ def _remaining(job: Job, rows: Sequence[LinearSpec]) -> dict[str, TensorInfo]:
     return {name: info for name, info in job.checkpoint.infos.items() if name not in gone}
 
 
-def _fill(job: Job, folder: Path, records: list[dict]) -> None:
-    shard_bytes = int(job.request.run.max_shard_gb * 1e9)
-    safetensors_folder.write_folder(folder, merged(job).values(), shard_bytes)
-    for path in job.checkpoint.companions():
-        shutil.copyfile(path, folder / path.name)
-    config = dict(job.checkpoint.raw_config, quantization_config=job.method.layout.config(job.specs))
-    _write_json(folder / "config.json", config)
-    for name, content in job.method.layout.files(job.specs).items():
-        _write_json(folder / name, content)
-    _write_json(folder / MANIFEST, _manifest(job, records))
-
-
-def _manifest(job: Job, records: list[dict]) -> dict:
+def manifest(job: Job, records: Sequence[dict]) -> dict:
     """How this checkpoint came to be. Nothing in it depends on time or place."""
     by_name = {record["name"]: record for record in records}
     linears = []
@@ -122,13 +106,9 @@ def _manifest(job: Job, records: list[dict]) -> dict:
     }
 
 
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def _verify(job: Job, folder: Path, expected: Tensor) -> None:
-    """Read the folder back and run the loop's first batch through it, block by block."""
-    written = Checkpoint.open(str(folder), trust_remote_code=job.request.trust_remote_code)
+def _verify(job: Job, place: Path, expected: Tensor) -> None:
+    """Read it back and run the loop's first batch through it, block by block."""
+    written = Checkpoint.open(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.load_rest()
     hidden = skeleton.embed(job.batches[0])
@@ -143,7 +123,7 @@ def _verify(job: Job, folder: Path, expected: Tensor) -> None:
         if difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
             continue
         raise QuantkitError(
-            f"the checkpoint read back from {folder} computes {what} that differ by {difference:.2g} "
+            f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
             "from those it was made with",
             hint="the disk or memory may be faulty; --resume writes and checks it again. Please report this",
             exit_code=VERIFICATION,
@@ -151,11 +131,8 @@ def _verify(job: Job, folder: Path, expected: Tensor) -> None:
 
 
 def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summary:
-    infos = merged(job)
     rows = [row for row in job.specs if row.grid]
-    packed = {f"{row.name}.{part}" for row in rows for part in job.method.layout.suffixes}
-    quantized = sum(info.nbytes for name, info in infos.items() if name in packed)
-    total = sum(info.nbytes for info in infos.values())
+    quantized = sum(job.method.layout.nbytes(row) for row in rows)
     weights = sum(row.weights for row in rows)
     parameters = sum(p.numel() for p in job.skeleton.model.parameters())
     parameters += sum(p.numel() for block in job.skeleton.blocks for p in block.parameters())
@@ -164,9 +141,9 @@ def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summ
         source=job.request.source,
         output=str(job.staging.output),
         source_bytes=job.plan.source_bytes,
-        output_bytes=total,
+        output_bytes=job.plan.output_bytes,
         bits_per_weight=8 * quantized / weights,
-        bits_per_weight_model=8 * total / parameters,
+        bits_per_weight_model=8 * job.plan.output_bytes / parameters,
         linears=len(records),
         kept=len(job.specs) - len(records),
         error=sum(row["error"] for row in records) / len(records),

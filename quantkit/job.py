@@ -114,7 +114,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             progress.warn(calibrated.warning)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
     execution, memory = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
-    job_plan = plan.plan(checkpoint, specs, method.layout, execution, memory)
+    job_plan = plan.plan(checkpoint, specs, method, execution, memory)
     fingerprint = {}
     if not dry_run:
         plan.check_disk(output.absolute(), job_plan.disk_bytes)

@@ -12,7 +12,6 @@ import torch
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout
 from quantkit.methods import Method
 from quantkit.options import RunOptions
 from quantkit.skeleton import Skeleton
@@ -116,12 +115,11 @@ def decide(
 
 
 def plan(
-    checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout, execution: Execution, memory: int
+    checkpoint: Checkpoint, specs: Sequence[LinearSpec], method: Method, execution: Execution, memory: int
 ) -> JobPlan:
     """Sizes of a job, exact from shapes; `memory` is what `decide` predicted."""
-    dense = {name for spec in specs if spec.grid for name in checkpoint.stored_as(f"{spec.name}.weight")}
-    rest = sum(info.nbytes for info in checkpoint.infos.values() if info.name not in dense)
-    quantized = sum(layout.nbytes(spec) for spec in specs if spec.grid)
+    rest = method.output.rest_bytes(checkpoint, specs)
+    quantized = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     weights = sum(spec.weights for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,

@@ -22,6 +22,7 @@ import yaml
 
 from quantkit import cli, finish, pipeline
 from quantkit.containers import safetensors_folder, staging
+from quantkit.outputs import folder
 from quantkit.skeleton import Skeleton
 
 BLOCKS = 6
@@ -65,7 +66,7 @@ def slow() -> None:
     """Waits where a kill could do harm: between record and tensors, before the rename, in the merge."""
     for module, name in [(staging, "save_file"), (os, "replace"), (safetensors_folder, "write_file")]:
         before(module, name, pause, 0)
-    before(finish, "_write_json", pause, 0)
+    before(folder, "_write_json", pause, 0)
     before(finish, "_verify", pause, 0)
 
 
@@ -99,13 +100,13 @@ FAULTS = {
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
     "next": lambda: before(staging.Staging, "write_block", die, 2),
     "merge": lambda: before(safetensors_folder, "_copy", die, 40),
-    "config": lambda: before(finish, "_write_json", die),
+    "config": lambda: before(folder, "_write_json", die),
     "verify": lambda: before(finish, "_verify", die),
-    "card": lambda: before(finish.model_card, "render", die),
+    "card": lambda: before(folder.model_card, "render", die),
     "publish": lambda: before(staging.Staging, "publish", die),
     "first rename": lambda: before(os, "rename", die),
     "second rename": lambda: before(os, "rename", die, 2),
-    "clean": lambda: before(staging.shutil, "rmtree", die, 2),  # assembling begins with the first
+    "clean": lambda: before(staging.shutil, "rmtree", die),
 }
 
 

@@ -126,24 +126,30 @@ class Staging:
         _sync(self.folder)
 
     def assemble(self, fill: Callable[[Path], None]) -> Path:
-        """Build the output folder inside the staging folder, from scratch, with `fill(folder)`."""
-        folder = self.folder / "output"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        fill(folder)
-        for path in folder.iterdir():
+        """Build the output, a folder or a file, in the staging folder, from scratch, with `fill(place)`."""
+        place = self.folder / f"output{self.output.suffix}"
+        _remove(place)
+        fill(place)
+        for path in place.iterdir() if place.is_dir() else ():
             _sync(path)
-        _sync(folder)
-        return folder
+        _sync(place)
+        return place
 
     def publish(self) -> None:
-        """Rename the assembled folder into place and remove the staging folder."""
+        """Rename what was assembled into place and remove the staging folder."""
         if self.output.exists():  # --overwrite: checked before anything was done
-            shutil.rmtree(self.folder / "replaced", ignore_errors=True)
+            _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
-        os.rename(self.folder / "output", self.output)
+        os.rename(self.folder / f"output{self.output.suffix}", self.output)
         _sync(self.output.parent)
         shutil.rmtree(self.folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:

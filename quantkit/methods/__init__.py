@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,16 @@ from quantkit.errors import USAGE, QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout
+    from quantkit.outputs import Output
     from quantkit.solvers import Solver
     from quantkit.spec import MakeGrid, Override
     from quantkit.transforms import Transform
+
+
+def _folder() -> Output:
+    from quantkit.outputs.folder import FolderOutput
+
+    return FolderOutput()
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Method:
     layout: Layout
     make_grid: MakeGrid
     transform: Transform | None = None
+    output: Output = field(default_factory=_folder)
 
     @property
     def needs(self) -> frozenset[str]:
