@@ -95,12 +95,13 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     stored = staging.stored_fingerprint() if request.resume else None
     adopted = stored["execution"] if stored else {}
 
-    method = module.build(request.options, request.calibration.calibration is not None)
     device = plan.choose_device(
         adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
     )
     torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
-    skeleton, specs = _resolve(checkpoint, method, request, device, adopted)
+    skeleton = _skeleton(checkpoint, request, device, adopted)
+    method = module.build(request.options, request.calibration.calibration is not None, skeleton)
+    specs = _specs(skeleton, method, request)
     if split := spec.split_fusions(specs):
         progress.warn(
             f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
@@ -145,10 +146,8 @@ def _check_run(run: RunOptions) -> None:
         raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
 
 
-def _resolve(
-    checkpoint: Checkpoint, method: Method, request: Request, device: torch.device, adopted: dict
-) -> tuple[Skeleton, list[LinearSpec]]:
-    """The skeleton in its compute precision and the specs of its linears."""
+def _skeleton(checkpoint: Checkpoint, request: Request, device: torch.device, adopted: dict) -> Skeleton:
+    """The skeleton in its compute precision, of a model that is whole and understood."""
     linears = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(linears), key=linears.count) if linears else "F32"
     asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
@@ -156,8 +155,13 @@ def _resolve(
     skeleton = Skeleton(checkpoint, getattr(torch, dtype), device)
     spec.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     check_complete(skeleton)
+    return skeleton
+
+
+def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearSpec]:
+    """Every linear with its grid."""
     specs = spec.resolve(skeleton, method.make_grid, method.layout, request.run.exclude, request.run.override)
-    outside = set(checkpoint.packed) - {row.name for row in specs}
+    outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(
             f"linears outside the blocks are quantized, too: {name_all(sorted(outside))}",
@@ -166,7 +170,7 @@ def _resolve(
         )
     if all(row.grid is None for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return skeleton, specs
+    return specs
 
 
 def _base_name(source: str) -> str:

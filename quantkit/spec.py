@@ -52,7 +52,7 @@ class Override:
         return f"--override {self.text}"
 
 
-MakeGrid = Callable[[str, int, int, Override | None], Grid]
+MakeGrid = Callable[[str, int, int, Override | None], Grid | None]
 
 
 def resolve(
@@ -60,10 +60,10 @@ def resolve(
 ) -> list[LinearSpec]:
     """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
 
-    `make_grid(name, out_features, in_features, override)` gives the method's grid; of several overrides that
-    match the first counts, and `exclude` counts more. Raises QuantkitError naming every
-    weight no site can cover, every linear the grid or layout cannot hold, and every pattern
-    that is malformed or matches nothing.
+    `make_grid(name, out_features, in_features, override)` gives the method's grid, or None to keep 16 bit;
+    of several overrides that match the first counts, and `exclude` counts more. Raises QuantkitError naming
+    every weight no site can cover, every linear the grid or layout cannot hold, and every pattern that is
+    malformed or matches nothing.
     """
     patterns = {text: _compile(text, "--exclude") for text in exclude}
     overrides = [_override(text) for text in override]
@@ -79,7 +79,8 @@ def resolve(
                 shape = module.out_features, module.in_features
                 kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
                 other = next((o for o in overrides if o.pattern.search(name)), None)
-                grid = None if kept else make_grid(local, *shape, other)
+                grid = None if kept else make_grid(name, *shape, other)
+                kept = kept or ("by the method" if grid is None else None)
                 conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
                 specs.append(LinearSpec(name, index, local, *shape, grid, kept, conv1d))
     asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}

@@ -1,7 +1,8 @@
 """Methods: what a user picks by name. A method is a preset of solver, grid and layout; one file each.
 
 A method's file holds `Options`, a frozen dataclass whose fields become the command's flags, and
-`build(options, calibrated)`; `calibrated`: the user gave calibration text. It imports torch only inside
+`build(options, calibrated, skeleton)`; calibrated: the user gave calibration text; skeleton: the model to
+be quantized, for methods whose choice depends on all of its tensors. It imports torch only inside
 `build`, so that `--help` stays instant.
 """
 
@@ -32,7 +33,7 @@ def _folder() -> Output:
 
 @dataclass(frozen=True)
 class Method:
-    """`make_grid(name, out_features, in_features, override)` gives the grid of a linear of a block."""
+    """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`."""
 
     name: str
     solver: Solver

@@ -11,6 +11,7 @@ from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
+    from quantkit.skeleton import Skeleton
     from quantkit.spec import Override
 
 SUMMARY = "AWQ: 4 bit integers; columns that meet large activations are scaled up before rounding."
@@ -51,7 +52,7 @@ def check(options: Options) -> None:
     check_feedback(options.damp, options.refine)
 
 
-def build(options: Options, calibrated: bool = False) -> Method:
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
     from quantkit.solvers.gptq import GptqSolver

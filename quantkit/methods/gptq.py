@@ -11,6 +11,7 @@ from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout
+    from quantkit.skeleton import Skeleton
     from quantkit.spec import Override
 
 SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
@@ -72,7 +73,7 @@ def _check_compressed_tensors(options: Options) -> None:
         )
 
 
-def build(options: Options, calibrated: bool = False) -> Method:
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
     from quantkit.solvers.gptq import GptqSolver

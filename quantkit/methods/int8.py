@@ -12,6 +12,7 @@ from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.grids.int8 import Int8Grid
+    from quantkit.skeleton import Skeleton
     from quantkit.spec import Override
 
 SUMMARY = "LLM.int8: 8 bit weights and activations, outlier columns in 16 bit. Needs no calibration; seconds."
@@ -39,7 +40,7 @@ def check(options: Options) -> None:
         raise QuantkitError(f"--threshold {options.threshold:g} makes no sense", "choose 6, or 0", USAGE)
 
 
-def build(options: Options, calibrated: bool = False) -> Method:
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method. Given calibration text, it counts outlier columns; codes do not depend on it."""
     from quantkit.grids.int8 import Int8Grid
     from quantkit.layouts.bitsandbytes import Int8Layout

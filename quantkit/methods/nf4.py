@@ -10,6 +10,7 @@ from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
+    from quantkit.skeleton import Skeleton
     from quantkit.spec import Override
 
 SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
@@ -40,7 +41,7 @@ def check(options: Options) -> None:
     check_feedback(options.damp, options.refine)
 
 
-def build(options: Options, calibrated: bool = False) -> Method:
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.nf4 import Nf4Grid
     from quantkit.layouts.bitsandbytes import Nf4Layout
