@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +196,7 @@ def _fingerprint(
         "transformers": transformers.__version__,
         "source_sha256": checkpoint.sha256(),
         "method": request.method,
-        "options": dataclasses.asdict(request.options),
+        "options": json.loads(json.dumps(dataclasses.asdict(request.options))),  # as it will be read again
         "exclude": list(request.run.exclude),
         "override": list(request.run.override),
         "allow_requantize": request.run.allow_requantize,

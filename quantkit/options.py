@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field that is also a command-line flag: the default lives here and nowhere else."""
-    return dataclasses.field(default=default, metadata={"help": help})
+def option(default: Any, help: str, short: str | None = None) -> Any:
+    """A dataclass field that is also a command-line flag: the default lives here and nowhere else.
+
+    short: another name of the flag, such as `-t`.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "short": short})
 
 
 @dataclass(frozen=True)

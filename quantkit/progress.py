@@ -23,3 +23,6 @@ class Progress:
 
     def warn(self, text: str) -> None:
         """Something the user should know, whatever the verbosity."""
+
+    def counting(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` equal steps of `what` are behind us."""

@@ -66,7 +66,9 @@ def of(section: str, options: type) -> list[inspect.Parameter]:
     hints, parameters = get_type_hints(options), []
     for field in dataclasses.fields(options):
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
-        names = [f"--{field.name.replace('_', '-')}"] if field.default is False else []  # no --no-… to a no
+        name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
+        names = [name] if field.default is False or short else []  # no --no-… to a no
+        names += [short] if short else []
         described = typer.Option(*names, help=field.metadata["help"], rich_help_panel=section.capitalize())
         parameters.append(parameter(field.name, Annotated[kind, described], field.default))
     return parameters
