@@ -9,12 +9,11 @@ configuration says the model is deep.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from quantkit import meta_model
 from quantkit.checkpoint import Checkpoint
@@ -47,27 +46,13 @@ class Skeleton:
         self.model = meta_model.build(checkpoint, dtype, device)
         self.blocks_name, container = meta_model.find_blocks(self.model, checkpoint)
         self._transposed = meta_model.replace_conv1d(self.model)
-        self._stored = self._resolve_names()
+        self._stored = meta_model.resolve_names(self.model, checkpoint.names)
         self.blocks = list(container)
         self._calls: dict[tuple[int, ...], list[Call]] = {}
         self._replaced: dict[tuple[int, str], nn.Module] = {}  # plain linears whose place `install` gave away
         self._stubs = [_Stub(block) for block in self.blocks]
         for index, stub in enumerate(self._stubs):
             container[index] = stub
-
-    def _resolve_names(self) -> dict[str, str]:
-        """Model name -> stored name, by transformers' own rules (prefixes present or missing, renamings)."""
-        renamings = [
-            rule for rule in get_model_conversion_mapping(self.model) if isinstance(rule, WeightRenaming)
-        ]
-        wanted = self.model.state_dict()
-        prefix = self.model.base_model_prefix
-        stored = {}
-        for name in self.checkpoint.names:
-            target, _ = rename_source_key(name, renamings, [], prefix, wanted)
-            if target in wanted:
-                stored[target] = name
-        return stored
 
     def is_conv1d(self, name: str) -> bool:
         """Whether the model's weight `name` is a Conv1D's, stored `[in, out]`."""
@@ -94,21 +79,7 @@ class Skeleton:
         tensor = checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
         if name in self._transposed and not checkpoint.is_quantized(stored):
             tensor = tensor.t().contiguous()
-        return self._checked(tensor, expected.shape, stored)
-
-    def _checked(self, tensor: Tensor, shape: torch.Size, stored: str) -> Tensor:
-        """The tensor on the device. Raises QuantkitError unless it has this shape and is finite."""
-        if tensor.shape != shape:
-            raise QuantkitError(
-                f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",
-                hint="config.json and weights belong to different models",
-            )
-        if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
-            raise QuantkitError(
-                f"{stored} holds NaN or infinite values in {str(self.dtype).removeprefix('torch.')}",
-                hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
-            )
-        return tensor.to(self.device)
+        return checked(tensor, expected.shape, stored).to(self.device)
 
     def load_rest(self) -> None:
         """Load everything outside the blocks; tied tensors stay one tensor, unless they are stored unlike."""
@@ -260,7 +231,8 @@ class Skeleton:
         block = self.blocks[index]
         linear = block.get_submodule(local)
         layout = layout.at(stored.removesuffix(".weight"))
-        values = self._checked(layout.decode(parts).values().to(self.dtype), linear.weight.shape, stored)
+        values = layout.decode(parts).values().to(self.dtype)
+        values = checked(values, linear.weight.shape, stored).to(self.device)
         module = layout.module(parts, linear.bias)
         if module is None:
             linear.weight = nn.Parameter(values, requires_grad=False)
@@ -291,6 +263,21 @@ class Skeleton:
         state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
         block.load_state_dict(state, strict=False, assign=True)
         return_freed_pages()
+
+
+def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
+    """The tensor itself. Raises QuantkitError unless it has this shape and is finite."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise QuantkitError(
+            f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",
+            hint="config.json and weights belong to different models",
+        )
+    if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+        raise QuantkitError(
+            f"{stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
+            hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
+        )
+    return tensor
 
 
 def _same(a, b) -> bool:

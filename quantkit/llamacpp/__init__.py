@@ -1,0 +1,1 @@
+"""What llama.cpp expects of a GGUF file, and how to undo it: metadata, names, row orders, tokenizers."""

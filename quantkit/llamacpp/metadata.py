@@ -1,0 +1,70 @@
+"""All metadata of a GGUF file: what it is, the architecture's keys, the tokenizer's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from gguf import GGML_QUANT_VERSION, LlamaFileType
+from gguf.utility import model_weight_count_rounded_notation
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.llamacpp import configuration
+from quantkit.llamacpp.tensors import Target
+
+PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
+FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
+README_BYTES = 1 << 20
+
+
+def assemble(
+    checkpoint: Checkpoint, targets: Iterable[Target], file_type: str, tokenizer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keys and values in the order in which they are written.
+
+    file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: keys that begin with
+    `tokenizer.`. Raises QuantkitError as `configuration.to_metadata` does.
+    """
+    keys = configuration.to_metadata(checkpoint.config)
+    weights = sum(math.prod(target.shape) for target in targets if target.values is None)
+    general = {
+        "general.architecture": keys.pop("general.architecture"),
+        "general.type": "model",
+        "general.name": _name(checkpoint.source, tokenizer.get("tokenizer.ggml.tokens", ())),
+        "general.size_label": model_weight_count_rounded_notation(weights),
+        "general.license": _licence(checkpoint.folder),
+        "general.quantization_version": GGML_QUANT_VERSION,
+        "general.file_type": file_type_code(file_type),
+    }
+    return {key: value for key, value in general.items() if value is not None} | keys | dict(tokenizer)
+
+
+def file_type_code(name: str) -> int:
+    """`general.file_type` of llama-quantize's name of a mixture."""
+    return int(LlamaFileType["ALL_F32" if name == "F32" else f"MOSTLY_{name}"])
+
+
+def _name(source: str, tokens: Iterable[str]) -> str:
+    """The model's own name: the last part of its place."""
+    name = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
+    if re.search("phi-?3", name, re.IGNORECASE) and not set(tokens) >= PHI3_TOKENS:
+        name = re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
+    return name or "model"
+
+
+def _licence(folder: Path) -> str | None:
+    """The licence that the model card beside the weights declares."""
+    card = folder / "README.md"
+    if not card.is_file() or card.stat().st_size > README_BYTES:
+        return None
+    matter = FRONT_MATTER.search(card.read_text(encoding="utf-8", errors="replace"))
+    try:
+        found = yaml.safe_load(matter[1]) if matter else None
+    except yaml.YAMLError:  # a card that does not parse declares nothing
+        return None
+    licence = found.get("license") if isinstance(found, dict) else None
+    return licence if isinstance(licence, str) else None
