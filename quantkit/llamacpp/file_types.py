@@ -1,0 +1,190 @@
+"""The file types of llama-quantize: a base type, and the rules for what gets more bits than that.
+
+Source: llama.cpp, `src/llama-quant.cpp`, `llama_tensor_get_type_impl`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quantkit.errors import USAGE, QuantkitError
+
+BLOCKS = {  # type -> weights and bytes of a block
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+}
+ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+
+class Model(NamedTuple):
+    """What the choice depends on, names and shapes aside. architecture: `general.architecture`."""
+
+    architecture: str
+    blocks: int
+    heads: int
+    kv_heads: int
+    experts: int = 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether four or more heads share keys and values: the matrices that make those are small."""
+        return self.kv_heads > 0 and self.heads // self.kv_heads >= 4
+
+    @property
+    def is_70b(self) -> bool:
+        """Whether llama.cpp takes it for a 70B: a Llama with grouped heads, or any Qwen 2, of 80 blocks."""
+        if self.architecture == "llama":
+            return self.blocks == 80 and self.heads != self.kv_heads
+        return self.blocks == 80 and self.architecture == "qwen2"
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: it is the `index`-th of `count` of its kind."""
+
+    index: int
+    count: int
+    model: Model
+    has_imatrix: bool
+
+    def early(self, share: int) -> bool:
+        """Among the first `1 / share`."""
+        return self.index < self.count // share
+
+    @property
+    def more(self) -> bool:
+        """The first eighth, the last one, and every third between (llama.cpp's `use_more_bits`)."""
+        eighth = self.count // 8
+        return self.index < eighth or self.index >= 7 * self.count // 8 or (self.index - eighth) % 3 == 2
+
+    @property
+    def falcon(self) -> bool:
+        return self.model.architecture == "falcon"
+
+
+Rule = Callable[[Place], str | None]  # None: the base type
+
+
+def _base(at: Place) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class FileType:
+    """A file type: `number` is its `general.file_type`, `base` the type of what no rule names.
+
+    values: of attention's values, or q, k and v in one. down: of `ffn_down`. attention: of its output;
+    eight_experts: the same in models of eight experts.
+    """
+
+    number: int
+    base: str
+    values: Rule = _base
+    down: Rule = _base
+    attention: Rule = _base
+    eight_experts: str | None = None
+
+
+def _iq4(number: int, base: str) -> FileType:
+    return FileType(
+        number,
+        base,
+        values=lambda at: "Q5_K" if at.model.grouped else None,
+        down=lambda at: "Q5_K" if at.early(8) and not at.has_imatrix else None,
+        eight_experts="Q5_K",
+    )
+
+
+def _legacy(number: int, base: str, better: str) -> FileType:
+    return FileType(number, base, down=lambda at: better if at.early(8) and at.has_imatrix else None)
+
+
+FILE_TYPES = {
+    "F32": FileType(0, "F32"),
+    "F16": FileType(1, "F16"),
+    "BF16": FileType(32, "BF16"),
+    "Q4_0": _legacy(2, "Q4_0", "Q4_1"),
+    "Q5_0": _legacy(8, "Q5_0", "Q5_1"),
+    "Q8_0": FileType(7, "Q8_0"),
+    "Q2_K": FileType(
+        10,
+        "Q2_K",
+        values=lambda at: "Q4_K" if at.model.grouped else "Q3_K",
+        down=lambda at: "Q3_K",
+        attention=lambda at: None if at.falcon else "Q3_K",
+        eight_experts="Q5_K",
+    ),
+    "Q3_K_S": FileType(11, "Q3_K", eight_experts="Q5_K"),
+    "Q3_K_M": FileType(
+        12,
+        "Q3_K",
+        values=lambda at: "Q5_K" if at.index < 2 else "Q4_K",
+        down=lambda at: "Q5_K" if at.early(16) else "Q4_K" if at.more or not at.falcon else None,
+        attention=lambda at: None if at.falcon else "Q4_K",
+        eight_experts="Q5_K",
+    ),
+    "Q3_K_L": FileType(
+        13,
+        "Q3_K",
+        values=lambda at: "Q5_K",
+        down=lambda at: "Q4_K" if at.falcon else "Q5_K",
+        attention=lambda at: "Q4_K" if at.falcon else "Q5_K",
+    ),
+    "Q4_K_S": FileType(
+        14,
+        "Q4_K",
+        values=lambda at: "Q5_K" if at.index < 4 else None,
+        down=lambda at: "Q5_K" if at.early(8) and not at.falcon else None,
+        eight_experts="Q5_K",
+    ),
+    "Q4_K_M": FileType(
+        15,
+        "Q4_K",
+        values=lambda at: "Q6_K" if at.more else None,
+        down=lambda at: ("Q5_K" if at.falcon and not at.early(16) else "Q6_K") if at.more else None,
+        eight_experts="Q5_K",
+    ),
+    "Q5_K_S": FileType(16, "Q5_K"),
+    "Q5_K_M": FileType(
+        17,
+        "Q5_K",
+        values=lambda at: "Q6_K" if at.more else None,
+        down=lambda at: "Q6_K" if at.more else None,
+    ),
+    "Q6_K": FileType(18, "Q6_K"),
+    "IQ4_NL": _iq4(25, "IQ4_NL"),
+    "IQ4_XS": _iq4(30, "IQ4_XS"),
+}
+
+
+def parse_file_type(text: str) -> str:
+    """The file type a user names, in llama-quantize's spelling. Raises QuantkitError for an unknown one."""
+    return _known(ALIASES.get(text.upper(), text.upper()), FILE_TYPES, f"no file type {text!r}")
+
+
+def parse_type(text: str, flag: str) -> str:
+    """The ggml type a user names after `flag`. Raises QuantkitError for an unknown one."""
+    return _known(text.upper(), BLOCKS, f"{flag}: no type {text!r}")
+
+
+def _known(name: str, names: Collection[str], complaint: str) -> str:
+    if name in names:
+        return name
+    near = difflib.get_close_matches(name, names, 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise QuantkitError(complaint, f"{meant}choose one of {', '.join(names)}", USAGE)

@@ -1,0 +1,263 @@
+"""Compare quantkit's choice of ggml types with llama-quantize's own, and record it for the tests.
+
+    python scripts/gguf_mixtures.py LIBRARIES [--write tests/data/gguf_mixtures.json]
+
+LIBRARIES is the folder of a prebuilt llama.cpp that exports `llama_model_quantize`, such as `bins/linux-x64`
+of the npm package `@node-llama-cpp/linux-x64` (`npm pack` fetches it). Tiny models of many shapes go through
+`llama_model_quantize` as every file type, with and without an importance matrix and with its options; every
+tensor's type in the file it writes must be the one that `quantkit.llamacpp.mixtures` chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+from llamacpp_library import Library
+
+from quantkit.llamacpp import mixtures
+from quantkit.llamacpp.file_types import FILE_TYPES, Model
+
+LLAMA = {
+    "attn_q.weight": [2, 256],
+    "attn_k.weight": [2, 256],
+    "attn_v.weight": [2, 256],
+    "attn_output.weight": [2, 256],
+    "ffn_gate.weight": [2, 256],
+    "ffn_up.weight": [2, 256],
+    "ffn_down.weight": [2, 512],
+}
+FUSED = {
+    "attn_qkv.weight": [2, 256],
+    "attn_output.weight": [2, 256],
+    "ffn_up.weight": [2, 256],
+    "ffn_down.weight": [2, 512],
+}
+FLOATS = {
+    "attn_norm.weight": [256],
+    "attn_q_norm.weight": [2, 256],
+    "ffn_up.bias": [512],
+    "ffn_down.bias": [2, 256],
+}
+TIED = {"token_embd.weight": [2, 256]}
+UNTIED = TIED | {"output.weight": [2, 256]}
+EXPERTS = {name: shape for name, shape in LLAMA.items() if not name.startswith("ffn")} | {
+    "ffn_gate_inp.weight": [8, 256],
+    "ffn_gate_exps.weight": [8, 2, 256],
+    "ffn_up_exps.weight": [8, 2, 256],
+    "ffn_down_exps.weight": [8, 2, 256],
+}
+
+
+def _wide(tensors: dict, columns: int) -> dict:
+    """The same with other columns: `ffn_down` keeps twice as many."""
+    return {
+        name: [*shape[:-1], shape[-1] * columns // 256] if len(shape) > 1 else shape
+        for name, shape in tensors.items()
+    }
+
+
+def _model(model: Model, head: dict, block: dict) -> dict:
+    return {"model": list(model), "globals": head, "block": block}
+
+
+SHAPES = {
+    "llama of 2": _model(Model("llama", 2, 4, 4), UNTIED | {"rope_freqs.weight": [32]}, FLOATS | LLAMA),
+    "llama of 3, tied": _model(Model("llama", 3, 4, 4), TIED, LLAMA),
+    "llama of 8, four heads share": _model(Model("llama", 8, 4, 1), TIED, LLAMA),
+    "llama of 17": _model(Model("llama", 17, 4, 2), UNTIED, LLAMA),
+    "llama of 32": _model(Model("llama", 32, 8, 2), UNTIED, LLAMA),
+    "llama of 40": _model(Model("llama", 40, 4, 4), TIED, LLAMA),
+    "llama of 80, eight heads share": _model(Model("llama", 80, 8, 1), UNTIED, LLAMA),
+    "llama of 80, two heads share": _model(Model("llama", 80, 4, 2), UNTIED, LLAMA),
+    "llama of 8, 8 experts": _model(Model("llama", 8, 4, 1, 8), UNTIED, EXPERTS),
+    "llama of 9, 4 experts": _model(Model("llama", 9, 4, 2, 4), UNTIED, EXPERTS),
+    "llama of 16, an FFN matrix per expert": _model(
+        Model("llama", 16, 4, 4, 2),
+        UNTIED,
+        {n: s for n, s in LLAMA.items() if "ffn" not in n}
+        | {f"ffn_down.{k}.weight": [2, 256] for k in range(2)},
+    ),
+    "falcon of 32": _model(Model("falcon", 32, 4, 1), UNTIED, FUSED),
+    "falcon of 9, tied": _model(Model("falcon", 9, 4, 4), TIED, FUSED),
+    "gpt2 of 12": _model(Model("gpt2", 12, 4, 4), TIED | {"position_embd.weight": [4, 256]}, FLOATS | FUSED),
+    "phi3 of 32": _model(Model("phi3", 32, 4, 1), UNTIED, FUSED),
+    "96 columns": _model(Model("llama", 10, 4, 4), _wide(UNTIED, 96), _wide(LLAMA, 96)),
+    "96 columns, tied": _model(Model("llama", 10, 4, 4), _wide(TIED, 96), _wide(LLAMA, 96)),
+    "128 columns, 256 on the way down": _model(
+        Model("falcon", 10, 4, 1), _wide(TIED, 128), _wide(FUSED, 128)
+    ),
+    "48 columns in the blocks": _model(Model("llama", 8, 4, 4), UNTIED, _wide(LLAMA, 48)),
+    "rows of one": _model(
+        Model("llama", 2, 4, 4), UNTIED, LLAMA | {"attn_k.weight": [1, 256], "attn_v.weight": [2, 1, 256]}
+    ),
+}
+ARCHITECTURES = (
+    *(
+        "llama",
+        "qwen2",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "gpt2",
+        "gptneox",
+        "bloom",
+        "falcon",
+        "starcoder",
+    ),
+    *("starcoder2", "olmo2", "granite", "stablelm", "command-r"),
+)
+SHAPES |= {  # what llama.cpp takes for a 70B
+    f"{name} of 80, {heads} heads": _model(Model(name, 80, heads, 2), TIED, {"attn_v.weight": [2, 256]})
+    for name in ARCHITECTURES
+    for heads in (2, 4)
+}
+WISHES = [  # options of llama-quantize, tried on one model, untied and tied
+    {"pure": True},
+    {"output_tensor_type": "Q4_0"},
+    {"token_embedding_type": "Q5_K"},
+    {"output_tensor_type": "F16", "token_embedding_type": "Q8_0"},
+    {"tensor_type": [r"blk\.[0-2]\.attn_v=Q8_0", "attn_v=Q3_K", "ffn_(up|gate)=iq4_nl"]},
+    {"tensor_type": ["ffn_down=Q4_1"], "pure": True},
+    {"tensor_type": [r"blk\.(0|5)\.ffn_down=BF16", "token_embd=Q2_K"], "output_tensor_type": "Q5_1"},
+]
+WISHED_ON = ("llama of 17", "llama of 40", "96 columns")
+
+
+def tensors(shape: dict) -> list[tuple[str, list[int]]]:
+    """Name and shape of every tensor of a model, in llama-quantize's order."""
+    named = sorted(shape["globals"].items())
+    for block in range(shape["model"][1]):
+        named += [(f"blk.{block}.{name}", size) for name, size in sorted(shape["block"].items())]
+    return named
+
+
+def write(path: Path, shape: dict) -> None:
+    """A GGUF file of zeros with all that `llama_model_quantize` asks for."""
+    model = Model(*shape["model"])
+    writer = gguf.GGUFWriter(path, model.architecture)
+    writer.add_block_count(model.blocks)
+    writer.add_context_length(64)
+    writer.add_embedding_length(64 * model.heads)
+    writer.add_feed_forward_length(512)
+    writer.add_head_count(model.heads)
+    writer.add_head_count_kv(model.kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_rope_dimension_count(64)
+    writer.add_vocab_size(32)
+    writer.add_parallel_residual(True)
+    writer.add_sliding_window(32)
+    writer.add_logit_scale(1.0)
+    if model.experts:
+        writer.add_expert_count(model.experts)
+        writer.add_expert_used_count(2)
+    for name, size in tensors(shape):
+        writer.add_tensor(name, np.zeros(size, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def types(path: Path) -> dict[str, str]:
+    """Type of every tensor of a GGUF file."""
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+def ours(shape: dict, file_type: str, has_imatrix: bool, wishes: dict) -> dict[str, mixtures.Choice]:
+    wishes = wishes | {"tensor_type": tuple(wishes.get("tensor_type", ()))}
+    choices = mixtures.choose(
+        file_type, Model(*shape["model"]), tensors(shape), has_imatrix, mixtures.Wishes(**wishes)
+    )
+    return {choice.name: choice for choice in choices}
+
+
+def compact(found: dict[str, str]) -> dict[str, str]:
+    """Types by tensor: `*` is the commonest; the others under their names, block by block, runs counted."""
+    kinds: dict[str, list[str]] = {}
+    for name, type in found.items():
+        parts = name.split(".", 2)
+        kinds.setdefault(parts[2] if parts[0] == "blk" else name, []).append(type)
+    every = list(found.values())
+    commonest = max(sorted(set(every)), key=every.count)
+    runs = {
+        kind: " ".join(
+            f"{type}*{count}" if (count := len(list(run))) > 1 else type
+            for type, run in itertools.groupby(row)
+        )
+        for kind, row in kinds.items()
+        if set(row) != {commonest}
+    }
+    return {"*": commonest} | runs
+
+
+def compare(library: Library, folder: Path) -> tuple[dict, list[str], int]:
+    """The answers by model and job, what differs, and how many tensors were compared."""
+    answers, differences, compared = {}, [], 0
+    source, target = folder / "source.gguf", folder / "target.gguf"
+    for title, shape in SHAPES.items():
+        write(source, shape)
+        wished = WISHES if title in WISHED_ON else []
+        file_types = FILE_TYPES if len(shape["block"]) > 1 else ("Q3_K_S", "Q4_K_M", "Q6_K")
+        jobs = [(name, imatrix, {}) for name in file_types for imatrix in (False, True)]
+        jobs += [(name, False, wishes) for name in ("Q4_K_M", "Q2_K", "Q8_0") for wishes in wished]
+        rows = []
+        for file_type, imatrix, wishes in jobs:
+            data = {"none": np.ones(1)} if imatrix else {}  # that there is one is what counts
+            done = library.quantize(source, target, FILE_TYPES[file_type].number, data, **wishes)
+            expected = types(target) if done else None
+            chosen = ours(shape, file_type, imatrix, wishes)
+            if expected is None:  # it has nothing to stand in for blocks of 32, or for what a user wishes
+                assert re.search("no tensor type fallback|validation failed", library.log[-1]), library.log[
+                    -1
+                ]
+                stands_in = any(choice.wanted for choice in chosen.values())
+                wrong = [] if stands_in else ["refused, but not by us"]
+            else:
+                assert list(chosen) == list(expected), "llama-quantize's order"
+                compared += len(expected)
+                wrong = [
+                    f"{n} {t}, ours {chosen[n].type}" for n, t in expected.items() if t != chosen[n].type
+                ]
+            differences += [f"{title}, {file_type}, {imatrix=}, {wishes}: {text}" for text in wrong]
+            row = [file_type, imatrix, wishes, expected and compact(expected)]
+            if not (imatrix and row[3] == rows[-1][3]):  # the same as without
+                rows.append(row)
+        answers[title] = shape | {"answers": rows}
+    return answers, differences, compared
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("libraries", type=Path)
+    parser.add_argument("--write", type=Path, help="record the answers here, if all agree")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        answers, differences, compared = compare(Library(arguments.libraries), Path(folder))
+    print(*differences, sep="\n")
+    print(f"{compared} tensors compared, {len(differences)} differ")
+    if differences:
+        raise SystemExit(1)
+    if arguments.write:
+        body = ",\n".join(f"{json.dumps(title)}: {_lines(row)}" for title, row in answers.items())
+        arguments.write.write_text("{\n" + body + "\n}\n")
+
+
+def _lines(row: dict) -> str:
+    """One answer a line."""
+    head = ", ".join(f"{json.dumps(key)}: {json.dumps(row[key])}" for key in ("model", "globals", "block"))
+    return f'{{{head}, "answers": [\n' + ",\n".join(map(json.dumps, row["answers"])) + "]}"
+
+
+if __name__ == "__main__":
+    main()
