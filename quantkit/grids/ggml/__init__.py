@@ -1,0 +1,28 @@
+"""Grids of ggml's block types (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c), the types of GGUF files.
+
+A block of 32 weights has one scale; a super-block of 256 has a float16 scale for the small integer scales
+of its sub-blocks. `quantize` chooses what ggml's own encoder does; `fit` and `round` serve error feedback.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+from quantkit.grids.ggml.block import BlockGrid
+
+MODULES = {
+    "legacy": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    "kquants": ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    "iq4": ("IQ4_NL", "IQ4_XS"),
+}
+TYPES = tuple(name for names in MODULES.values() for name in names)
+
+
+def named(name: str, exact: bool = True) -> BlockGrid:
+    """The grid of a ggml type, one of TYPES. exact=False: scales are searched faster, no worse by weighted
+    squared error, but not to the bit as ggml does. Raises KeyError for another name."""
+    for module, names in MODULES.items():
+        if name in names:
+            return replace(importlib.import_module(f"{__name__}.{module}").GRIDS[name], exact=exact)
+    raise KeyError(name)

@@ -1,0 +1,107 @@
+"""IQ4_NL and IQ4_XS: 4-bit codes of sixteen unevenly spaced values (quantize_row_iq4_nl_impl)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, SubScales, half, join, split
+from quantkit.grids.ggml.kquants import error_weights
+from quantkit.grids.ggml.search import EPSILON, extreme, over, total
+
+VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+BLOCK = 32
+TRIES = 7
+
+
+@cache
+def _codes_by_half() -> Tensor:
+    """Code of the nearest value for every `floor(2 x)`, -256 to 255: midpoints lie on halves, and go up."""
+    values = torch.tensor(VALUES)
+    twice = torch.arange(-256, 256)
+    return torch.bucketize(twice, values[1:] + values[:-1], right=True).to(torch.float32)
+
+
+def nearest_codes(x: Tensor) -> Tensor:
+    """Codes (float32) of the nearest of VALUES; `x` is used up. Not a number gets the last, as in C."""
+    halves = x.mul_(2).floor_().clamp_(-256, 255).add_(256).nan_to_num_(nan=511.0).to(torch.int32)
+    return _codes_by_half().to(x.device).index_select(0, halves.flatten()).view(x.shape)
+
+
+def levels(codes: Tensor) -> Tensor:
+    """VALUES of codes, float32."""
+    values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
+    return values.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+
+
+def search(x: Tensor, weights: Tensor) -> Tensor:
+    """Scale of every column of `x [32, groups]`: of sixteen around the one that just holds the largest
+    weight, that whose values q have the largest `(Σ weights q x)² / Σ weights q²`, refitted to them."""
+    largest = extreme(x)
+    zero = largest.abs() < EPSILON
+    largest = largest.masked_fill(zero, 1)
+
+    def try_factor(factor: Tensor) -> tuple[Tensor, Tensor]:
+        value = levels(nearest_codes(x * factor))
+        product = weights * value
+        return total(product * x), total(product.mul_(value))
+
+    sum_qx, sum_q2 = try_factor(over(1, -largest / VALUES[0]))
+    scale = torch.where(sum_q2 > 0, sum_qx / sum_q2, 0.0)
+    best = scale * sum_qx
+    for k in range(-TRIES, TRIES + 1):
+        sum_qx, sum_q2 = try_factor(over(k + VALUES[0], largest))
+        better = (sum_q2 > 0) & (sum_qx * sum_qx > best * sum_q2)
+        refitted = sum_qx / sum_q2
+        scale = torch.where(better, refitted, scale)
+        best = torch.where(better, refitted * sum_qx, best)
+    return scale.masked_fill_(zero, 0)
+
+
+class TableGrid(BlockGrid):
+    """`step * VALUES[code]`."""
+
+    def _level(self, codes: Tensor) -> Tensor:
+        return levels(codes)
+
+    def _nearest(self, level: Tensor) -> Tensor:
+        return nearest_codes(level)
+
+    def _weights(self, blocks: Blocks) -> Tensor:
+        """What errors cost: x², or importance times the root of x² and twice the block's mean square."""
+        if blocks.importance is None:
+            return blocks.x * blocks.x
+        power = total(blocks.x * blocks.x) * (2 / self.group_size)
+        return error_weights(blocks.x, blocks.importance, power)
+
+
+class Iq4NlGrid(TableGrid):
+    """IQ4_NL: one scale for 32 weights."""
+
+    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+        d = search(blocks.x, self._weights(blocks))
+        inverse = torch.where(d == 0, 0.0, over(1, d))
+        return Scale(half(d)), nearest_codes(blocks.x * inverse)
+
+
+class Iq4XsGrid(TableGrid):
+    """IQ4_XS: eight signed 6-bit scales for 256 weights. C rounds on d before that becomes a float16."""
+
+    def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
+        n = blocks.x.shape[1]
+        x = split(blocks.x, BLOCK)
+        scale = search(x, split(self._weights(blocks), BLOCK)).view(-1, n)
+        d = extreme(scale) / -32
+        factor = torch.where(d == 0, 0.0, over(1, d))
+        scales = (scale * factor).round_().clamp_(-32, 31).add_(0.0)
+        step = (d * scales).flatten()
+        codes = nearest_codes(x * torch.where(step == 0, 0.0, over(1, step)))
+        return SubScales(half(d), scales.t()), join(codes, n)
+
+
+GRIDS = {
+    "IQ4_NL": Iq4NlGrid("IQ4_NL", 4, BLOCK, BLOCK),
+    "IQ4_XS": Iq4XsGrid("IQ4_XS", 4, 256, BLOCK),
+}

@@ -1,0 +1,147 @@
+"""The K-quants: super-blocks of 256 weights, whose sub-blocks have small integer scales of their own
+(quantize_row_q2_K_ref to quantize_row_q6_K_impl).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.ggml import search
+from quantkit.grids.ggml.block import BlockGrid, Blocks, SubScales, SubScalesAndMins, half, join, split
+from quantkit.grids.ggml.search import EPSILON, extreme, finite, over, square_root, total
+
+SUPER_BLOCK = 256
+
+
+def error_weights(x: Tensor, importance: Tensor, power: Tensor) -> Tensor:
+    """What an error costs in the searches with importance: `importance * sqrt(power + x²)`."""
+    return square_root((x * x).add_(power)).mul_(importance)
+
+
+def mean_square(x: Tensor, factor: float) -> Tensor:
+    """`factor` times the mean square of every super-block of `x [256, blocks]`."""
+    return total(x * x).mul_(factor).div_(SUPER_BLOCK)
+
+
+@dataclass(frozen=True)
+class MinGrid(BlockGrid):
+    """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
+
+    start, step, count: of the search without importance. absolute: it measures errors by magnitude.
+    power: factor of the mean square in the weights with importance.
+    """
+
+    scale_max: int = 63
+    start: float = -0.5
+    step: float = 0.1
+    count: int = 15
+    absolute: bool = False
+    power: float = 2.0
+
+    def _encode(self, blocks: Blocks) -> tuple[SubScalesAndMins, Tensor]:
+        n = blocks.x.shape[1]
+        x = split(blocks.x, self.sub_size)
+        if blocks.importance is None:
+            weights = self._own_weights(x)
+            plan = self.start, self.step, self.count, self.absolute
+        else:
+            power = mean_square(blocks.x, self.power)
+            weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
+            plan = -0.9, 0.05, 36, False
+        scale, low, _ = search.make_qkx(x, weights, self.levels, *plan, codes=False)
+        scale, low = scale.view(-1, n), low.view(-1, n)
+        if blocks.importance is None:
+            (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
+        else:
+            share = total(weights).view(-1, n)
+            d, scales = search.make_qp(scale, share, self.scale_max)
+            dmin, mins = search.make_qp(low, share, self.scale_max)
+        d, dmin = half(d), half(dmin)
+        step = (d * scales).flatten()
+        codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, self.levels)
+        zero = (step == 0).nonzero()[:, 0]
+        if len(zero):  # every code has the same value there: C keeps what the search had
+            _, _, found = search.make_qkx(x[:, zero], weights[:, zero], self.levels, *plan, codes=True)
+            codes[:, zero] = found
+        return SubScalesAndMins(d, dmin, scales.t(), mins.t()), join(codes, n)
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return 2**self.bits - 1
+
+    def _own_weights(self, x: Tensor) -> Tensor:
+        """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
+        weights = x.abs()
+        return weights if self.absolute else weights.add_(square_root(total(x * x) / self.sub_size))
+
+    def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit and integers for `parts [sub-blocks, blocks]`, the largest part being scale_max units."""
+        largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
+        factor = finite(over(self.scale_max, largest))
+        return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
+
+
+@dataclass(frozen=True)
+class SignedGrid(BlockGrid):
+    """Q3_K and Q6_K: signed scales and no mins."""
+
+    def _finish(self, x: Tensor, d: Tensor, scales: Tensor, searched: Tensor) -> tuple[SubScales, Tensor]:
+        """Codes rounded on the parameters as stored; where these make no difference, those of the search."""
+        d = half(d)
+        step = (d * scales).flatten()
+        codes = (x / step).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
+        codes = torch.where(step == 0, searched, codes)
+        return SubScales(d, scales.t()), join(codes, len(d))
+
+
+def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit and integers for `parts [sub-blocks, blocks]`, that of largest magnitude being `lowest` units;
+    and that part."""
+    largest = extreme(parts)
+    factor = over(lowest, largest.masked_fill(largest == 0, 1))
+    return over(1, factor), (parts * factor).round_().clamp_(lowest, -lowest - 1).add_(0.0), largest
+
+
+class Q3KGrid(SignedGrid):
+    """Q3_K."""
+
+    def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
+        n = blocks.x.shape[1]
+        x = split(blocks.x, self.sub_size)
+        if blocks.importance is None:
+            scale, searched = search.make_q3(x, self.offset)
+            d, scales, largest = signed_multiples(scale.view(-1, n), -32)
+            empty = largest == 0
+            return self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, -32), searched)
+        weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
+        weights = split(weights, self.sub_size)
+        scale, searched = search.make_qx(x, weights, self.offset, codes=True)
+        d, scales = search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
+        return self._finish(x, d, scales.sub_(32), searched)
+
+
+class Q6KGrid(SignedGrid):
+    """Q6_K."""
+
+    def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
+        n = blocks.x.shape[1]
+        x = split(blocks.x, self.sub_size)
+        weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
+        scale, searched = search.make_qx(x, weights, self.offset, codes=True)
+        d, scales, largest = signed_multiples(scale.view(-1, n), -128)
+        empty = largest.abs() < EPSILON
+        params, codes = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
+        return params, codes.masked_fill_(empty, 0)
+
+
+GRIDS = {
+    "Q2_K": MinGrid("Q2_K", 2, SUPER_BLOCK, 16, scale_max=15, absolute=True, power=1.0),
+    "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4),
+    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, 32, start=-1.0, count=20),
+    "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK, 32),
+    "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32),
+}

@@ -1,0 +1,81 @@
+"""The block types of 32 weights with one scale: Q4_0, Q5_0, Q8_0, and with a min Q4_1, Q5_1
+(quantize_row_q4_0_ref to quantize_row_q5_1_impl).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.ggml import search
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, ScaleAndMin, half
+from quantkit.grids.ggml.kquants import error_weights
+from quantkit.grids.ggml.search import extreme, over, total
+
+BLOCK = 32
+
+
+def row_weights(blocks: Blocks) -> Tensor:
+    """What an error costs, from the mean square of the whole row that a block belongs to."""
+    rows = (blocks.x * blocks.x).unflatten(1, (-1, blocks.per_row)).permute(2, 0, 1).flatten(0, 1)
+    power = total(rows.contiguous()) / len(rows)
+    return error_weights(blocks.x, blocks.importance, power.repeat_interleave(blocks.per_row))
+
+
+def inverse(d: Tensor) -> Tensor:
+    """`1 / d`; 0 for a block of zeros."""
+    return torch.where(d == 0, 0.0, over(1, d))
+
+
+def truncated(x: Tensor, largest: int) -> Tensor:
+    """Towards zero, at most `largest`; what is infinite or undefined becomes 0, as on x86."""
+    return x.masked_fill_(~x.isfinite(), 0).trunc_().clamp_(max=largest)
+
+
+class ScaleGrid(BlockGrid):
+    """Q4_0, Q5_0: `d * (code - offset)`; d takes the sign that gives the largest weight the lowest code."""
+
+    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+        if blocks.importance is None:
+            d = extreme(blocks.x) / -self.offset
+            codes = truncated((blocks.x * inverse(d)).add_(self.offset + 0.5), 2 * self.offset - 1)
+        else:
+            d, codes = search.make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
+        return Scale(half(d)), codes
+
+
+class ScaleAndMinGrid(BlockGrid):
+    """Q4_1, Q5_1: `d * code + m`."""
+
+    def _encode(self, blocks: Blocks) -> tuple[ScaleAndMin, Tensor]:
+        x, levels = blocks.x, 2**self.bits - 1
+        if blocks.importance is None:
+            m = x.amin(0)
+            d = (x.amax(0) - m) / levels
+            codes = truncated((x - m).mul_(inverse(d)).add_(0.5), levels)
+        else:
+            weights = row_weights(blocks)
+            d, low, codes = search.make_qkx(x, weights, levels, -0.9, 0.05, 36, absolute=False, codes=True)
+            m = -low
+        return ScaleAndMin(half(d), half(m)), codes
+
+
+class Q8Grid(BlockGrid):
+    """Q8_0: `d * (code - 128)`; no code is chosen by importance."""
+
+    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+        d = blocks.x.abs().amax(0) / 127
+        scaled = blocks.x * inverse(d)
+        magnitude = scaled.abs()
+        whole = magnitude.floor()
+        whole += (magnitude - whole) >= 0.5  # halves away from zero
+        return Scale(half(d)), truncated(whole.copysign_(scaled), 127).add_(self.offset)
+
+
+GRIDS = {
+    "Q4_0": ScaleGrid("Q4_0", 4, BLOCK, BLOCK, offset=8),
+    "Q4_1": ScaleAndMinGrid("Q4_1", 4, BLOCK, BLOCK),
+    "Q5_0": ScaleGrid("Q5_0", 5, BLOCK, BLOCK, offset=16),
+    "Q5_1": ScaleAndMinGrid("Q5_1", 5, BLOCK, BLOCK),
+    "Q8_0": Q8Grid("Q8_0", 8, BLOCK, BLOCK, offset=128),
+}

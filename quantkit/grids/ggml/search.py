@@ -1,0 +1,232 @@
+"""ggml's searches for the scales of groups of weights, to the last bit (llama.cpp, ggml/src/ggml-quants.c).
+
+Groups are columns of `x [size, groups]` (float32), so that one pass over memory serves all groups and sums
+over a group run in C's order, one weight after another. Every product keeps C's association. Constants are
+float32 as in C, and no multiply-add is fused.
+
+`scale` and `low` mean `x ≈ scale * code - low`; signed searches have no `low` and codes in -nmax .. nmax - 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+EPSILON = 1e-15  # GROUP_MAX_EPS: a group whose weights are all smaller is taken for zero
+FEW = 8  # columns below which numpy may not sum row by row
+
+
+def total(terms: Tensor) -> Tensor:
+    """Sum over dimension 0 of `[size, ...]`, term after term."""
+    if terms.device.type == "cpu" and terms[0].numel() >= FEW:
+        return torch.from_numpy(np.add.reduce(terms.numpy(), axis=0))
+    result = terms[0].clone()
+    for term in terms[1:]:
+        result += term
+    return result
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Correctly rounded, which torch.sqrt on a CPU is not."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+
+
+def over(numerator: float, x: Tensor) -> Tensor:
+    """`numerator / x`, correctly rounded; torch takes a number over a tensor times the reciprocal."""
+    return torch.full_like(x, numerator).div_(x)
+
+
+def single(*terms: float) -> float:
+    """Sum of constants as C adds them in float."""
+    result = np.float32(terms[0])
+    for term in terms[1:]:
+        result = np.float32(result + np.float32(term))
+    return float(result)
+
+
+def times(a: float, b: float) -> float:
+    """Product of constants in float."""
+    return float(np.float32(a) * np.float32(b))
+
+
+def extreme(x: Tensor) -> Tensor:
+    """The value of largest magnitude of each column; of equals the first."""
+    high, low = x.amax(0), x.amin(0)
+    found = torch.where(high > -low, high, low).add_(0.0)  # never -0
+    return first(x.abs(), x, high, ((high == -low) & (high > 0)), found)
+
+
+def first(keys: Tensor, x: Tensor, key: Tensor, tied: Tensor, found: Tensor) -> Tensor:
+    """`found`, in the columns that are `tied` replaced by the first value of x whose key is `key`."""
+    columns = tied.nonzero()[:, 0]
+    if len(columns):
+        places = (keys[:, columns] == key[columns]).to(torch.uint8).argmax(0)
+        found[columns] = x[:, columns].gather(0, places[None])[0]
+    return found
+
+
+def make_qkx(
+    x: Tensor, weights: Tensor, nmax: int, start: float, step: float, count: int, absolute: bool, codes: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scale and low `[groups]` for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
+
+    Beginning with the range of x, `count + 1` finer or coarser scales round x; for the codes of each the
+    scale and low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
+    absolute: errors count by magnitude, not squared. codes: return the codes of the best, too.
+    """
+    low = x.amin(0).clamp_(max=0)
+    high = x.amax(0)
+    flat = high <= low
+    high = torch.where(flat, low + 1, high)
+    code, product, other = (torch.empty_like(x) for _ in range(3))
+    torch.mul(weights, x, out=product)
+    sum_w, sum_x = total(weights), total(product)
+
+    factor = over(nmax, high - low)
+    scale = over(1, factor)
+    factor = finite(factor)
+    _round_from(x, low, factor, nmax, code)
+    best = _error(x, weights, code, scale, low, absolute, other)
+    used = (factor, low)
+    for k in range(count + 1):
+        factor = finite(over(single(start, times(step, k), nmax), high - low))
+        _round_from(x, low, factor, nmax, code)
+        torch.mul(weights, code, out=product)
+        sum_l = total(product)
+        sum_xl = total(torch.mul(product, x, out=other))
+        sum_l2 = total(product.mul_(code))
+        determinant = sum_w * sum_l2 - sum_l * sum_l
+        new_scale = (sum_w * sum_xl - sum_x * sum_l).div_(determinant)
+        new_low = (sum_l2 * sum_x - sum_l * sum_xl).div_(determinant)
+        above = new_low > 0
+        new_scale = torch.where(above, sum_xl / sum_l2, new_scale)
+        new_low.masked_fill_(above, 0)
+        error = _error(x, weights, code, new_scale, new_low, absolute, other)
+        better = (determinant > 0) & (error < best)
+        if codes:
+            used = tuple(torch.where(better, a, b) for a, b in zip((factor, low), used, strict=True))
+        best = torch.where(better, error, best)
+        scale = torch.where(better, new_scale, scale)
+        low = torch.where(better, new_low, low)
+    scale.masked_fill_(flat, 0)
+    if not codes:
+        return scale, -low, None
+    _round_from(x, used[1], used[0].masked_fill(flat, 0), nmax, code)
+    return scale, -low, code
+
+
+def finite(factor: Tensor) -> Tensor:
+    """C's rounding makes 0 of an infinite or undefined product; so does a factor of 0."""
+    return factor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _round_from(x: Tensor, low: Tensor, factor: Tensor, nmax: int, out: Tensor) -> None:
+    torch.sub(x, low, out=out).mul_(factor).round_().clamp_(0, nmax)
+
+
+def _error(
+    x: Tensor, weights: Tensor, code: Tensor, scale: Tensor, low: Tensor, absolute: bool, buffer: Tensor
+) -> Tensor:
+    torch.mul(code, scale, out=buffer).add_(low).sub_(x)
+    buffer = buffer.abs_() if absolute else buffer.mul_(buffer)
+    return total(buffer.mul_(weights))
+
+
+def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor, Tensor | None]:
+    """Signed scale `[groups]` (make_qx_quants): of 19 scales around the one that just holds the largest
+    weight, that whose codes l have the largest `(Σ weights x l)² / Σ weights l²`, refitted to them.
+    Codes come as they are stored, `l + nmax`, and 0 in a group of zeros.
+    """
+    largest = extreme(x)
+    zero = largest.abs() < EPSILON
+    largest = largest.masked_fill(zero, 1)
+    weighted = weights * x
+    code, product = torch.empty_like(x), torch.empty_like(x)
+
+    def try_factor(factor: Tensor) -> tuple[Tensor, Tensor]:
+        torch.mul(x, factor, out=code).round_().clamp_(-nmax, nmax - 1)
+        sum_lx = total(torch.mul(weighted, code, out=product))
+        return sum_lx, total(torch.mul(weights, code, out=product).mul_(code))
+
+    used = over(-nmax, largest)
+    sum_lx, sum_l2 = try_factor(used)
+    scale = torch.where(sum_l2 != 0, sum_lx / sum_l2, 0.0)
+    best = scale * sum_lx
+    for k in (*range(-9, 0), *range(1, 10)):
+        factor = over(-single(nmax, times(0.1, k)), largest)
+        sum_lx, sum_l2 = try_factor(factor)
+        better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
+        refitted = sum_lx / sum_l2
+        scale = torch.where(better, refitted, scale)
+        best = torch.where(better, refitted * sum_lx, best)
+        used = torch.where(better, factor, used)
+    scale.masked_fill_(zero, 0)
+    if not codes:
+        return scale, None
+    torch.mul(x, used, out=code).round_().clamp_(-nmax, nmax - 1).add_(nmax)
+    return scale, code.masked_fill_(zero, 0)
+
+
+def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
+    """Signed scale and codes (make_q3_quants): five rounds of choosing each code again, given the others, so
+    that `(Σ w x l)² / Σ w l²` grows; w = x². Codes come as they are stored, `l + nmax`, and 0 in a group of
+    zeros.
+    """
+    largest = extreme(x)
+    zero = largest.abs() < EPSILON
+    weights = x * x
+    code = (x * over(-nmax, largest.masked_fill(zero, 1))).round_().clamp_(-nmax, nmax - 1)
+    scale = _descend(x, weights, code, (-nmax, nmax - 1), squares_positive=False)
+    return scale.masked_fill_(zero, 0), code.add_(nmax).masked_fill_(zero, 0)
+
+
+def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
+    """Scale `[groups]` and codes 0 .. nmax for non-negative x (make_qp_quants): the best of nine scales, then
+    rounds as in make_q3."""
+    largest = x.amax(0)
+    zero = largest < EPSILON
+    largest = largest.masked_fill(zero, 1)
+    used = over(nmax, largest)
+    best = None
+    for k in (0, -4, -3, -2, -1, 1, 2, 3, 4):
+        factor = over(single(times(0.1, k), nmax), largest) if k else used
+        code = (x * factor).round_()
+        if k:
+            code.clamp_(max=nmax)
+        difference = x - over(1, factor) * code
+        error = total(weights * difference * difference)
+        if best is None:
+            best = error
+            continue
+        better = error < best
+        best, used = torch.where(better, error, best), torch.where(better, factor, used)
+    code = (x * used).round_().clamp_(max=nmax)
+    scale = _descend(x, weights, code, (None, nmax), squares_positive=True)
+    return scale.masked_fill_(zero, 0), code.masked_fill_(zero, 0)
+
+
+def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_positive: bool) -> Tensor:
+    """The rounds of make_q3 and make_qp on `code`, in place; the scale `[groups]` of what they end with.
+
+    squares_positive: a move needs `Σ w l²` of the other codes positive beforehand, not only with the new one.
+    """
+    weighted = weights * x
+    sum_lx, sum_l2 = total(weighted * code), total(weights * code * code)
+    for _ in range(5):
+        changed = torch.zeros(code.shape[1:], dtype=torch.bool, device=x.device)
+        for x_i, w_i, wx_i, l_i in zip(x, weights, weighted, code, strict=True):
+            rest_lx = sum_lx - wx_i * l_i
+            rest_l2 = sum_l2 - w_i * l_i * l_i
+            new = (x_i * rest_l2 / rest_lx).round_().clamp_(*bounds)
+            new_lx = rest_lx + wx_i * new
+            new_l2 = rest_l2 + w_i * new * new
+            better = (rest_lx > 0) & (new != l_i) & ((rest_l2 if squares_positive else new_l2) > 0)
+            better &= new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2
+            l_i.copy_(torch.where(better, new, l_i))
+            sum_lx = torch.where(better, new_lx, sum_lx)
+            sum_l2 = torch.where(better, new_l2, sum_l2)
+            changed |= better
+        if not changed.any():
+            break
+    return torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)

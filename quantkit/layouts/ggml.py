@@ -1,0 +1,292 @@
+"""ggml's blocks as they lie in a GGUF file: rows of blocks, little-endian (llama.cpp, ggml-common.h).
+
+BLOCKS has the parts of every type in order. Codes of a few bits share bytes so that neighbours in a byte are
+`run` codes apart. In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import QuantizedWeight, flat, matrix
+from quantkit.grids.ggml import TYPES, named
+from quantkit.grids.ggml.block import CHUNK, BlockGrid, Scale, ScaleAndMin, SubScales, SubScalesAndMins
+from quantkit.layouts import Layout, of_linear
+
+if TYPE_CHECKING:
+    from quantkit.spec import LinearSpec
+
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Half:
+    """A float16 parameter."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Bits:
+    """`bits` bits from bit `low` on of every integer of `source` ("codes", "scales", "scales_and_mins").
+
+    A byte holds 8 / bits integers that are `run` apart, the first in its lowest bits. flip: bits of the
+    byte that are stored inverted, which makes an unsigned byte a signed one.
+    """
+
+    source: str
+    low: int
+    bits: int
+    run: int
+    flip: int = 0
+
+    def pack(self, integers: Tensor) -> Tensor:
+        """uint8 `[blocks, n]` to bytes `[blocks, n * bits / 8]`."""
+        values = (integers >> self.low) & 2**self.bits - 1
+        parts = values.view(len(values), -1, 8 // self.bits, self.run).unbind(2)
+        packed = parts[0] ^ self.flip
+        for k, part in enumerate(parts[1:], 1):
+            packed = packed | part << self.bits * k
+        return packed.flatten(1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Inverse of `pack`; bits that are stored elsewhere are 0."""
+        grouped = (packed ^ self.flip).view(len(packed), -1, self.run)
+        mask = 2**self.bits - 1
+        parts = [(grouped >> self.bits * k & mask) << self.low for k in range(8 // self.bits)]
+        return torch.stack(parts, 2).flatten(1)
+
+
+@dataclass(frozen=True)
+class SixBitPairs:
+    """Eight 6-bit scales and mins in 12 bytes: the first four of each with the high bits of the last four
+    above them, then the low nibbles of the last four."""
+
+    source = "scales_and_mins"
+
+    def pack(self, integers: Tensor) -> Tensor:
+        """uint8 `[blocks, 16]` to bytes `[blocks, 12]`."""
+        first, last = integers.view(-1, 2, 2, 4).unbind(2)
+        nibbles = last[:, 0] & 15 | (last[:, 1] & 15) << 4
+        return torch.cat([(first | last >> 4 << 6).flatten(1), nibbles], 1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Inverse of `pack`."""
+        high = packed[:, :8].view(-1, 2, 4)
+        nibbles = torch.stack([packed[:, 8:] & 15, packed[:, 8:] >> 4], 1)
+        return torch.stack([high & 63, nibbles | high >> 6 << 4], 2).flatten(1)
+
+
+D, DMIN, M = Half("d"), Half("dmin"), Half("m")
+NIBBLES = Bits("codes", 0, 4, 16)
+FIFTH_BITS = Bits("codes", 4, 1, 1)
+BLOCKS = {
+    "Q4_0": (D, NIBBLES),
+    "Q4_1": (D, M, NIBBLES),
+    "Q5_0": (D, FIFTH_BITS, NIBBLES),
+    "Q5_1": (D, M, FIFTH_BITS, NIBBLES),
+    "Q8_0": (D, Bits("codes", 0, 8, 1, flip=0x80)),
+    "Q2_K": (Bits("scales_and_mins", 0, 4, 16), Bits("codes", 0, 2, 32), D, DMIN),
+    "Q3_K": (
+        Bits("codes", 2, 1, 32),
+        Bits("codes", 0, 2, 32),
+        Bits("scales", 0, 4, 8),
+        Bits("scales", 4, 2, 4),
+        D,
+    ),
+    "Q4_K": (D, DMIN, SixBitPairs(), Bits("codes", 0, 4, 32)),
+    "Q5_K": (D, DMIN, SixBitPairs(), Bits("codes", 4, 1, 32), Bits("codes", 0, 4, 32)),
+    "Q6_K": (
+        Bits("codes", 0, 4, 64),
+        Bits("codes", 4, 2, 32),
+        Bits("scales", 0, 8, 1, flip=0x80),
+        D,
+    ),
+    "IQ4_NL": (D, NIBBLES),
+    "IQ4_XS": (D, Bits("scales", 4, 2, 1), Bits("scales", 0, 4, 1), NIBBLES),
+}
+SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
+
+
+def row_bytes(type_name: str, in_features: int) -> int:
+    """Bytes of one row of `in_features` weights, of any type that gguf knows.
+
+    Raises QuantkitError for an unknown type and a row that is no whole number of blocks.
+    """
+    block, size = _gguf().GGML_QUANT_SIZES[_type(type_name)]
+    if in_features % block:
+        raise QuantkitError(
+            f"rows of {in_features} weights are no whole number of {type_name} blocks of {block}",
+            hint="choose a type with smaller blocks",
+        )
+    return in_features // block * size
+
+
+def encode_rows(
+    type_name: str, weight: Tensor, importance: Tensor | None = None, exact: bool = True
+) -> Tensor:
+    """Bytes, uint8 `[rows, row_bytes]`, of `weight [rows, in]`: as ggml's own encoder has them, or with
+    exact=False by a faster search. importance: `[in]`, or `[rows, in]`; see grids.ggml."""
+    rows, width = weight.shape
+    encoded = torch.empty(rows, row_bytes(type_name, width), dtype=torch.uint8, device=weight.device)
+    if type_name in PLAIN:
+        for part in _parts(rows, width):
+            encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
+        return encoded
+    grid = named(type_name, exact)
+    if importance is not None:
+        importance = importance.expand_as(weight)
+    for part in _parts(rows, width):
+        some = None if importance is None else importance[part].float()
+        encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
+    return encoded
+
+
+def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
+    """Values, float32 `[rows, in]`, of bytes `[rows, row_bytes]` of any type that gguf can decode.
+
+    Raises QuantkitError for another type and where the bytes are not `in_features` weights.
+    """
+    if encoded.shape[1:] != (row_bytes(type_name, in_features),):
+        raise QuantkitError(
+            f"{list(encoded.shape)} bytes are not rows of {in_features} {type_name} weights",
+            hint="the file is damaged: fetch it again",
+        )
+    values = torch.empty(len(encoded), in_features)
+    for part in _parts(*values.shape):
+        blocks = encoded[part].contiguous().cpu().numpy()
+        try:
+            values[part] = torch.from_numpy(_gguf().quants.dequantize(blocks, _type(type_name)))
+        except NotImplementedError as error:
+            raise QuantkitError(
+                f"tensors of type {type_name} are not understood",
+                hint=f"quantkit reads what gguf decodes: {', '.join((*PLAIN, *TYPES))} and others",
+                exit_code=UNSUPPORTED,
+            ) from error
+    return values.to(encoded.device)
+
+
+def _parts(rows: int, width: int) -> list[slice]:
+    """Rows worked on at a time, so that temporaries stay small."""
+    step = max(1, CHUNK // max(1, width))
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
+    """Bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
+    params = flat(params)
+    integers = {"codes": codes.reshape(-1, grid.group_size)}
+    if isinstance(params, SubScales):
+        integers["scales"] = (params.scales + SCALE_BIAS[grid.name]).to(torch.uint8)
+    if isinstance(params, SubScalesAndMins):
+        integers["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
+    blocks = [
+        getattr(params, part.name).half()[:, None].view(torch.uint8)
+        if isinstance(part, Half)
+        else part.pack(integers[part.source])
+        for part in BLOCKS[grid.name]
+    ]
+    return torch.cat(blocks, 1).view(len(codes), -1)
+
+
+def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
+    """Inverse of `pack`."""
+    blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
+    found: dict[str, Tensor] = {}
+    start = 0
+    for part in BLOCKS[grid.name]:
+        end = start + _width(part, grid)
+        piece = blocks[:, start:end].contiguous()
+        if isinstance(part, Half):
+            found[part.name] = piece.view(torch.float16)[:, 0].float()
+        else:
+            found[part.source] = part.unpack(piece) | found.get(part.source, 0)
+        start = end
+    codes = found.pop("codes").view(len(encoded), -1)
+    if "scales" in found:
+        found["scales"] = found["scales"].float() - SCALE_BIAS[grid.name]
+    if "scales_and_mins" in found:
+        found["scales"], found["mins"] = found.pop("scales_and_mins").float().chunk(2, 1)
+    kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
+    return codes, matrix(kinds[frozenset(found)](**found), len(encoded))
+
+
+PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
+
+
+def _width(part: Half | Bits | SixBitPairs, grid: BlockGrid) -> int:
+    """Bytes that a part of a block takes."""
+    if isinstance(part, Half):
+        return 2
+    if isinstance(part, SixBitPairs):
+        return 12
+    sub_blocks = grid.group_size // grid.sub_size
+    count = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
+    return count[part.source] * part.bits // 8
+
+
+@dataclass(frozen=True)
+class GgmlLayout(Layout):
+    """Blocks as they will lie in the GGUF file."""
+
+    marker = "ggml"
+    suffixes = ("ggml", "ggml_type")
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Only ggml's own grids, and whole blocks."""
+        if not isinstance(spec.grid, BlockGrid):
+            return f"a GGUF file holds ggml's block types, not {spec.grid.describe()}"
+        if spec.in_features % spec.grid.group_size:
+            size = spec.grid.group_size
+            return f"in_features {spec.in_features} is no multiple of {spec.grid.name}'s {size}"
+        return None
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the blocks."""
+        return spec.out_features * row_bytes(spec.grid.name, spec.in_features)
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Bytes `[out, row_bytes]` and the type's number, a scalar."""
+        number = torch.tensor(_type(weight.grid.name).value, dtype=torch.int32)
+        return {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`."""
+        name = _gguf().GGMLQuantizationType(int(tensors["ggml_type"])).name
+        if name not in TYPES:
+            raise QuantkitError(
+                f"blocks of type {name}{of_linear(tensors)} are not understood",
+                hint=f"known are {', '.join(TYPES)}",
+                exit_code=UNSUPPORTED,
+            )
+        grid = named(name)
+        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"]))
+
+    def config(self, specs: Sequence[LinearSpec]) -> dict:
+        """None: a GGUF file says what every tensor is."""
+        return {}
+
+
+def detect(config: dict) -> None:
+    """Never: no checkpoint folder holds blocks, only staging does."""
+    return None
+
+
+def _gguf() -> Any:
+    """Imported when first needed: every checkpoint that is opened imports all layouts."""
+    import gguf
+
+    return gguf
+
+
+def _type(name: str) -> Any:
+    types = _gguf().GGMLQuantizationType
+    if name not in types.__members__:
+        raise QuantkitError(f"there is no ggml type {name}", hint=f"known are {', '.join((*PLAIN, *TYPES))}")
+    return types[name]

@@ -1,0 +1,246 @@
+"""ggml's block types: bytes against ggml's own encoder and decoder, rounding against every value there is."""
+
+from types import SimpleNamespace
+
+import ggml_library
+import pytest
+import torch
+from safetensors import safe_open
+
+from quantkit.errors import QuantkitError
+from quantkit.grids import QuantizedWeight, group
+from quantkit.grids.affine import AffineGrid
+from quantkit.grids.ggml import TYPES, named
+from quantkit.grids.ggml.search import extreme, total
+from quantkit.layouts.ggml import GgmlLayout, decode_rows, encode_rows, pack, row_bytes, unpack
+
+PLAIN = ("F32", "F16", "BF16")
+WIDTH = 512
+needs_ggml = pytest.mark.skipif(ggml_library.library() is None, reason="xllamacpp is not installed")
+
+
+def weights() -> torch.Tensor:
+    """Rows of every kind that an encoder treats in its own way, float32 `[rows, WIDTH]`."""
+    torch.manual_seed(0)
+    normal = torch.randn(8, WIDTH) * 0.02
+    heavy = torch.distributions.StudentT(1.5).sample((8, WIDTH)) * 0.01
+    outliers = normal.clone()
+    outliers[:, 5] *= 1000
+    outliers[torch.rand(8, WIDTH) < 0.01] *= 100
+    sparse = normal * (torch.rand(8, WIDTH) < 0.5)
+    sparse[0, :300], sparse[1, 32:64], sparse[2, :16], sparse[3, 256:] = 0, 0, 0, 1e-20
+    sparse[4, :256] = -0.0
+    signs = torch.stack([normal[0].abs(), -normal[1].abs(), torch.where(normal[2] > 0, 0.5, -0.5)])
+    constant = torch.tensor([0.37, -0.37, 0.0, -0.0])[:, None].expand(4, WIDTH)
+    powers = torch.tensor([-5, -7, -8, -9, -12, -16, -20, -30, -36, -38, -40, -44, 3])
+    tiny = torch.randn(len(powers), WIDTH, dtype=torch.float64) * 10.0 ** powers[:, None]
+    uneven = torch.randn(8, WIDTH) * (10.0 ** (torch.rand(8, WIDTH // 16) * 8 - 8)).repeat_interleave(16, 1)
+    integers = torch.randint(-3, 4, (4, WIDTH)).float()
+    rows = normal, normal.bfloat16().float(), heavy, outliers, sparse, signs, constant, tiny.float(), uneven
+    return torch.cat([*rows, integers])
+
+
+def importances() -> dict[str, torch.Tensor | None]:
+    """What may come out of an importance matrix, `[WIDTH]`."""
+    torch.manual_seed(1)
+    zeros = torch.rand(WIDTH) * (torch.rand(WIDTH) < 0.7)
+    zeros[:64] = 0
+    wide = 10.0 ** (torch.rand(WIDTH) * 8 - 4)
+    return {"none": None, "wide": wide, "zeros": zeros, "all zero": torch.zeros(WIDTH)}
+
+
+@needs_ggml
+@pytest.mark.parametrize("name", (*TYPES, *PLAIN))
+@pytest.mark.parametrize("costs", importances())
+def test_bytes_equal_ggmls_encoder(name, costs):
+    weight, importance = weights(), importances()[costs]
+    wanted = ggml_library.encode(name, weight, importance)
+    encoded = encode_rows(name, weight, importance)
+    differing = (encoded != wanted).any(1).nonzero()[:, 0].tolist()
+    assert differing == []
+    assert encoded.shape == (len(weight), row_bytes(name, WIDTH))
+
+
+@needs_ggml
+@pytest.mark.parametrize("name", TYPES)
+def test_bytes_equal_ggmls_encoder_on_real_weights(name, demo_model):
+    with safe_open(demo_model / "model.safetensors", "pt") as tensors:
+        weight = tensors.get_tensor("model.layers.2.mlp.gate_proj.weight").float()[:128]
+    weight = weight[:, : weight.shape[1] // 256 * 256]
+    torch.manual_seed(2)
+    for importance in (None, torch.rand(weight.shape[1]) ** 4):
+        wanted = ggml_library.encode(name, weight, importance)
+        assert torch.equal(encode_rows(name, weight, importance), wanted)
+
+
+@needs_ggml
+@pytest.mark.parametrize("name", TYPES)
+def test_a_matrix_of_many_chunks_has_the_bytes_of_its_rows(name, monkeypatch):
+    for module in ("quantkit.grids.ggml.block", "quantkit.layouts.ggml"):
+        monkeypatch.setattr(f"{module}.CHUNK", 3 * WIDTH)
+    weight, importance = weights()[::8], importances()["wide"]
+    grid = named(name)
+    for costs in (None, importance):
+        wanted = ggml_library.encode(name, weight, costs)
+        assert torch.equal(encode_rows(name, weight, costs), wanted)
+        assert torch.equal(pack(grid, *grid.quantize(weight, costs)), wanted)
+
+
+def blobs(name: str) -> torch.Tensor:
+    """Random blocks: every byte pattern that leaves the float16 numbers finite."""
+    torch.manual_seed(3)
+    grid = named(name)
+    encoded = torch.randint(0, 256, (64, row_bytes(name, WIDTH)), dtype=torch.uint8)
+    codes, params = unpack(grid, encoded)
+    for part in ("d", "dmin", "m"):
+        if hasattr(params, part):
+            getattr(params, part).copy_((torch.randn(getattr(params, part).shape) * 0.01).half().float())
+    return pack(grid, codes, params)
+
+
+@needs_ggml
+@pytest.mark.parametrize("name", TYPES)
+def test_decoding_is_ggmls_to_the_bit(name):
+    encoded = blobs(name)
+    wanted = ggml_library.decode(name, encoded, WIDTH).view(torch.int32)
+    assert torch.equal(decode_rows(name, encoded, WIDTH).view(torch.int32), wanted)
+    values = QuantizedWeight(named(name), *unpack(named(name), encoded)).values()
+    assert torch.equal(values.view(torch.int32), wanted)
+
+
+@needs_ggml
+@pytest.mark.parametrize("name", ("F16", "BF16"))
+def test_plain_types_decode_to_the_bit(name):
+    encoded = encode_rows(name, weights())
+    assert torch.equal(decode_rows(name, encoded, WIDTH), ggml_library.decode(name, encoded, WIDTH))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_layout_encodes_and_decodes_exactly(name):
+    grid = named(name)
+    weight = QuantizedWeight(grid, *grid.quantize(weights()[:16]))
+    tensors = GgmlLayout().encode(weight)
+    assert tensors["ggml"].shape == (16, row_bytes(name, WIDTH))
+    decoded = GgmlLayout().decode(tensors)
+    assert decoded.grid == grid
+    assert torch.equal(decoded.codes, weight.codes)
+    for field in vars(weight.params):
+        assert torch.equal(getattr(decoded.params, field), getattr(weight.params, field))
+    assert torch.equal(GgmlLayout().encode(decoded)["ggml"], tensors["ggml"])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rounding_finds_the_nearest_of_all_values(name):
+    grid = named(name)
+    _, params = unpack(grid, blobs(name))
+    params = group(params, 1)
+    torch.manual_seed(4)
+    weight = torch.randn(64, grid.group_size) * grid.decode(
+        torch.randint(0, 2**grid.bits, (64, grid.group_size), dtype=torch.uint8), params
+    )
+    codes = grid.round(weight, params)
+    every = torch.stack(
+        [
+            grid.decode(torch.full_like(codes, code), params)
+            for code in range(grid.offset == 128, 2**grid.bits)  # ggml never writes -128
+        ]
+    )
+    least = (every.double() - weight).abs().amin(0)
+    distance = (grid.decode(codes, params).double() - weight).abs()
+    assert torch.all(distance <= least + 2e-6 * weight.abs() + 1e-12)
+    assert torch.equal(grid.nearest(weight.clone(), params), grid.decode(codes, params))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rounding_a_column_is_rounding_the_block(name):
+    grid = named(name)
+    weight = weights()[:64, : grid.group_size].contiguous()
+    params = grid.fit(weight)
+    codes = grid.round(weight, params)
+    values = grid.decode(codes, params)
+    for j in range(grid.group_size):
+        column_codes, column_values = grid.round_column(weight[:, j], params, j)
+        assert torch.equal(column_codes.to(torch.uint8), codes[:, j])
+        assert torch.equal(column_values, values[:, j])
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("costs", ["none", "wide"])
+def test_a_fit_is_what_the_encoder_stores(name, costs):
+    """Codes as well, wherever the step between values is not 0 (IQ4 and 32-blocks round on d before that
+    is a float16, so they may differ on them by one)."""
+    grid = named(name)
+    weight = weights()[:16, : grid.group_size].contiguous()
+    importance = importances()[costs]
+    importance = None if importance is None else importance[: grid.group_size]
+    params = grid.fit(weight, importance)
+    codes, stored = grid.quantize(weight, importance)
+    for field in vars(params):
+        assert torch.equal(getattr(params, field), getattr(stored, field)[:, 0])
+    error = (grid.nearest(weight.clone(), params) - weight).abs()
+    assert torch.all(error <= (grid.decode(codes, params) - weight).abs() * (1 + 1e-6) + 1e-9)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_scaling_scales_the_values(name):
+    grid = named(name)
+    weight = weights()[:8, : grid.group_size] * 50  # no subnormal float16
+    params = grid.fit(weight)
+    codes = grid.round(weight, params)
+    factor = torch.linspace(0.5, 2, 8)
+    scaled = grid.decode(codes, grid.scaled(params, factor))
+    wanted = grid.decode(codes, params) * factor[:, None]
+    assert torch.all((scaled - wanted).abs() <= 2**-10 * (wanted.abs() + wanted.abs().amax(1, keepdim=True)))
+    for field, part in vars(grid.scaled(params, factor)).items():
+        if field in ("d", "dmin", "m"):
+            assert torch.equal(part, part.half().float())
+
+
+def test_scales_at_the_ends_of_float16_are_counted():
+    grid = named("Q4_0")
+    params = grid.fit(torch.tensor([1.0, 4e-7, 8 * 65504.0])[:, None].expand(3, 32).contiguous())
+    assert grid.clipped(params) == 2
+
+
+def test_sums_run_in_order():
+    torch.manual_seed(5)
+    for columns in (1, 2, 7, 8, 9, 1000):
+        terms = torch.randn(32, columns) * 10.0 ** torch.randint(-3, 4, (32, columns))
+        wanted = terms[0].clone()
+        for term in terms[1:]:
+            wanted += term
+        assert torch.equal(total(terms), wanted)
+
+
+def test_of_equal_magnitudes_the_first_counts():
+    groups = torch.tensor([[0.5, -2.0, 2.0], [0.5, 2.0, -2.0], [1.0, 0.0, -3.0], [-0.0, -0.0, -0.0]])
+    found = extreme(groups.t().contiguous())
+    assert found.tolist() == [-2.0, 2.0, -3.0, 0.0]
+    assert not found.signbit()[3]
+
+
+def test_layout_says_what_it_cannot_hold():
+    layout = GgmlLayout()
+    spec = SimpleNamespace(grid=named("Q4_K"), in_features=512, out_features=8)
+    assert layout.check(spec) is None
+    assert layout.nbytes(spec) == 8 * 2 * 144
+    spec = SimpleNamespace(grid=named("Q4_K"), in_features=288, out_features=8)
+    assert layout.check(spec) == "in_features 288 is no multiple of Q4_K's 256"
+    spec = SimpleNamespace(grid=AffineGrid(4, 128), in_features=512, out_features=8)
+    assert "4 bit, groups of 128" in layout.check(spec)
+
+
+def test_errors_say_what_is_wrong():
+    with pytest.raises(QuantkitError, match="no whole number of Q4_K blocks of 256"):
+        encode_rows("Q4_K", torch.zeros(2, 288))
+    with pytest.raises(QuantkitError, match="no ggml type Q9_K"):
+        row_bytes("Q9_K", 256)
+    with pytest.raises(QuantkitError, match="not rows of 512 Q4_K weights"):
+        decode_rows("Q4_K", torch.zeros(2, 100, dtype=torch.uint8), 512)
+    with pytest.raises(QuantkitError, match="type I8 are not understood"):
+        decode_rows("I8", torch.zeros(2, 4, dtype=torch.uint8), 4)
+    with pytest.raises(QuantkitError, match="type IQ1_S of X are not understood"):
+        tensors = type("Tensors", (dict,), {"linear": "X"})(ggml_type=torch.tensor(19))
+        GgmlLayout().decode(tensors)
+    with pytest.raises(KeyError):
+        named("Q9_K")
