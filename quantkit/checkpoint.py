@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,8 +60,12 @@ class Checkpoint:
     def open(
         source: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False
     ) -> Checkpoint:
-        """Open a local folder or hub id. Raises QuantkitError for anything unfit (see `errors`)."""
+        """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
         folder = hub.resolve(source, revision, offline)
+        if folder.is_file():
+            from quantkit.llamacpp.checkpoint import GgufCheckpoint
+
+            return GgufCheckpoint.open_file(source, folder)
         raw_config = _read_config(folder)
         infos = safetensors_folder.read_folder(folder)
         layout = layouts.detect(raw_config, infos)
@@ -87,6 +92,23 @@ class Checkpoint:
         return [name for name in self.infos if name not in packed] + [
             f"{linear}.weight" for linear in self._quantized
         ]
+
+    @property
+    def name(self) -> str:
+        """What the model is called: the last part of where it came from."""
+        return (
+            self.source.rpartition("/")[2] if not Path(self.source).exists() else self.folder.resolve().name
+        )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some weights are stored as codes."""
+        return self.layout is not None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files of the folder."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
     @property
     def packed(self) -> list[str]:
@@ -131,6 +153,14 @@ class Checkpoint:
                 f"{name} could not be read from {info.file}: {error}", hint="download the file again"
             ) from error
 
+    def plain(self, info: TensorInfo) -> TensorInfo:
+        """How a tensor of `infos` that nothing changed lies in a safetensors file."""
+        return info
+
+    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+        """The bytes of what `plain` describes, piece by piece."""
+        return safetensors_folder.raw(info)
+
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
@@ -155,6 +185,11 @@ class Checkpoint:
         patterns = (*COMPANIONS, "*.py") if self.trust_remote_code else COMPANIONS
         found = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
         return sorted(path for path in found if path.suffix != ".safetensors")
+
+    def write_companions(self, place: Path) -> None:
+        """Copy the companions into the folder `place`."""
+        for path in self.companions():
+            shutil.copyfile(path, place / path.name)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Hash of config.json and of every weight file, by name: what makes this model this model."""

@@ -175,7 +175,7 @@ def _named(checkpoint: Checkpoint, trial: Trial | None) -> str:
 
 def _result(checkpoint: Checkpoint, skeleton: Skeleton, metrics: Metrics, trial: Trial | None) -> Result:
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
-    disk_bytes = sum(path.stat().st_size for path in checkpoint.folder.iterdir() if path.is_file())
+    disk_bytes = checkpoint.disk_bytes
     if trial:  # what would be written
         disk_bytes += trial.weight_bytes(checkpoint) - weight_bytes
         weight_bytes = trial.weight_bytes(checkpoint)

@@ -73,7 +73,7 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
 
 def merged(job: Job) -> dict[str, TensorInfo]:
     """Every tensor of the output and where its bytes lie now: in staged blocks, or in the source."""
-    infos = _remaining(job, job.specs)
+    infos = {name: job.checkpoint.plain(info) for name, info in _remaining(job, job.specs).items()}
     for index in range(len(job.skeleton.blocks)):
         infos.update(job.staging.infos(index))
     return infos

@@ -23,17 +23,20 @@ PATTERNS = (
 
 
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
-    """The folder that holds `source`: itself if it exists, else a snapshot of the hub repository.
+    """The folder that holds `source`, or the GGUF file that it is: itself if it exists, else a snapshot of
+    the hub repository.
 
     The token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
     Raises QuantkitError (exit code 3) when it is neither, or the hub cannot be reached.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
         return path
     if path.exists():
         raise QuantkitError(
-            f"{source} is a file", hint="give the folder that holds config.json", exit_code=NOT_FOUND
+            f"{source} is a file",
+            hint="give the folder that holds config.json, or a GGUF file",
+            exit_code=NOT_FOUND,
         )
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith((".", "/")):
         raise QuantkitError(
@@ -42,6 +45,12 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
             exit_code=NOT_FOUND,
         )
     return _download(source, revision, offline)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file says of itself that it is GGUF, or its name does."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF" or path.suffix == ".gguf"
 
 
 def dataset_revision(repo: str, revision: str | None = None) -> str:

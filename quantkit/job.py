@@ -78,7 +78,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     module.check(request.options)
     _check_run(request.run)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
-    if checkpoint.layout is not None:
+    if checkpoint.quantized:
         if not request.run.allow_requantize:
             raise QuantkitError(
                 f"{request.source} is quantized already",

@@ -33,7 +33,7 @@ class Trial:
                 hint=f"write it with quantkit {name}, then evaluate that folder",
                 exit_code=USAGE,
             )
-        if checkpoint.layout is not None:
+        if checkpoint.quantized:
             raise QuantkitError(
                 f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE
             )

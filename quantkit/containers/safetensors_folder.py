@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,8 +154,24 @@ def _read_sharded(folder: Path) -> dict[str, TensorInfo]:
     return infos
 
 
-def write_file(path: Path, infos: Iterable[TensorInfo]) -> None:
-    """Write one safetensors file by copying each tensor's bytes from where it lies now.
+def raw(info: TensorInfo) -> Iterator[bytes]:
+    """A tensor's bytes where they lie, piece by piece."""
+    with open(info.file, "rb") as source:
+        source.seek(info.offset)
+        left = info.nbytes
+        while left:
+            chunk = source.read(min(COPY_BYTES, left))
+            if not chunk:
+                raise _broken(info.file, f"{info.name} ends early")
+            yield chunk
+            left -= len(chunk)
+
+
+Data = Callable[[TensorInfo], Iterable[bytes | memoryview]]
+
+
+def write_file(path: Path, infos: Iterable[TensorInfo], data: Data = raw) -> None:
+    """Write one safetensors file; `data` gives each tensor's bytes, by default those where it lies now.
 
     Larger dtypes come first, so that every tensor is aligned without holes (the format allows none).
     The metadata map has one key: with more, their order would change from run to run.
@@ -172,21 +188,9 @@ def write_file(path: Path, infos: Iterable[TensorInfo]) -> None:
     with open(path, "wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for info in infos:
-            _copy(info, out)
+            out.writelines(data(info))
         out.flush()
         os.fsync(out.fileno())
-
-
-def _copy(info: TensorInfo, out) -> None:
-    with open(info.file, "rb") as source:
-        source.seek(info.offset)
-        left = info.nbytes
-        while left:
-            chunk = source.read(min(COPY_BYTES, left))
-            if not chunk:
-                raise _broken(info.file, f"{info.name} ends early")
-            out.write(chunk)
-            left -= len(chunk)
 
 
 def shards(infos: Iterable[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
@@ -205,16 +209,16 @@ def shards(infos: Iterable[TensorInfo], shard_bytes: int) -> list[list[TensorInf
     return groups
 
 
-def write_folder(folder: Path, infos: Iterable[TensorInfo], shard_bytes: int) -> None:
+def write_folder(folder: Path, infos: Iterable[TensorInfo], shard_bytes: int, data: Data = raw) -> None:
     """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index."""
     groups = shards(infos, shard_bytes)
     if len(groups) == 1:
-        write_file(folder / SINGLE, groups[0])
+        write_file(folder / SINGLE, groups[0], data)
         return
     weight_map = {}
     for number, group in enumerate(groups, start=1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_file(folder / name, group)
+        write_file(folder / name, group, data)
         weight_map.update({info.name: name for info in group})
     total = sum(info.nbytes for group in groups for info in group)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

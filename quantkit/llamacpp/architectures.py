@@ -170,7 +170,11 @@ TABLE = (
     Architecture(
         "phi3",
         ("phi3",),
-        RMS | {"attention.sliding_window": "sliding_window"},
+        RMS
+        | {
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.original_context_length": "original_max_position_embeddings",
+        },
         fixed={"hidden_act": SILU},
         rope=("longrope",),
         partial_rotary=True,

@@ -19,6 +19,7 @@ from quantkit.llamacpp.architectures import DEFAULTS, Architecture, head_dim
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 PATTERN = "attention.sliding_window_pattern"
+MAX_HEAD_DIM = 1 << 16
 FULL, SLIDING = "full_attention", "sliding_attention"
 SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -125,6 +126,8 @@ def to_config(
     for key, names in row.fields.items():
         if names is not None and key in keys:
             values[names if isinstance(names, str) else names[-1]] = keys[key]
+    if not row.free_head_dim:
+        values.pop("head_dim", None)  # it follows, and not every configuration has the field
     for name, tensor in row.flags.items():
         values[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
     if row.restore:
@@ -158,6 +161,19 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
             f"the GGUF file gives no single positive number for {name_all(odd)}",
             hint="quantkit reads models whose blocks are all alike",
             exit_code=UNSUPPORTED,
+        )
+    shape = infos["token_embd.weight"].shape
+    limits = {  # the model is built in memory, without its weights: what the tensors do not bear out is not
+        "block_count": len(infos),
+        "embedding_length": shape[-1],
+        "attention.head_count": shape[-1],
+        "attention.key_length": MAX_HEAD_DIM,
+    }
+    large = [f"{row.name}.{key} {keys[key]}" for key, limit in limits.items() if keys.get(key, 0) > limit]
+    if large or len(shape) != 2:
+        raise QuantkitError(
+            f"the GGUF file's token_embd.weight {list(shape)} does not go with {name_all(large)}",
+            hint="metadata and tensors belong to different models",
         )
 
 

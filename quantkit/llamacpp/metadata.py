@@ -34,7 +34,7 @@ def assemble(
     general = {
         "general.architecture": keys.pop("general.architecture"),
         "general.type": "model",
-        "general.name": _name(checkpoint.source, tokenizer.get("tokenizer.ggml.tokens", ())),
+        "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
         "general.size_label": model_weight_count_rounded_notation(weights),
         "general.license": _licence(checkpoint.folder),
         "general.quantization_version": GGML_QUANT_VERSION,
@@ -48,12 +48,11 @@ def file_type_code(name: str) -> int:
     return int(LlamaFileType["ALL_F32" if name == "F32" else f"MOSTLY_{name}"])
 
 
-def _name(source: str, tokens: Iterable[str]) -> str:
-    """The model's own name: the last part of its place."""
-    name = Path(source).resolve().name if Path(source).exists() else source.rpartition("/")[2]
+def _name(name: str, tokens: Iterable[str]) -> str:
+    """The model's name, written so that llama.cpp does not take another model for Phi-3."""
     if re.search("phi-?3", name, re.IGNORECASE) and not set(tokens) >= PHI3_TOKENS:
         name = re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
-    return name or "model"
+    return name
 
 
 def _licence(folder: Path) -> str | None:

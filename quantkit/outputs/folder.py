@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,9 @@ class FolderOutput:
     def rest_bytes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
         """The source's bytes, less those of the linears that are quantized."""
         dense = {name for spec in specs if spec.grid for name in checkpoint.stored_as(f"{spec.name}.weight")}
-        return sum(info.nbytes for info in checkpoint.infos.values() if info.name not in dense)
+        return sum(
+            checkpoint.plain(info).nbytes for info in checkpoint.infos.values() if info.name not in dense
+        )
 
     def install_rest(self, skeleton: Skeleton) -> None:
         """It is stored as it was read."""
@@ -34,9 +35,8 @@ class FolderOutput:
         """The folder without what `describe` adds."""
         place.mkdir()
         shard_bytes = int(job.request.run.max_shard_gb * 1e9)
-        safetensors_folder.write_folder(place, merged(job).values(), shard_bytes)
-        for path in job.checkpoint.companions():
-            shutil.copyfile(path, place / path.name)
+        safetensors_folder.write_folder(place, merged(job).values(), shard_bytes, job.checkpoint.data)
+        job.checkpoint.write_companions(place)
         config = dict(job.checkpoint.raw_config, quantization_config=job.method.layout.config(job.specs))
         _write_json(place / "config.json", config)
         for name, content in job.method.layout.files(job.specs).items():

@@ -1,0 +1,175 @@
+"""Every architecture: llama.cpp computes from the file what transformers computes, and so do we."""
+
+import gguf_files
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.containers.gguf_file import read_header
+from quantkit.skeleton import Skeleton, check_complete
+
+pytest.importorskip("xllamacpp")
+from llama_cpp import Llama  # noqa: E402
+
+LONG = [1.0, 1.1, 1.5, 2.0, 3.0, 5.0, 7.0, 9.0]
+SHORT = [1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 1.6, 1.7]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "rope_theta": 500000.0,
+}
+LONGROPE = {"rope_type": "longrope", "long_factor": LONG, "short_factor": SHORT}
+PHI3_LONG = {"original_max_position_embeddings": 256, "max_position_embeddings": 1024}
+GEMMA = {"query_pre_attn_scalar": 16}  # equal to head_dim, as in the models of this family
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+}
+MULTIPLIERS = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+}
+CASES = {  # name -> (family, what its configuration has beside the usual)
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama wide heads": ("llama", {"head_dim": 32}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "llama yarn factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
+    "llama yarn mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}),
+    "llama 3 elsewhere": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "llama longrope": (
+        "llama",
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 256, "factor": 4.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma3": ("gemma3", GEMMA),
+    "gemma3 usual pattern": (
+        "gemma3",
+        GEMMA | {"num_hidden_layers": 7, "layer_types": None, "final_logit_softcapping": 20.0},
+    ),
+    "gemma3 scaled": ("gemma3", GEMMA | {"rope_parameters": GEMMA3_ROPE}),
+    "phi3": ("phi3", {}),
+    "phi3 partial": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3 short": ("phi3", {"rope_parameters": LONGROPE} | PHI3_LONG),
+    "phi3 long": ("phi3", {"rope_parameters": LONGROPE} | PHI3_LONG),
+    "gpt2": ("gpt2", {}),
+    "gpt2 inner": ("gpt2", {"n_inner": 96}),
+    "gptneox": ("gpt_neox", {}),
+    "gptneox tied": ("gpt_neox", {"tie_word_embeddings": True}),
+    "gptneox sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "bloom": ("bloom", {}),
+    "falcon 7b": ("falcon", {}),
+    "falcon 40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon 11b": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon heads": ("falcon", {"multi_query": False}),
+    "starcoder": ("gpt_bigcode", {}),
+    "starcoder heads": ("gpt_bigcode", {"multi_query": False}),
+    "starcoder2": ("starcoder2", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "granite everything": (
+        "granite",
+        MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    ),
+    "granite scaled": ("granite", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "stablelm": ("stablelm", {}),
+    "stablelm 12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere plus": (
+        "cohere",
+        {
+            "use_qk_norm": True,
+            "logit_scale": 1.0,
+            "num_hidden_layers": 64,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+        },
+    ),
+}
+LENGTHS = {"phi3 long": 300}  # beyond the original context
+GELU_ERROR = 2e-3  # llama.cpp looks GELU up in a table of float16
+EXACT = 1e-5
+
+
+def has_gelu(config) -> bool:
+    """Bloom's GELU has no field of its own."""
+    fields = ("hidden_act", "hidden_activation", "activation", "activation_function")
+    return any(
+        "gelu" in str(getattr(config, name, "gelu" if config.model_type == "bloom" else ""))
+        for name in fields
+    )
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """Folder, file, ids and transformers' logits of each case."""
+    import families
+
+    family, changes = CASES[request.param]
+    folder = families.save_model(tmp_path_factory.mktemp("case") / "model", family, **changes)
+    path = gguf_files.export(folder, folder.with_suffix(".gguf"))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 256, (1, LENGTHS.get(request.param, 40)), generator=generator)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return path, ids, model(ids).logits[0], model.config
+
+
+def test_llama_cpp_computes_the_same(case):
+    path, ids, expected, config = case
+    with Llama(path, 512 if ids.shape[1] > 256 else 256) as llama:
+        difference = np.abs(llama.logits(ids[0].tolist()) - expected.numpy()).max()
+    assert difference <= (GELU_ERROR if has_gelu(config) else EXACT)
+    assert expected.abs().max() > 0.1
+
+
+def test_the_file_read_back_computes_the_same(case):
+    path, ids, expected, _ = case
+    checkpoint = Checkpoint.open(str(path))
+    assert not checkpoint.quantized
+    skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
+    check_complete(skeleton)
+    skeleton.load_rest()
+    hidden = skeleton.embed(ids)
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+    torch.testing.assert_close(skeleton.logits(hidden[0]), expected, rtol=0, atol=1e-6)
+
+
+def values_of(info) -> np.ndarray:
+    return np.fromfile(info.file, "<f4", info.nbytes // 4, offset=info.offset)
+
+
+def test_a_file_written_from_the_file_is_the_same(case, tmp_path):
+    """Metadata, order and bytes: what was undone in reading is done again in writing."""
+    path, *_ = case
+    again = gguf_files.export(path, tmp_path / path.name)
+    (metadata, infos), (expected, places) = read_header(again), read_header(path)
+    assert metadata == expected and list(infos) == list(places)
+    shifted = {target.name for target in Checkpoint.open(str(path)).targets.values() if target.shift}
+    for name, info in infos.items():
+        found, wanted = (
+            np.fromfile(i.file, "<f4", i.nbytes // 4, offset=i.offset) for i in (info, places[name])
+        )
+        assert np.abs(found - wanted).max() <= (1.2e-7 if name in shifted else 0.0), name  # w + 1 - 1 rounds
