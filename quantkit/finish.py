@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from quantkit import __version__
@@ -13,8 +14,9 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.job import Job
+from quantkit.llamacpp.imatrix import Imatrix
 from quantkit.progress import Progress
-from quantkit.skeleton import Skeleton
+from quantkit.skeleton import Skeleton, check_complete
 from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 
@@ -38,7 +40,7 @@ class Summary:
     bits_per_weight_model: float
     linears: int
     kept: int
-    error: float
+    error: float | None
     rtn_error: float | None
     fallbacks: dict[str, str]
     notes: dict[str, list[str]]
@@ -71,6 +73,31 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
     return summary
 
 
+def encode(
+    jobs: Sequence[Job], imatrix: Imatrix | None, timings: Timings, progress: Progress
+) -> list[Summary]:
+    """Files of one model that need no loop, in one pass over the source; then each is read back."""
+    progress.phase("writing")
+
+    def fill(rest: Sequence[Job], places: tuple[Path, ...]) -> None:
+        if rest:
+            rest[0].staging.assemble(lambda place: fill(rest[1:], (*places, place)))
+        else:
+            jobs[0].method.output.encode(list(zip(jobs, places, strict=True)), imatrix, progress)
+
+    with timings("write"):
+        fill(jobs, ())
+    summaries = []
+    for job in jobs:
+        with timings("verify"):
+            check_complete(
+                Skeleton(Checkpoint.open(str(job.staging.place)), torch.float32, torch.device("cpu"))
+            )
+        summaries.append(_summarize(job, [], timings.seconds))
+        job.staging.publish()
+    return summaries
+
+
 def merged(job: Job) -> dict[str, TensorInfo]:
     """Every tensor of the output and where its bytes lie now: in staged blocks, or in the source."""
     infos = {name: job.checkpoint.plain(info) for name, info in _remaining(job, job.specs).items()}
@@ -92,9 +119,9 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
     linears = []
     for row in job.specs:
         shape = [row.out_features, row.in_features]
-        if row.grid is None:
+        if row.kept:
             linears.append({"name": row.name, "shape": shape, "kept": row.kept})
-        else:
+        elif row.grid:
             linears.append({"name": row.name, "shape": shape, "grid": asdict(row.grid)} | by_name[row.name])
     return {
         "schema": "quantkit.manifest/1",
@@ -131,9 +158,6 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
 
 
 def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summary:
-    rows = [row for row in job.specs if row.grid]
-    quantized = sum(job.method.layout.nbytes(row) for row in rows)
-    weights = sum(row.weights for row in rows)
     parameters = sum(p.numel() for p in job.skeleton.model.parameters())
     parameters += sum(p.numel() for block in job.skeleton.blocks for p in block.parameters())
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
@@ -142,11 +166,11 @@ def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summ
         output=str(job.staging.output),
         source_bytes=job.plan.source_bytes,
         output_bytes=job.plan.output_bytes,
-        bits_per_weight=8 * quantized / weights,
+        bits_per_weight=job.plan.bits_per_weight,
         bits_per_weight_model=8 * job.plan.output_bytes / parameters,
-        linears=len(records),
-        kept=len(job.specs) - len(records),
-        error=sum(row["error"] for row in records) / len(records),
+        linears=len([row for row in job.specs if not row.kept]),
+        kept=len([row for row in job.specs if row.kept]),
+        error=sum(row["error"] for row in records) / len(records) if records else None,
         rtn_error=sum(baselines) / len(baselines) if baselines else None,
         fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
         notes={row["name"]: row["notes"] for row in records if row["notes"]},

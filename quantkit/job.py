@@ -102,8 +102,10 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
     skeleton = _skeleton(checkpoint, request, device, adopted)
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
+    for note in method.notes:
+        progress.warn(note)
     specs = _specs(skeleton, method, request)
-    if split := spec.split_fusions(specs):
+    if method.layout.fused and (split := spec.split_fusions(specs)):
         progress.warn(
             f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
             "transformers loads it"
@@ -169,7 +171,7 @@ def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearS
             hint="start from the original checkpoint",
             exit_code=UNSUPPORTED,
         )
-    if all(row.grid is None for row in specs):
+    if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
     return specs
 

@@ -10,13 +10,14 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from quantkit import finish
+from quantkit import finish, importance
 from quantkit.capture import (
     RepeatedForward,
     Site,
@@ -45,13 +46,15 @@ def run(job: Job, progress: Progress) -> finish.Summary:
 
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
+    if not any(row.grid for row in job.specs):
+        return encode([job], progress)[0]
     timings = Timings()
     (map_large_blocks if job.method.needs else keep_freed_pages)()
     staging = job.staging
     with disk_errors(staging.folder), staging.opened(job.fingerprint, job.request.resume):
         with timings("load"):
             job.skeleton.load_rest()
-            job.method.output.install_rest(job.skeleton)
+            job.method.output.install_rest(job)
         states = [job.skeleton.embed(ids) for ids in job.batches]
         job.skeleton.embed(job.batches[0][:1, :PROBE_TOKENS])  # records the arguments of the probe
         count = len(job.skeleton.blocks)
@@ -62,7 +65,32 @@ def run(job: Job, progress: Progress) -> finish.Summary:
             step(job, index, states, timings, progress)
             job.skeleton.free_block(index)
             progress.block(index, replayed=done[index])
-        return finish.finish(job, states[0], timings, progress)
+        summary = finish.finish(job, states[0], timings, progress)
+        job.skeleton.free_rest()
+        return summary
+
+
+def run_all(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
+    """Several jobs of one command: together where no solver is at work, else one after another."""
+    if not any(row.grid for job in jobs for row in job.specs):
+        return encode(jobs, progress)
+    return [run(job, progress) for job in jobs]
+
+
+def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
+    """Files of one model in whose blocks no solver has anything to do: encoded as they are written."""
+    job, timings = jobs[0], Timings()
+    keep_freed_pages()
+    with ExitStack() as stack:
+        for one in jobs:
+            stack.enter_context(disk_errors(one.staging.folder, resumable=False))
+            stack.enter_context(one.staging.opened(one.fingerprint, resume=False))
+            stack.callback(one.staging.discard)
+        imatrix = job.method.output.imatrix
+        if job.method.output.gathers:
+            with timings("importance"):
+                imatrix = importance.imatrix(job, progress)
+        return finish.encode(jobs, imatrix, timings, progress)
 
 
 def _replay(job: Job, index: int, states: list[Tensor], timings: Timings, progress: Progress) -> None:

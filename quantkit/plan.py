@@ -118,16 +118,15 @@ def plan(
     checkpoint: Checkpoint, specs: Sequence[LinearSpec], method: Method, execution: Execution, memory: int
 ) -> JobPlan:
     """Sizes of a job, exact from shapes; `memory` is what `decide` predicted."""
-    rest = method.output.rest_bytes(checkpoint, specs)
-    quantized = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
-    weights = sum(spec.weights for spec in specs if spec.grid)
+    sizes = method.output.sizes(checkpoint, specs, method.layout)
+    staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,
         memory_bytes=memory,
-        disk_bytes=2 * quantized + rest,  # staged blocks, then the merged files beside them
-        output_bytes=quantized + rest,
+        disk_bytes=staged + sizes.total,  # staged blocks, then the merged files beside them
+        output_bytes=sizes.total,
         source_bytes=sum(info.nbytes for info in checkpoint.infos.values()),
-        bits_per_weight=8 * quantized / weights,
+        bits_per_weight=sizes.bits_per_weight,
     )
 
 

@@ -120,12 +120,13 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         f"({ratio:.2f}× smaller)",
         "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} quantized linears, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
-        "error": f"{summary.error:.4f} mean relative {measured}{against}",
         "seconds": f"{sum(summary.seconds.values()):.1f} ({seconds})",
         "fell back": f"{len(summary.fallbacks)} linears to round to nearest"
         if summary.fallbacks
         else "nothing",
     }
+    if summary.error is not None:
+        facts["error"] = f"{summary.error:.4f} mean relative {measured}{against}"
     if summary.kept:
         facts["kept 16 bit"] = f"{summary.kept} linears"
     for name, fact in facts.items():

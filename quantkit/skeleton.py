@@ -95,6 +95,10 @@ class Skeleton:
         self._learn_return_type()
         self._refuse_further_inputs()
 
+    def free_rest(self) -> None:
+        """Give the memory of what lies outside the blocks back; the skeleton is of no use after that."""
+        self.model.to("meta")
+
     def _refuse_further_inputs(self) -> None:
         """Recorded arguments serve all tokens of their shape; refuse blocks that are given more than that."""
         ids = torch.arange(8, device=self.device).view(2, 1, 4)

@@ -18,9 +18,10 @@ from quantkit.skeleton import Skeleton
 class LinearSpec:
     """One linear of a decoder block.
 
-    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block
-    and its name inside it. grid: None when it is kept in 16 bit; `kept` then says why. conv1d: the model
-    itself has a Conv1D there (GPT-2), which some clients do not replace.
+    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
+    name inside it. kept: why it is kept in 16 bit; None when it is quantized. grid: what a solver works on;
+    None when it is kept, and where the output encodes it. conv1d: the model itself has a Conv1D there
+    (GPT-2), which some clients do not replace.
     """
 
     name: str
@@ -60,10 +61,10 @@ def resolve(
 ) -> list[LinearSpec]:
     """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
 
-    `make_grid(name, out_features, in_features, override)` gives the method's grid, or None to keep 16 bit;
-    of several overrides that match the first counts, and `exclude` counts more. Raises QuantkitError naming
-    every weight no site can cover, every linear the grid or layout cannot hold, and every pattern that is
-    malformed or matches nothing.
+    `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
+    encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
+    QuantkitError naming every weight no site can cover, every linear the grid or layout cannot hold, and
+    every pattern that is malformed or matches nothing.
     """
     patterns = {text: _compile(text, "--exclude") for text in exclude}
     overrides = [_override(text) for text in override]
@@ -80,7 +81,6 @@ def resolve(
                 kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
                 other = next((o for o in overrides if o.pattern.search(name)), None)
                 grid = None if kept else make_grid(name, *shape, other)
-                kept = kept or ("by the method" if grid is None else None)
                 conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
                 specs.append(LinearSpec(name, index, local, *shape, grid, kept, conv1d))
     asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}

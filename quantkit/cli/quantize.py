@@ -6,14 +6,14 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantkit import recipe
+from quantkit import methods, recipe
 from quantkit.cli import flags
 from quantkit.errors import INTERRUPTED, QuantkitError
 
@@ -82,32 +82,49 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     from quantkit import job, pipeline, report
     from quantkit.cli.progress import listener
 
-    request = job.Request(
-        source=choice.model,
-        method=choice.method,
-        options=choice.options,
-        calibration=choice.calibration,
-        run=choice.run,
-        output=choice.output,
-        **{key: values[key] for key in ("revision", "offline", "trust_remote_code", "resume", "overwrite")},
-    )
     with listener(values["quiet"]) as progress:
-        prepared = job.prepare(request, progress, dry_run=values["dry_run"])
+        jobs = [job.prepare(one, progress, values["dry_run"]) for one in _requests(choice, values)]
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:
-                print(json.dumps(report.plan_record(prepared), indent=2))
-            else:
+                _print_json([report.plan_record(prepared) for prepared in jobs])
+            for prepared in () if values["as_json"] else jobs:
                 report.print_plan(prepared)
             return
-        windows = _windows(prepared, values["eval_text"])  # a text that does not serve is noticed here
-        with _resumable(prepared.staging.folder):
-            summary = pipeline.run(prepared, progress)
-        results = _evaluate(prepared, windows, progress) if windows else None
+        windows = _windows(jobs[0], values["eval_text"])  # a text that does not serve is noticed here
+        with _resumable(jobs[0].staging.folder):
+            summaries = pipeline.run_all(jobs, progress)
+        results = _evaluate(jobs, windows, progress) if windows else None
     if values["as_json"]:
-        print(json.dumps(report.summary_record(summary, results), indent=2))
-    else:
-        report.print_summary(summary, results)
+        _print_json([report.summary_record(summary, results) for summary in summaries])
+    for summary in () if values["as_json"] else summaries:
+        report.print_summary(summary, results if summary is summaries[-1] else None)
+
+
+def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
+    """One for every output that is asked for."""
+    from quantkit import job
+
+    return [
+        job.Request(
+            source=choice.model,
+            method=choice.method,
+            options=options,
+            calibration=choice.calibration,
+            run=choice.run,
+            output=output,
+            **{
+                key: values[key]
+                for key in ("revision", "offline", "trust_remote_code", "resume", "overwrite")
+            },
+        )
+        for options, output in methods.each(choice.method, choice.options, choice.output)
+    ]
+
+
+def _print_json(records: list[dict]) -> None:
+    """One object for one output, a list for several."""
+    print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
 
 
 @contextmanager
@@ -150,17 +167,18 @@ def _windows(prepared: Any, text: Path | None) -> Any:
     return windows_of.load(prepared.checkpoint, text, None, None, None) if text else None
 
 
-def _evaluate(prepared: Any, windows: Any, progress: Any) -> Any:
-    """Original and result on the text of --eval."""
+def _evaluate(jobs: Sequence[Any], windows: Any, progress: Any) -> Any:
+    """Original and results on the text of --eval."""
     import torch
 
     from quantkit import evaluate
     from quantkit.checkpoint import Checkpoint
 
-    trusted = prepared.request.trust_remote_code
-    made = Checkpoint.open(str(prepared.staging.output), trust_remote_code=trusted)
-    device = prepared.plan.execution.torch_device
+    first = jobs[0]
+    trusted = first.request.trust_remote_code
+    made = [Checkpoint.open(str(one.staging.output), trust_remote_code=trusted) for one in jobs]
+    device = first.plan.execution.torch_device
     results = evaluate.evaluate(
-        [prepared.checkpoint, made], windows, torch.float32, device, progress.evaluating
+        [first.checkpoint, *made], windows, torch.float32, device, progress.evaluating
     )
     return evaluate.record(windows, torch.float32, results)

@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, QuantkitError, name_all
+
+REST = "rest.safetensors"
 
 
 class Staging:
@@ -119,15 +122,37 @@ class Staging:
         """Stage a block: its record first, then its tensors, each whole or not at all."""
         path = self._block(index)
         _write_text(path.with_suffix(".json"), json.dumps(record))
+        self._save(path, tensors)
+
+    def _save(self, path: Path, tensors: dict[str, Tensor]) -> None:
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary, metadata={"format": "pt"})
         _sync(temporary)
         os.replace(temporary, path)
         _sync(self.folder)
 
+    def write_rest(self, tensors: dict[str, Tensor]) -> None:
+        """Stage what lies outside the blocks."""
+        self._save(self.folder / REST, tensors)
+
+    def rest(self) -> dict[str, TensorInfo]:
+        """Places of what is staged of it, by the names it was staged under."""
+        path = self.folder / REST
+        return safetensors_folder.read_header(path) if path.is_file() else {}
+
+    def discard(self) -> None:
+        """Remove the staging folder, if it is there: nothing in it is worth keeping."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    @property
+    def place(self) -> Path:
+        """Where the output is put together."""
+        return self.folder / f"output{self.output.suffix}"
+
     def assemble(self, fill: Callable[[Path], None]) -> Path:
         """Build the output, a folder or a file, in the staging folder, from scratch, with `fill(place)`."""
-        place = self.folder / f"output{self.output.suffix}"
+        place = self.place
         _remove(place)
         fill(place)
         for path in place.iterdir() if place.is_dir() else ():
@@ -140,7 +165,7 @@ class Staging:
         if self.output.exists():  # --overwrite: checked before anything was done
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
-        os.rename(self.folder / f"output{self.output.suffix}", self.output)
+        os.rename(self.place, self.output)
         _sync(self.output.parent)
         shutil.rmtree(self.folder)
 
@@ -150,6 +175,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def load(info: TensorInfo) -> Tensor:
+    """A staged tensor."""
+    with safe_open(info.file, framework="pt") as file:
+        return file.get_tensor(info.name)
 
 
 def _differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:
@@ -180,7 +211,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path, resumable: bool = True) -> Iterator[None]:
     """Turn a full disk into the error that says so; staged blocks stay."""
     try:
         yield
@@ -190,6 +221,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
             raise
         raise QuantkitError(
             f"the disk of {folder} is full",
-            hint="free some space and run the same command with --resume; finished blocks are kept there",
+            hint="free some space and run the same command with --resume; finished blocks are kept there"
+            if resumable
+            else "free some space and run the same command again; nothing was left there",
             exit_code=RESOURCES,
         ) from error

@@ -24,11 +24,13 @@ FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 class Layout(Protocol):
     """What a client expects. `encode` and `decode` are exact inverses.
 
-    Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it.
+    Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
+    engines make one linear of several.
     """
 
     marker: str
     suffixes: tuple[str, ...]
+    fused = True
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""

@@ -237,6 +237,7 @@ class GgmlLayout(Layout):
 
     marker = "ggml"
     suffixes = ("ggml", "ggml_type")
+    fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
         """Only ggml's own grids, and whole blocks."""

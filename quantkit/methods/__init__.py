@@ -12,8 +12,9 @@ import difflib
 import importlib
 import pkgutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import USAGE, QuantkitError
 
@@ -33,7 +34,10 @@ def _folder() -> Output:
 
 @dataclass(frozen=True)
 class Method:
-    """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`."""
+    """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`.
+
+    notes: what the user should know before the job runs.
+    """
 
     name: str
     solver: Solver
@@ -41,11 +45,13 @@ class Method:
     make_grid: MakeGrid
     transform: Transform | None = None
     output: Output = field(default_factory=_folder)
+    notes: tuple[str, ...] = ()
 
     @property
     def needs(self) -> frozenset[str]:
         """Which statistics of calibration text it works from; none for a data-free one."""
-        return self.solver.needs | (self.transform.needs if self.transform else frozenset())
+        parts = (self.solver, self.output, self.transform)
+        return frozenset().union(*(part.needs for part in parts if part))
 
 
 def available() -> list[str]:
@@ -61,6 +67,12 @@ def load(name: str) -> ModuleType:
             f"no method {name!r}", hint="did you mean " + " or ".join(near) + "?", exit_code=USAGE
         )
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def each(name: str, options: Any, output: Path | None) -> list[tuple[Any, Path | None]]:
+    """Options and output of every job that one command asks for; a method without `each` has one."""
+    module = load(name)
+    return module.each(options, output) if hasattr(module, "each") else [(options, output)]
 
 
 def check_feedback(damp: float, refine: int) -> None:

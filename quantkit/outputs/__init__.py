@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,17 +11,22 @@ if TYPE_CHECKING:
     from quantkit.checkpoint import Checkpoint
     from quantkit.finish import Summary
     from quantkit.job import Job
-    from quantkit.skeleton import Skeleton
+    from quantkit.layouts import Layout
     from quantkit.spec import LinearSpec
 
 
 class Output(Protocol):
-    """How staged blocks and what no solver touched become something to publish."""
+    """How staged blocks and what no solver touched become something to publish.
 
-    def rest_bytes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
-        """Bytes of all tensors that are written besides the quantized linears."""
+    needs: statistics of calibration text that it works from itself.
+    """
 
-    def install_rest(self, skeleton: Skeleton) -> None:
+    needs: frozenset[str]
+
+    def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
+        """What will be written, exact from shapes."""
+
+    def install_rest(self, job: Job) -> None:
         """Let what lies outside the blocks compute as it will be stored, before the first block runs."""
 
     def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
@@ -28,3 +34,17 @@ class Output(Protocol):
 
     def describe(self, job: Job, place: Path, summary: Summary) -> None:
         """Add what people read beside the tensors, once those have been verified."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of all tensors, and of the quantized linears among them, which have so many weights."""
+
+    total: int
+    quantized: int
+    weights: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the quantized linears."""
+        return 8 * self.quantized / self.weights

@@ -10,25 +10,30 @@ from typing import TYPE_CHECKING
 from quantkit import model_card
 from quantkit.containers import safetensors_folder
 from quantkit.finish import MANIFEST, TIMINGS, Summary, manifest, merged
+from quantkit.outputs import Sizes
 
 if TYPE_CHECKING:
     from quantkit.checkpoint import Checkpoint
     from quantkit.job import Job
-    from quantkit.skeleton import Skeleton
+    from quantkit.layouts import Layout
     from quantkit.spec import LinearSpec
 
 
 class FolderOutput:
     """See `outputs.Output`. What is not quantized keeps the bytes it had."""
 
-    def rest_bytes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
-        """The source's bytes, less those of the linears that are quantized."""
-        dense = {name for spec in specs if spec.grid for name in checkpoint.stored_as(f"{spec.name}.weight")}
-        return sum(
-            checkpoint.plain(info).nbytes for info in checkpoint.infos.values() if info.name not in dense
-        )
+    needs = frozenset()
 
-    def install_rest(self, skeleton: Skeleton) -> None:
+    def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
+        """The source's bytes, with those of quantized linears exchanged."""
+        rows = [spec for spec in specs if spec.grid]
+        dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
+        kept = (info for info in checkpoint.infos.values() if info.name not in dense)
+        rest = sum(checkpoint.plain(info).nbytes for info in kept)
+        quantized = sum(layout.nbytes(spec) for spec in rows)
+        return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
+
+    def install_rest(self, job: Job) -> None:
         """It is stored as it was read."""
 
     def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:

@@ -1,0 +1,167 @@
+"""One GGUF file: what the loop staged as it lies there, everything else encoded on its way into the file.
+
+Where no linear has a solver (`--solver rtn`, or floats), the whole file is made on that way: one pass over
+the source, a tensor at a time, for as many files as were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from quantkit.containers import staging
+from quantkit.containers.gguf_file import Entry, GgufWriter
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.finish import manifest
+from quantkit.layouts.ggml import decode_rows, encode_rows
+from quantkit.llamacpp.imatrix import Imatrix
+from quantkit.llamacpp.tensors import Target
+from quantkit.outputs import Sizes
+from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.finish import Summary
+    from quantkit.job import Job
+    from quantkit.layouts import Layout
+    from quantkit.spec import LinearSpec
+
+
+@dataclass(frozen=True)
+class GgufOutput:
+    """See `outputs.Output`. chosen: the type of every target, by its name; metadata: that of the file.
+
+    imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
+    is to be found out by calibration text first.
+    """
+
+    targets: tuple[Target, ...]
+    chosen: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    imatrix: Imatrix | None = None
+    gathers: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"square"} if self.gathers else ())
+
+    def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
+        """Type by GGUF name: what was chosen, or 16 bit for linears that are kept."""
+        kept = {f"{row.name}.weight" for row in specs if row.kept}
+        found = dict(self.chosen)
+        for target in self.targets:
+            if kept.intersection(target.stored):
+                info = checkpoint.infos.get(target.stored[0])
+                found[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
+        return found
+
+    def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
+        """By the types of all tensors."""
+        types = self.types(checkpoint, specs)
+        entries = [Entry(target.name, types[target.name], target.shape) for target in self.targets]
+        linears = {f"{row.name}.weight": row for row in specs if not row.kept}
+        rows = [linears.get(target.stored[0]) if target.stored else None for target in self.targets]
+        return Sizes(
+            total=sum(entry.nbytes for entry in entries),
+            quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
+            weights=sum(row.weights for row in rows if row),
+        )
+
+    def install_rest(self, job: Job) -> None:
+        """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
+        types = self.types(job.checkpoint, job.specs)
+        model = job.skeleton.model
+        outside = dict(model.named_parameters(remove_duplicate=False))
+        rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
+        if not job.staging.rest():
+            blobs = {t.name: _encoded(t, job.checkpoint, [types[t.name]], None)[0] for t in rest}
+            job.staging.write_rest(blobs)
+        ties = model.all_tied_weights_keys
+        own = {name for target in rest for name in target.parameters}
+        for target in rest:
+            blob = staging.load(job.staging.rest()[target.name])
+            values = decode_rows(types[target.name], blob, target.shape[1])
+            values = nn.Parameter(values.to(job.skeleton.device, job.skeleton.dtype), requires_grad=False)
+            (name,) = target.parameters
+            twins = {a for pair in ties.items() if name in pair for a in pair} - own
+            for place in (name, *twins):
+                owner, _, leaf = place.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, values)
+
+    def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
+        """The file, from what is staged and what is not."""
+        _write([(job, place)], records, None, Progress())
+
+    def encode(self, files: Sequence[tuple[Job, Path]], imatrix: Imatrix | None, progress: Progress) -> None:
+        """Several files of one model in one pass over the source, none of whose linears is staged."""
+        _write(files, (), imatrix, progress)
+
+    def describe(self, job: Job, place: Path, summary: Summary) -> None:
+        """The file says it all."""
+
+
+def _write(
+    files: Sequence[tuple[Job, Path]],
+    records: Sequence[dict],
+    imatrix: Imatrix | None,
+    progress: Progress,
+) -> None:
+    job = files[0][0]
+    targets = job.method.output.targets
+    types = [one.method.output.types(one.checkpoint, one.specs) for one, _ in files]
+    importance = imatrix.values() if imatrix else {}
+    staged = _staged(job)
+    with ExitStack() as stack:
+        writers = []
+        for (one, place), chosen in zip(files, types, strict=True):
+            entries = [Entry(target.name, chosen[target.name], target.shape) for target in targets]
+            writers.append(stack.enter_context(GgufWriter(place, _metadata(one, records, imatrix), entries)))
+        for position, target in enumerate(targets):
+            progress.counting("writing tensors", position, len(targets))
+            if target.name in staged:
+                found = [staging.load(staged[target.name])]
+            else:
+                wanted = [chosen[target.name] for chosen in types]
+                found = _encoded(target, job.checkpoint, wanted, importance.get(target.name))
+            for writer, rows in zip(writers, found, strict=True):
+                moved = rows if target.index is None else rows.index_select(0, target.index)
+                writer.write(target.name, [moved.contiguous().numpy()])
+        progress.counting("writing tensors", len(targets), len(targets))
+
+
+def _encoded(
+    target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
+) -> list[Tensor]:
+    """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
+    values = target.read(checkpoint)
+    if target.shift:
+        values = target.to_gguf(values)
+    rows = values if values.ndim == 2 else values[:, None]
+    return [encode_rows(name, rows, importance) for name in types]
+
+
+def _metadata(job: Job, records: Sequence[dict], imatrix: Imatrix | None) -> dict[str, Any]:
+    """The file's metadata, and how it came to be."""
+    output = job.method.output
+    used = imatrix.metadata(job.request.options.imatrix) if imatrix else {}
+    record = json.dumps(manifest(job, records), ensure_ascii=False)
+    return {**output.metadata, **used, "quantkit.manifest": record}
+
+
+def _staged(job: Job) -> dict[str, TensorInfo]:
+    """Where tensors lie that are encoded already, by their names in the file."""
+    infos = job.staging.rest()
+    linears = {name.removesuffix(".weight"): t.name for t in job.method.output.targets for name in t.stored}
+    for index in range(len(job.skeleton.blocks)):
+        if job.staging.is_done(index):
+            for name, info in job.staging.infos(index).items():
+                linear, _, part = name.rpartition(".")
+                if part == job.method.layout.marker:
+                    infos[linears[linear]] = info
+    return infos
