@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import greenlet
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.solvers import SiteStatistics
+
+PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Statistics:
     """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
 
     H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
-    rank-k update): little more than half of the products.
+    rank-k update): little more than half of the products. Sums of squares of batches are added in float64.
     """
 
     def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
@@ -77,6 +79,8 @@ class Statistics:
         self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
         self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
         self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
+        double = torch.float64
+        self.square = torch.zeros(in_features, device=device, dtype=double) if "square" in needs else None
 
     def add(self, inputs: Tensor) -> None:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
@@ -90,6 +94,8 @@ class Statistics:
             self.magnitude += rows.abs().sum(0)
         if self.peak is not None:
             self.peak = torch.maximum(self.peak, rows.abs().amax(0))
+        if self.square is not None:
+            self.square += rows.square().sum(0)
 
     def finish(self) -> SiteStatistics:
         """Symmetric and averaged; the accumulator is used up."""
@@ -101,7 +107,18 @@ class Statistics:
             lower.diagonal().copy_(diagonal.mul_(2 / tokens))
         if self.magnitude is not None:
             self.magnitude.div_(tokens)
-        return SiteStatistics(self.hessian, self.magnitude, self.peak)
+        square = None if self.square is None else self.square.float() / tokens
+        return SiteStatistics(self.hessian, self.magnitude, self.peak, square)
+
+
+def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:
+    """Raise QuantkitError naming the linear whose inputs overflowed when computed in `dtype`."""
+    parts = [getattr(statistics, field.name) for field in fields(statistics)]
+    if not all(torch.isfinite(part).all() for part in parts if part is not None):
+        raise QuantkitError(
+            f"activations entering {linear} are not finite in {dtype}",
+            hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
+        )
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     """
     module = methods.load(request.method)
     module.check(request.options)
-    _check_run(request.run)
+    check_run(request.run)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
     if checkpoint.quantized:
         if not request.run.allow_requantize:
@@ -87,7 +87,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
                 exit_code=UNSUPPORTED,
             )
         progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
-    output = request.output or Path(f"{_base_name(request.source)}-{module.suffix(request.options)}")
+    output = request.output or Path(f"{base_name(request.source)}-{module.suffix(request.options)}")
     if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     staging = Staging(output)
@@ -100,7 +100,8 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
     )
     torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
-    skeleton = _skeleton(checkpoint, request, device, adopted)
+    asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
+    skeleton = open_skeleton(checkpoint, asked, device)
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
     for note in method.notes:
         progress.warn(note)
@@ -138,7 +139,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     )
 
 
-def _check_run(run: RunOptions) -> None:
+def check_run(run: RunOptions) -> None:
     """Raise QuantkitError for options no job could run with."""
     for name in ("batch_size", "threads"):
         if (value := getattr(run, name)) is not None and value < 1:
@@ -149,13 +150,11 @@ def _check_run(run: RunOptions) -> None:
         raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
 
 
-def _skeleton(checkpoint: Checkpoint, request: Request, device: torch.device, adopted: dict) -> Skeleton:
-    """The skeleton in its compute precision, of a model that is whole and understood."""
+def open_skeleton(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Skeleton:
+    """The skeleton in the precision asked for, of a model that is whole and understood."""
     linears = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(linears), key=linears.count) if linears else "F32"
-    asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
-    dtype = plan.choose_dtype(asked, common, device)
-    skeleton = Skeleton(checkpoint, getattr(torch, dtype), device)
+    skeleton = Skeleton(checkpoint, getattr(torch, plan.choose_dtype(dtype, common, device)), device)
     spec.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     check_complete(skeleton)
     return skeleton
@@ -176,7 +175,8 @@ def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearS
     return specs
 
 
-def _base_name(source: str) -> str:
+def base_name(source: str) -> str:
+    """What outputs made from a checkpoint are called after."""
     name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
     return name or "model"
 

@@ -19,15 +19,16 @@ from torch import Tensor, nn
 
 from quantkit import finish, importance
 from quantkit.capture import (
+    PROBE_TOKENS,
     RepeatedForward,
     Site,
     Statistics,
     SuspendedForward,
     find_sites,
     gathering,
+    refuse_not_finite,
 )
 from quantkit.containers.staging import disk_errors
-from quantkit.errors import QuantkitError
 from quantkit.heap import keep_freed_pages, map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
@@ -36,7 +37,6 @@ from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 from quantkit.transforms import BlockView, Transformed
 
-PROBE_TOKENS = 8
 ROWS = 64  # of a weight compared at a time: temporaries stay in the cache
 FORWARDS = {"suspend": SuspendedForward, "repeat": RepeatedForward}
 
@@ -83,7 +83,7 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
     keep_freed_pages()
     with ExitStack() as stack:
         for one in jobs:
-            stack.enter_context(disk_errors(one.staging.folder, resumable=False))
+            stack.enter_context(disk_errors(one.staging.folder, "run the same command again"))
             stack.enter_context(one.staging.opened(one.fingerprint, resume=False))
             stack.callback(one.staging.discard)
         imatrix = job.method.output.imatrix
@@ -241,13 +241,7 @@ def _finished(sums: Statistics, site: Site, work: _Work) -> SiteStatistics:
     with work.timings("hessian"):
         statistics = sums.finish()
         return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
-    gathered = (statistics.hessian, statistics.magnitude, statistics.peak)
-    if not all(torch.isfinite(part).all() for part in gathered if part is not None):
-        raise QuantkitError(
-            f"activations entering {work.specs[site.linears[0]].name} are not finite "
-            f"in {work.job.plan.execution.dtype}",
-            hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
-        )
+    refuse_not_finite(statistics, work.specs[site.linears[0]].name, work.job.plan.execution.dtype)
     return statistics
 
 

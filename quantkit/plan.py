@@ -95,7 +95,7 @@ def decide(
     Raises QuantkitError (exit code 5) when not even the frugal way fits the memory.
     """
     samples, seqlen = shape
-    batch_size = options.batch_size or kept.get("batch_size") or max(1, BATCH_TOKENS // seqlen)
+    batch_size = options.batch_size or kept.get("batch_size") or default_batch_size(seqlen)
     tokens, batch_tokens = samples * seqlen, min(batch_size, samples) * seqlen
     need = {
         mode: _memory(skeleton, specs, method, tokens, batch_tokens, mode) for mode in ("suspend", "repeat")
@@ -104,14 +104,24 @@ def decide(
     mode = options.sequential
     if mode == "auto":
         mode = kept.get("sequential") or ("suspend" if need["suspend"] < 0.8 * free else "repeat")
-    if need[mode] > free:
-        raise QuantkitError(
-            f"the job needs about {need[mode] / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
-            hint="use fewer --samples, shorter --seqlen, a smaller --batch-size or --sequential repeat",
-            exit_code=RESOURCES,
-        )
+    check_memory(need[mode], free, "a smaller --batch-size or --sequential repeat")
     dtype = str(skeleton.dtype).removeprefix("torch.")
     return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads()), need[mode]
+
+
+def default_batch_size(seqlen: int) -> int:
+    """Sequences per forward pass, where the user does not say."""
+    return max(1, BATCH_TOKENS // seqlen)
+
+
+def check_memory(need: int, free: int, remedy: str) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free."""
+    if need > free:
+        raise QuantkitError(
+            f"the job needs about {need / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
+            hint=f"use fewer --samples, shorter --seqlen, {remedy}",
+            exit_code=RESOURCES,
+        )
 
 
 def plan(
@@ -133,10 +143,28 @@ def plan(
 def _memory(
     skeleton: Skeleton, specs: Sequence[LinearSpec], method: Method, tokens: int, batch_tokens: int, mode: str
 ) -> int:
-    """Peak bytes: rest of the model, one block, the working copies of its largest site, the states.
+    """Peak bytes: those of the forward pass, and the working copies of a block's largest site.
 
     A transform looks at the whole block: the Hessians of all its sites, and its weights in float32.
     """
+    element = skeleton.dtype.itemsize
+    first = [spec for spec in specs if spec.block == 0]
+    hidden = min(spec.in_features for spec in first)
+    widest = max(spec.in_features for spec in first)
+    largest = max(spec.weights for spec in first)
+    suspended = mode == "suspend" and method.needs and not method.transform
+    live = tokens * (2 * hidden + widest) * element if suspended else 0
+    solve = 4 * 6 * largest  # W, its transpose, errors, baseline
+    if "hessian" in method.needs:
+        solve += 4 * 4 * widest * widest  # H, its factor, and copies
+    if method.transform:
+        widths = {spec.local.rpartition(".")[0]: spec.in_features**2 for spec in first}
+        solve += 4 * (sum(widths.values()) + widest * widest + sum(spec.weights for spec in first))
+    return forward_memory(skeleton, specs, tokens, batch_tokens) + live + solve
+
+
+def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> int:
+    """Peak bytes of running the blocks: rest of the model, one block, the states, a batch's activations."""
     element = skeleton.dtype.itemsize
     first = [spec for spec in specs if spec.block == 0]
     block = sum(spec.weights for spec in first)
@@ -145,20 +173,10 @@ def _memory(
         for name, parameter in skeleton.model.named_parameters()
         if not name.startswith(skeleton.blocks_name + ".")
     )
-    hidden = min(spec.in_features for spec in first)
-    widest = max(spec.in_features for spec in first)
-    largest = max(spec.weights for spec in first)
-    states = tokens * hidden * element
-    suspended = mode == "suspend" and method.needs and not method.transform
-    live = tokens * (2 * hidden + widest) * element if suspended else 0
-    batch = batch_tokens * sum(spec.out_features for spec in first) * element + batch_tokens * widest * 4
-    solve = 4 * 6 * largest  # W, its transpose, errors, baseline
-    if "hessian" in method.needs:
-        solve += 4 * 4 * widest * widest  # H, its factor, and copies
-    if method.transform:
-        widths = {spec.local.rpartition(".")[0]: spec.in_features**2 for spec in first}
-        solve += 4 * (sum(widths.values()) + widest * widest + block)
-    return (rest + 2 * block) * element + states + live + batch + solve
+    states = tokens * min(spec.in_features for spec in first) * element
+    batch = batch_tokens * sum(spec.out_features for spec in first) * element
+    batch += batch_tokens * max(spec.in_features for spec in first) * 4
+    return (rest + 2 * block) * element + states + batch
 
 
 def available_memory(device: torch.device) -> int:

@@ -70,17 +70,27 @@ def print_plan(job: Job) -> None:
         "disk": f"{megabytes(plan.disk_bytes)} while it runs",
         "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
         f"{execution.sequential} forward",
-        "calibration": _calibration(job),
+        "calibration": _calibration(job.calibration and job.calibration.record()),
     }
+    _print_facts(console, facts)
+
+
+def _print_facts(console: Console, facts: dict[str, str]) -> None:
     for name, fact in facts.items():
         console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
 
 
-def _calibration(job: Job) -> str:
-    if job.calibration is None:
+def _seconds(stages: dict[str, float]) -> str:
+    """`15.5 (forward 10.1, solve 5.4)`."""
+    parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
+    return f"{sum(stages.values()):.1f} ({parts})"
+
+
+def _calibration(made: dict | None) -> str:
+    """A sentence on a calibration set's record."""
+    if made is None:
         return "none needed"
-    made = job.calibration.provenance
-    return f"{made.samples} sequences of {made.seqlen} tokens, {made.source} text"
+    return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
 
 
 def _kind(row: LinearSpec) -> tuple[str, tuple[int, int], str]:
@@ -110,7 +120,6 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     """Bytes before and after, bits per weight, error, seconds, fallbacks, and what to do next."""
     console = Console(highlight=False)
     ratio = summary.source_bytes / summary.output_bytes
-    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary.seconds.items() if value >= 0.05)
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:.4f})" if against_rtn else ""
@@ -120,7 +129,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         f"({ratio:.2f}× smaller)",
         "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} quantized linears, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
-        "seconds": f"{sum(summary.seconds.values()):.1f} ({seconds})",
+        "seconds": _seconds(summary.seconds),
         "fell back": f"{len(summary.fallbacks)} linears to round to nearest"
         if summary.fallbacks
         else "nothing",
@@ -129,8 +138,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["error"] = f"{summary.error:.4f} mean relative {measured}{against}"
     if summary.kept:
         facts["kept 16 bit"] = f"{summary.kept} linears"
-    for name, fact in facts.items():
-        console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
+    _print_facts(console, facts)
     if summary.outlier_columns:
         _print_outliers(console, summary.outlier_columns)
     for linear, reason in summary.fallbacks.items():
@@ -143,6 +151,21 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def print_imatrix(record: dict) -> None:
+    """What `quantkit imatrix` wrote or, without `seconds`, would write."""
+    console, done, how = Console(highlight=False), record.get("seconds"), record["execution"]
+    facts = {
+        "written" if done else "output": record["output"],
+        "matrices": str(record["matrices"]),
+        "calibration": _calibration(record["calibration"]),
+        "runs": f"{how['dtype']}, {how['threads']} threads, batches of {how['batch_size']}",
+        "memory": f"about {megabytes(record['memory_bytes'])} above the interpreter, on {how['device']}",
+    }
+    if done:
+        facts["seconds"] = _seconds(done)
+    _print_facts(console, facts)
 
 
 def _print_outliers(console: Console, counts: dict[str, int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -72,17 +72,11 @@ def resolve(
     refuse_uncovered(skeleton)
     if reason := layout.check_model(skeleton.checkpoint.config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
-    for index, block in enumerate(skeleton.blocks):
-        names = skeleton.block_names(index)
-        for local, module in block.named_modules():
-            if isinstance(module, nn.Linear):
-                name = skeleton.stored_name(names[f"{local}.weight"]).removesuffix(".weight")
-                shape = module.out_features, module.in_features
-                kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(name)), None)
-                other = next((o for o in overrides if o.pattern.search(name)), None)
-                grid = None if kept else make_grid(name, *shape, other)
-                conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
-                specs.append(LinearSpec(name, index, local, *shape, grid, kept, conv1d))
+    for row in linears(skeleton):
+        kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), None)
+        other = next((o for o in overrides if o.pattern.search(row.name)), None)
+        grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
+        specs.append(replace(row, grid=grid, kept=kept))
     asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
     asked |= {other.flag: other.pattern for other in overrides}
     unused = [flag for flag, pattern in asked.items() if not any(pattern.search(row.name) for row in specs)]
@@ -93,6 +87,20 @@ def resolve(
             exit_code=USAGE,
         )
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
+    return specs
+
+
+def linears(skeleton: Skeleton) -> list[LinearSpec]:
+    """Every linear of every block, without a grid."""
+    specs = []
+    for index, block in enumerate(skeleton.blocks):
+        names = skeleton.block_names(index)
+        for local, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                name = skeleton.stored_name(names[f"{local}.weight"]).removesuffix(".weight")
+                shape = module.out_features, module.in_features
+                conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
+                specs.append(LinearSpec(name, index, local, *shape, grid=None, conv1d=conv1d))
     return specs
 
 

@@ -331,7 +331,7 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
         (torch.randn(*shape, width, generator=generator) * mixing + mixing / 2).to(dtype)
         for shape in [(2, 9), (5,), (1, 3)]
     ]
-    accumulator = Statistics(width, CPU, ("hessian", "magnitude", "peak"))
+    accumulator = Statistics(width, CPU, ("hessian", "magnitude", "peak", "square"))
     for batch in batches:
         accumulator.add(batch)
     statistics = accumulator.finish()
@@ -346,6 +346,9 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
     magnitude = rows.abs().mean(0)
     assert (statistics.magnitude - magnitude).abs().max() <= 1e-5 * magnitude.max()
     assert torch.equal(statistics.peak.double(), rows.abs().amax(0))
+    square = rows.square().mean(0)
+    assert statistics.square.dtype == torch.float32
+    assert ((statistics.square - square).abs() <= 1e-6 * square).all()
 
 
 def passes(skeleton: Skeleton, forward_class, batches, change=None):

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 
 from quantkit import __version__, methods
-from quantkit.cli import evaluate, quantize, recipes
+from quantkit.cli import evaluate, imatrix, quantize, recipes
 from quantkit.errors import USAGE, QuantkitError
 
 EPILOG = """Examples:
@@ -36,6 +36,7 @@ for name in methods.available():
     app.command(name, help=methods.load(name).SUMMARY, epilog=quantize.epilog(name))(quantize.command(name))
 app.command("run", help="Run the job of a recipe.", epilog=quantize.RUN_EPILOG)(quantize.run_command())
 app.add_typer(recipes.app, name="recipes")
+app.command("imatrix", help=imatrix.HELP, epilog=imatrix.EPILOG)(imatrix.command())
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -61,10 +61,12 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
 }
 
 
-def of(section: str, options: type) -> list[inspect.Parameter]:
-    """A flag for every option of a recipe's section, on a panel of its name."""
+def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
+    """A flag for every option of a recipe's section, or `only` some, on a panel of its name."""
     hints, parameters = get_type_hints(options), []
     for field in dataclasses.fields(options):
+        if only and field.name not in only:
+            continue
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
         names = [name] if field.default is False or short else []  # no --no-… to a no

@@ -81,8 +81,8 @@ class Lines(Quiet):
         if replayed:
             self.phase(f"block {index + 1}/{self._blocks} replayed")
             return
-        mean = sum(self._errors) / len(self._errors) if self._errors else float("nan")
-        self.phase(f"block {index + 1}/{self._blocks} error {mean:.4f} left {self.remaining()}")
+        error = f" error {sum(self._errors) / len(self._errors):.4f}" if self._errors else ""
+        self.phase(f"block {index + 1}/{self._blocks}{error} left {self.remaining()}")
         self._errors = []
 
     def evaluating(self, source: str, done: int, total: int) -> None:

@@ -211,8 +211,10 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(folder: Path, resumable: bool = True) -> Iterator[None]:
-    """Turn a full disk into the error that says so; staged blocks stay."""
+def disk_errors(
+    folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
+) -> Iterator[None]:
+    """Turn a full disk into the error that says so; staged blocks stay. then: what to do about it."""
     try:
         yield
     except Exception as error:
@@ -221,8 +223,6 @@ def disk_errors(folder: Path, resumable: bool = True) -> Iterator[None]:
             raise
         raise QuantkitError(
             f"the disk of {folder} is full",
-            hint="free some space and run the same command with --resume; finished blocks are kept there"
-            if resumable
-            else "free some space and run the same command again; nothing was left there",
+            hint=f"free some space and {then}",
             exit_code=RESOURCES,
         ) from error

@@ -16,12 +16,13 @@ class SiteStatistics:
     """What calibration says about the inputs `[tokens, in]` of one site; None where nobody needed it.
 
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
-    peak: the largest |x| of each channel, `[in]`.
+    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`.
     """
 
     hessian: Tensor | None = None
     magnitude: Tensor | None = None
     peak: Tensor | None = None
+    square: Tensor | None = None
 
 
 @dataclass(frozen=True)

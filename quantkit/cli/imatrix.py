@@ -1,0 +1,65 @@
+"""`quantkit imatrix`: an importance matrix of a checkpoint, for llama-quantize and for quantkit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli import flags
+from quantkit.options import CalibrationOptions, RunOptions
+
+HELP = "Measure how much each input of every linear counts: an importance matrix in a GGUF file."
+EPILOG = """Examples:
+
+  quantkit imatrix ./model
+
+  quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
+
+  llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
+FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns a forward pass
+OUTPUT = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),
+]
+FIXED = ("dry_run", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet")
+
+
+def command() -> Callable[..., None]:
+    """The function behind `quantkit imatrix`."""
+
+    def invoke(context: typer.Context, **values: Any) -> None:
+        from quantkit import imatrix_job, report
+        from quantkit.cli.progress import listener
+
+        typed = flags.typed(context, values)
+        request = imatrix_job.Request(
+            source=values["model"],
+            calibration=CalibrationOptions(**_fields(CalibrationOptions, typed)),
+            run=RunOptions(**_fields(RunOptions, typed)),
+            **{
+                key: values[key]
+                for key in ("output", "revision", "offline", "trust_remote_code", "overwrite")
+            },
+        )
+        with listener(values["quiet"]) as progress:
+            job = imatrix_job.prepare(request, progress)
+            record = job.record() if values["dry_run"] else imatrix_job.run(job, progress)
+        if values["as_json"]:
+            print(json.dumps(record, indent=2))
+        else:
+            report.print_imatrix(record)
+
+    model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id, not quantized.")]
+    parameters = [flags.parameter("model", model), flags.parameter("output", OUTPUT, None)]
+    parameters += flags.of("calibration", CalibrationOptions)
+    parameters += flags.of("run", RunOptions, FORWARD)
+    parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
+    return flags.sign(invoke, parameters)
+
+
+def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:
+    return {name: typed[name] for name in options.__dataclass_fields__ if name in typed}

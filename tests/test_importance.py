@@ -1,0 +1,214 @@
+"""quantkit.importance against hooks in transformers' own forward pass, and the command `quantkit imatrix`."""
+
+import json
+import sys
+from pathlib import Path
+
+import families
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
+
+from quantkit import calibration, cli, importance, plan
+from quantkit.checkpoint import Checkpoint
+from quantkit.containers import gguf_file
+from quantkit.llamacpp import imatrix
+from quantkit.options import CalibrationOptions
+from quantkit.progress import Progress
+from quantkit.skeleton import Skeleton
+
+CPU = torch.device("cpu")
+LLAMA = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+GPT2 = {
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(families.VOCABULARY, shape, generator=torch.Generator().manual_seed(shape[0]))
+
+
+def literal(folder: Path, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """float64 means of squares of what enters every linear but the head, by transformers alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sums: dict[str, torch.Tensor] = {}
+
+    def hook(name: str):
+        def add(module: torch.nn.Module, args: tuple) -> None:
+            rows = args[0].double().flatten(0, -2)
+            sums[name] = sums.get(name, 0) + rows.square().sum(0)
+
+        return add
+
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and module is not model.get_output_embeddings():
+            module.register_forward_pre_hook(hook(name))
+    with torch.no_grad():
+        for batch in batches:
+            model(batch)
+    tokens = sum(batch.numel() for batch in batches)
+    return {name: total / tokens for name, total in sums.items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2", "phi3", "gpt2", "bloom", "falcon", "gpt_neox", "olmo2"]
+)
+def test_means_are_those_of_a_literal_forward(tiny_model, family):
+    folder = tiny_model(family)
+    batches = [ids(3, 40), ids(2, 40), ids(1, 7)]
+    skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, CPU)
+    found = importance.gather(skeleton, batches)
+    expected = literal(folder, batches)
+    assert found.tokens == 207 and found.sums.keys() == expected.keys()
+    for name, mean in found.means().items():
+        assert mean.dtype == torch.float32 and mean.shape == expected[name].shape
+        assert ((mean - expected[name]).abs() <= 1e-6 * expected[name]).all(), name
+    assert all(parameter.is_meta for block in skeleton.blocks for parameter in block.parameters())
+
+
+def test_one_block_is_in_memory_at_a_time(tiny_model):
+    skeleton = Skeleton(Checkpoint.open(str(tiny_model("llama"))), torch.float32, CPU)
+    loaded = []
+
+    class Watch(Progress):
+        def block(self, index: int, replayed: bool) -> None:
+            loaded.append([not all(p.is_meta for p in block.parameters()) for block in skeleton.blocks])
+
+    importance.gather(skeleton, [ids(1, 16)], Watch())
+    assert loaded == [[False] * 3] * 3
+
+
+# ---- the command
+
+
+@pytest.fixture
+def quantkit(monkeypatch, capsys, tmp_path):
+    """`quantkit("imatrix", ...)` in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "text.txt").write_text("\n".join(families.sentences()))
+    return "--calibration text.txt --samples 5 --seqlen 32 --batch-size 2 --threads 1".split()
+
+
+@pytest.mark.parametrize(
+    ("family", "blocks", "names"), [("llama", "model.layers", LLAMA), ("gpt2", "transformer.h", GPT2)]
+)
+def test_the_file_has_llama_cpps_names_and_the_means(quantkit, tiny_model, small, family, blocks, names):
+    tiny_model(family, name="tiny", tokenizer=True)
+    code, out, err = quantkit("imatrix", "tiny", *small, "--json", "-q")
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    assert record["schema"] == "quantkit.imatrix/1" and record["output"] == "tiny.imatrix.gguf"
+    assert record["matrices"] == 3 * len(names)
+    found = imatrix.read(Path("tiny.imatrix.gguf"))
+    assert (found.datasets, found.chunk_count, found.chunk_size) == (("text.txt",), 5, 32)
+    assert {counts.tolist()[0] for counts in found.counts.values()} == {160.0}
+    checkpoint = Checkpoint.open("tiny")
+    options = CalibrationOptions(calibration="text.txt", samples=5, seqlen=32)
+    batches = calibration.load(checkpoint, options).tokens.split(2)
+    expected = importance.gather(Skeleton(checkpoint, torch.float32, CPU), batches).means()
+    values = found.values()
+    assert {f"blk.{k}.{theirs}.weight" for k in range(3) for theirs in names.values()} == values.keys()
+    for k in range(3):
+        for ours, theirs in names.items():
+            assert torch.equal(values[f"blk.{k}.{theirs}.weight"], expected[f"{blocks}.{k}.{ours}"])
+
+
+def test_the_same_bytes_twice_and_what_is_printed(quantkit, tiny_model, small, tmp_path):
+    tiny_model("llama", name="tiny", tokenizer=True)
+    code, out, err = quantkit("imatrix", "tiny", *small)
+    assert code == 0 and out.startswith("written      tiny.imatrix.gguf\nmatrices     21\n")
+    assert "5 sequences of 32 tokens, text.txt text" in out
+    assert "block 3/3 left 00:00" in err and "error" not in err
+    quantkit("imatrix", "tiny", *small, "-o", "deeper/other.gguf", "-q")
+    first, second = tmp_path / "tiny.imatrix.gguf", tmp_path / "deeper" / "other.gguf"
+    assert first.read_bytes() == second.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("deeper", "text.txt", "tiny", "tiny.imatrix.gguf")
+    ]
+
+
+def test_a_dry_run_writes_nothing(quantkit, tiny_model, small, tmp_path):
+    tiny_model("llama", name="tiny", tokenizer=True)
+    code, out, _ = quantkit("imatrix", "tiny", *small, "--dry-run")
+    assert code == 0 and out.startswith("output       tiny.imatrix.gguf\n") and "seconds" not in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]
+
+
+def refused(done: tuple[int, str, str], code: int) -> str:
+    """The error and its hint, on stderr and nothing else."""
+    assert done[:2] == (code, "")
+    error, hint = done[2].splitlines()
+    assert error.startswith("error: ") and hint.startswith("hint: ")
+    return done[2]
+
+
+def test_what_exists_stays_unless_overwritten(quantkit, tiny_model, small, tmp_path):
+    tiny_model("llama", name="tiny", tokenizer=True)
+    path = tmp_path / "out.gguf"
+    path.write_text("precious")
+    assert "--overwrite" in refused(quantkit("imatrix", "tiny", *small, "-o", path, "-q"), 2)
+    assert path.read_text() == "precious"
+    assert quantkit("imatrix", "tiny", *small, "-o", path, "-q", "--overwrite")[0] == 0
+    assert len(imatrix.read(path).sums) == 21
+    for output in ("tiny", "text.txt/out.gguf"):
+        assert "cannot be a file" in refused(quantkit("imatrix", "tiny", *small, "-o", output, "-q"), 2)
+
+
+def test_models_that_have_none(quantkit, tiny_model, small, tmp_path):
+    tiny_model("llama", name="tiny", tokenizer=True, hidden_size=128)
+    quantkit("gptq", "tiny", *small, "--solver", "rtn", "--group-size", 32, "-o", "packed", "-q")
+    assert "packed is quantized already" in refused(quantkit("imatrix", "packed", *small, "-q"), 4)
+    tiny_model("opt", tokenizer=True)
+    assert "opt" in refused(quantkit("imatrix", "opt", *small, "-q"), 4)
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_activations_that_overflow_are_named(quantkit, tiny_model, small, tmp_path):
+    model = tiny_model("llama", name="tiny", tokenizer=True)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] *= 2e5
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    error = refused(quantkit("imatrix", "tiny", *small, "-q", "--dtype", "float16"), 1)
+    assert "entering model.layers.1.mlp.down_proj are not finite in float16" in error
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeypatch):
+    tiny_model("llama", name="tiny", tokenizer=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "available_memory", lambda device: 1000)
+        assert "of memory" in refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
+
+    def full(self, name, chunks):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_file.GgufWriter, "write", full)
+    error = refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
+    assert "is full" in error and "run the same command again" in error and "--resume" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]
