@@ -71,10 +71,10 @@ class ImatrixJob:
 def prepare(request: Request, progress: Progress) -> ImatrixJob:
     """Open, resolve and check. Raises QuantkitError for all that would fail later."""
     check_run(request.run)
-    output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
-    _check_output(output, request.overwrite)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
-    if checkpoint.layout is not None:
+    output = request.output or Path(f"{base_name(request.source).removesuffix('.gguf')}.imatrix.gguf")
+    _check_output(output, checkpoint, request.overwrite)
+    if checkpoint.quantized:
         raise QuantkitError(
             f"{request.source} is quantized already",
             hint="an importance matrix is made from the original checkpoint: give that one",
@@ -97,8 +97,10 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)
 
 
-def _check_output(output: Path, overwrite: bool) -> None:
+def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
     above = next(path for path in output.absolute().parents if path.exists())
+    if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
+        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     if output.is_dir() or not above.is_dir():
         raise QuantkitError(f"{output} cannot be a file", "choose another --output", USAGE)
     if output.exists() and not overwrite:

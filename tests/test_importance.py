@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import families
+import gguf_files
 import pytest
 import torch
 import transformers
@@ -89,6 +90,18 @@ def test_one_block_is_in_memory_at_a_time(tiny_model):
 
     importance.gather(skeleton, [ids(1, 16)], Watch())
     assert loaded == [[False] * 3] * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+def test_a_gguf_file_of_the_model_has_the_same(tiny_model, tmp_path, family):
+    folder = tiny_model(family)
+    path = gguf_files.export(folder, tmp_path / "model.gguf")
+    here, there = (
+        importance.gather(Skeleton(Checkpoint.open(str(source)), torch.float32, CPU), [ids(2, 24)])
+        for source in (folder, path)
+    )
+    assert list(here.sums) == list(there.sums)
+    assert all(torch.equal(here.sums[name], there.sums[name]) for name in here.sums)
 
 
 # ---- the command
@@ -176,6 +189,10 @@ def test_what_exists_stays_unless_overwritten(quantkit, tiny_model, small, tmp_p
     assert path.read_text() == "precious"
     assert quantkit("imatrix", "tiny", *small, "-o", path, "-q", "--overwrite")[0] == 0
     assert len(imatrix.read(path).sums) == 21
+    weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()
+    done = quantkit("imatrix", "tiny", *small, "-o", "tiny/model.safetensors", "-q", "--overwrite")
+    assert "holds the source" in refused(done, 2)
+    assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == weights
     for output in ("tiny", "text.txt/out.gguf"):
         assert "cannot be a file" in refused(quantkit("imatrix", "tiny", *small, "-o", output, "-q"), 2)
 
