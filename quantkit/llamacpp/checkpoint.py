@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,6 +21,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.containers import gguf_file
 from quantkit.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.layouts.ggml import decode_rows
 from quantkit.llamacpp import configuration, rope, tensors
 from quantkit.llamacpp.tensors import Target
 from quantkit.skeleton import TORCH_DTYPES
@@ -51,8 +51,7 @@ class GgufCheckpoint(Checkpoint):
             for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
             if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
         }
-        config = configuration.to_config(metadata, stored, factors)
-        targets = [target for target in _targets(config, source) if target.parameters]
+        config, targets = _understood(source, metadata, stored, factors)
         _check(path, stored, targets, set(factors))
         infos = {name: info for target in targets for name, info in _parts(target, stored[target.name])}
         return GgufCheckpoint(
@@ -133,13 +132,20 @@ class GgufCheckpoint(Checkpoint):
         return digest.hexdigest()
 
 
-def _targets(config: transformers.PretrainedConfig, source: str) -> list[Target]:
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+def _understood(
+    source: str,
+    metadata: gguf_file.Metadata,
+    stored: Mapping[str, TensorInfo],
+    factors: Mapping[str, Tensor],
+) -> tuple[transformers.PretrainedConfig, list[Target]]:
+    """The configuration, and the tensors that its model has in the file."""
     try:
-        return tensors.of_config(config, source)
+        config = configuration.to_config(metadata, stored, factors)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        return config, [target for target in tensors.of_config(config, source) if target.parameters]
     except QuantkitError:
         raise
-    except Exception as error:  # sizes that do not go together end in many kinds of errors
+    except Exception as error:  # values that do not go together end in many kinds of errors
         raise QuantkitError(
             f"the metadata of {source} describe no model: {first_line(error)}", "download the file again"
         ) from error
@@ -209,10 +215,5 @@ def _decode(
     values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
     step = max(1, CHUNK // shape[-1])
     for start in range(0, len(encoded), step):
-        values[start : start + step] = decode_rows(info.dtype, encoded[start : start + step])
+        values[start : start + step] = decode_rows(info.dtype, encoded[start : start + step], shape[-1])
     return values.view(shape)
-
-
-def decode_rows(type: str, encoded: Tensor) -> Tensor:
-    """float32 `[rows, in]` of encoded rows `uint8 [rows, bytes]`."""
-    return torch.from_numpy(quants.dequantize(encoded.numpy(), GGMLQuantizationType[type]))

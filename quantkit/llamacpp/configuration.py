@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from quantkit.containers.safetensors_folder import TensorInfo
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.llamacpp import architectures, rope
 from quantkit.llamacpp.architectures import DEFAULTS, Architecture, head_dim
 
@@ -113,12 +113,18 @@ def to_config(
     """The configuration of a file, from its metadata, the places and the names of its tensors.
 
     factors: the tensors `rope.parameters` wants, read. Raises QuantkitError naming keys that are absent
-    or make no sense.
+    or make no sense; values of wrong types end in the configuration's own errors.
     """
     row = architectures.of_file(metadata)
     prefix = f"{row.name}."
     keys = {key.removeprefix(prefix): _exact(value) for key, value in metadata.items()}
     _check(row, keys, infos)
+    if keys.get("expert_count", 0):
+        raise QuantkitError(
+            f"the GGUF file holds a mixture of {keys['expert_count']} experts",
+            hint="quantkit does not read those yet",
+            exit_code=UNSUPPORTED,
+        )
     heads = keys["attention.head_count"]
     keys.setdefault("attention.head_count_kv", heads)
     keys.setdefault("attention.key_length", keys["embedding_length"] // heads)
@@ -204,17 +210,9 @@ def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, i
 
 
 def _build(row: Architecture, values: dict[str, Any], infos: Mapping[str, TensorInfo]) -> PretrainedConfig:
-    kind = row.model_types[0]
     stored = {info.dtype for info in infos.values()}
     only_half = stored <= {"F32", "F16"} or stored <= {"F32", "BF16"}
     half = torch.bfloat16 if "BF16" in stored else torch.float16 if "F16" in stored else torch.float32
-    try:
-        config = transformers.AutoConfig.for_model(kind, **copy.deepcopy(values))
-    except Exception as error:  # the configurations check themselves, with many kinds of errors
-        raise QuantkitError(
-            f"the GGUF file's metadata make no {kind} configuration: {first_line(error)}",
-            hint="download the file again",
-            exit_code=UNSUPPORTED,
-        ) from error
+    config = transformers.AutoConfig.for_model(row.model_types[0], **copy.deepcopy(values))
     config.dtype = half if only_half else torch.float32
     return config

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from gguf import GGML_QUANT_VERSION, LlamaFileType
+from gguf import GGML_QUANT_VERSION
 from gguf.utility import model_weight_count_rounded_notation
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.llamacpp import configuration
+from quantkit.llamacpp.file_types import FILE_TYPES
 from quantkit.llamacpp.tensors import Target
 
 PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
@@ -38,14 +39,9 @@ def assemble(
         "general.size_label": model_weight_count_rounded_notation(weights),
         "general.license": _licence(checkpoint.folder),
         "general.quantization_version": GGML_QUANT_VERSION,
-        "general.file_type": file_type_code(file_type),
+        "general.file_type": FILE_TYPES[file_type].number,
     }
     return {key: value for key, value in general.items() if value is not None} | keys | dict(tokenizer)
-
-
-def file_type_code(name: str) -> int:
-    """`general.file_type` of llama-quantize's name of a mixture."""
-    return int(LlamaFileType["ALL_F32" if name == "F32" else f"MOSTLY_{name}"])
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:
