@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from quantkit import finish, importance
+from quantkit import finish, imatrix_job, importance
 from quantkit.capture import (
     PROBE_TOKENS,
     RepeatedForward,
@@ -88,8 +88,9 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
             stack.callback(one.staging.discard)
         imatrix = job.method.output.imatrix
         if job.method.output.gathers:
-            with timings("importance"):
-                imatrix = importance.imatrix(job, progress)
+            gathered = importance.gather(job.skeleton, job.batches, progress, timings)
+            imatrix = imatrix_job.as_imatrix(gathered, job.method.output.linears, job.calibration)
+            job.skeleton.free_rest()
         return finish.encode(jobs, imatrix, timings, progress)
 
 

@@ -51,6 +51,13 @@ class GgufOutput:
     def needs(self) -> frozenset[str]:
         return frozenset({"square"} if self.gathers else ())
 
+    @property
+    def linears(self) -> dict[str, str]:
+        """Stored name of a linear -> name of its weight in the file."""
+        return {
+            name.removesuffix(".weight"): target.name for target in self.targets for name in target.stored
+        }
+
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
         """Type by GGUF name: what was chosen, or 16 bit for linears that are kept."""
         kept = {f"{row.name}.weight" for row in specs if row.kept}
@@ -149,7 +156,8 @@ def _encoded(
 def _metadata(job: Job, records: Sequence[dict], imatrix: Imatrix | None) -> dict[str, Any]:
     """The file's metadata, and how it came to be."""
     output = job.method.output
-    used = imatrix.metadata(job.request.options.imatrix) if imatrix else {}
+    origin = "gathered by quantkit" if output.gathers else job.request.options.imatrix
+    used = imatrix.metadata(origin) if imatrix else {}
     record = json.dumps(manifest(job, records), ensure_ascii=False)
     return {**output.metadata, **used, "quantkit.manifest": record}
 
@@ -157,7 +165,7 @@ def _metadata(job: Job, records: Sequence[dict], imatrix: Imatrix | None) -> dic
 def _staged(job: Job) -> dict[str, TensorInfo]:
     """Where tensors lie that are encoded already, by their names in the file."""
     infos = job.staging.rest()
-    linears = {name.removesuffix(".weight"): t.name for t in job.method.output.targets for name in t.stored}
+    linears = job.method.output.linears
     for index in range(len(job.skeleton.blocks)):
         if job.staging.is_done(index):
             for name, info in job.staging.infos(index).items():
