@@ -158,8 +158,6 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
 
 
 def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summary:
-    parameters = sum(p.numel() for p in job.skeleton.model.parameters())
-    parameters += sum(p.numel() for block in job.skeleton.blocks for p in block.parameters())
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
@@ -167,7 +165,7 @@ def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summ
         source_bytes=job.plan.source_bytes,
         output_bytes=job.plan.output_bytes,
         bits_per_weight=job.plan.bits_per_weight,
-        bits_per_weight_model=8 * job.plan.output_bytes / parameters,
+        bits_per_weight_model=8 * job.plan.output_bytes / job.skeleton.parameters,
         linears=len([row for row in job.specs if not row.kept]),
         kept=len([row for row in job.specs if row.kept]),
         error=sum(row["error"] for row in records) / len(records) if records else None,

@@ -35,8 +35,9 @@ class Call:
 class Skeleton:
     """A checkpoint as a model whose decoder blocks are loaded one at a time.
 
-    `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in
-    `dtype` on `device`, except buffers, which keep the precision the architecture gives them.
+    `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
+    `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
+    those of the whole model.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -48,6 +49,7 @@ class Skeleton:
         self._transposed = meta_model.replace_conv1d(self.model)
         self._stored = meta_model.resolve_names(self.model, checkpoint.names)
         self.blocks = list(container)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self._calls: dict[tuple[int, ...], list[Call]] = {}
         self._replaced: dict[tuple[int, str], nn.Module] = {}  # plain linears whose place `install` gave away
         self._stubs = [_Stub(block) for block in self.blocks]
