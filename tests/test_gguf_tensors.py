@@ -212,7 +212,7 @@ def test_general_metadata(tiny_model):
     checkpoint = Checkpoint.open(str(folder))
     targets = tensors.of_checkpoint(checkpoint)
     keys = metadata.assemble(checkpoint, targets, "Q4_K_M", {"tokenizer.ggml.model": "gpt2"})
-    assert list(keys)[0] == "general.architecture" and list(keys)[-1] == "tokenizer.ggml.model"
+    assert list(keys)[0] == "general.architecture" and list(keys)[-1] == "general.file_type"
     assert keys["general.name"] == "Tiny-Llama" and keys["general.license"] == "apache-2.0"
     assert keys["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M == 15
     assert keys["general.quantization_version"] == 2 and keys["general.type"] == "model"

@@ -38,10 +38,13 @@ def assemble(
         "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
         "general.size_label": model_weight_count_rounded_notation(weights),
         "general.license": _licence(checkpoint.folder),
+    }
+    kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
         "general.file_type": FILE_TYPES[file_type].number,
     }
-    return {key: value for key, value in general.items() if value is not None} | keys | dict(tokenizer)
+    known = {key: value for key, value in general.items() if value is not None}
+    return known | keys | dict(tokenizer) | kind
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:
