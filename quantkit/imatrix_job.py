@@ -15,27 +15,12 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.containers.staging import disk_errors
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.importance import Importance
-from quantkit.job import base_name, check_run, open_skeleton
+from quantkit.job import Request, base_name, check_run, open_skeleton
 from quantkit.llamacpp import imatrix, tensors
 from quantkit.llamacpp.imatrix import Imatrix
-from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
 from quantkit.timings import Timings
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, as typed. Of `run` only what concerns a forward pass is looked at."""
-
-    source: str
-    calibration: CalibrationOptions
-    run: RunOptions
-    output: Path | None = None
-    revision: str | None = None
-    offline: bool = False
-    trust_remote_code: bool = False
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,10 @@ class ImatrixJob:
 
 
 def prepare(request: Request, progress: Progress) -> ImatrixJob:
-    """Open, resolve and check. Raises QuantkitError for all that would fail later."""
+    """Open, resolve and check; of `request.run` only what concerns a forward pass counts.
+
+    Raises QuantkitError for all that would fail later.
+    """
     check_run(request.run)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
     output = request.output or Path(f"{base_name(request.source).removesuffix('.gguf')}.imatrix.gguf")

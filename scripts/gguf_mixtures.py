@@ -98,22 +98,10 @@ SHAPES = {
         Model("llama", 2, 4, 4), UNTIED, LLAMA | {"attn_k.weight": [1, 256], "attn_v.weight": [2, 1, 256]}
     ),
 }
-ARCHITECTURES = (
-    *(
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3",
-        "phi3",
-        "gpt2",
-        "gptneox",
-        "bloom",
-        "falcon",
-        "starcoder",
-    ),
-    *("starcoder2", "olmo2", "granite", "stablelm", "command-r"),
-)
+ARCHITECTURES = """
+    llama qwen2 qwen3 gemma2 gemma3 phi3 gpt2 gptneox bloom falcon starcoder starcoder2 olmo2 granite stablelm
+    command-r
+""".split()
 SHAPES |= {  # what llama.cpp takes for a 70B
     f"{name} of 80, {heads} heads": _model(Model(name, 80, heads, 2), TIED, {"attn_v.weight": [2, 256]})
     for name in ARCHITECTURES

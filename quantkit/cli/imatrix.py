@@ -32,12 +32,14 @@ def command() -> Callable[..., None]:
     """The function behind `quantkit imatrix`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
-        from quantkit import imatrix_job, report
+        from quantkit import imatrix_job, job, report
         from quantkit.cli.progress import listener
 
         typed = flags.typed(context, values)
-        request = imatrix_job.Request(
+        request = job.Request(
             source=values["model"],
+            method="imatrix",
+            options=None,
             calibration=CalibrationOptions(**_fields(CalibrationOptions, typed)),
             run=RunOptions(**_fields(RunOptions, typed)),
             **{
@@ -46,8 +48,8 @@ def command() -> Callable[..., None]:
             },
         )
         with listener(values["quiet"]) as progress:
-            job = imatrix_job.prepare(request, progress)
-            record = job.record() if values["dry_run"] else imatrix_job.run(job, progress)
+            prepared = imatrix_job.prepare(request, progress)
+            record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
         if values["as_json"]:
             print(json.dumps(record, indent=2))
         else:
