@@ -21,12 +21,14 @@ class Grid(Protocol):
 
     Error feedback works column by column, so a grid can round a single column of a group, too.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
-    fitted for the whole matrix before any column is chosen.
+    fitted for the whole matrix before any column is chosen. weighted: round to nearest, too, is to know how
+    much each input column counts, as llama.cpp's encoders do with an importance matrix.
     """
 
     group_size: int
     bits: int
     spans_matrix: bool
+    weighted: bool
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
         """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it."""

@@ -48,6 +48,7 @@ class AffineGrid:
     search: bool = True
     clip: bool = False
     spans_matrix = False
+    weighted = False
 
     @property
     def max_code(self) -> int:

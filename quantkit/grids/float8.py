@@ -26,6 +26,7 @@ class Float8Grid:
     group_size: int
     bits = 8
     spans_matrix = False
+    weighted = False
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
         """Values, float32 `[rows, group_size]`, of bytes `[rows, group_size]`."""

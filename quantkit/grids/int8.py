@@ -39,6 +39,7 @@ class Int8Grid:
     group_size: int
     bits = 8
     spans_matrix = False
+    weighted = False
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
         """absmax `[rows]` of `weight [rows, in]`; nothing is searched, so importance changes nothing."""

@@ -58,6 +58,8 @@ class Nf4Grid:
     group_size = BLOCK
     bits = 4
 
+    weighted = False
+
     @property
     def spans_matrix(self) -> bool:
         return self.double_quant

@@ -199,7 +199,7 @@ def runs(start: int, end: int, group_size: int) -> Iterator[tuple[int, int]]:
 
 def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
     """The sweep's rows of one linear, or round to nearest where that loses less on the same inputs."""
-    baseline = rtn.quantize(weight, grid)
+    baseline = rtn.quantize(weight, grid, hessian.diagonal() if grid.weighted else None)
     scale = max(loss(weight, hessian), 1e-30)
     rtn_error = loss(baseline.values() - weight, hessian) / scale
     if solved.weight is None:

@@ -104,6 +104,7 @@ class BlockGrid:
     offset: int = 0
     exact: bool = True
     spans_matrix = False
+    weighted = True
     clip = False
 
     def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
