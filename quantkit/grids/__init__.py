@@ -20,12 +20,14 @@ class Grid(Protocol):
     """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized.
 
     Error feedback works column by column, so a grid can round a single column of a group, too.
+    sub_size: columns of a group that share one step; group_size where parameters are one for the group.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
     fitted for the whole matrix before any column is chosen. weighted: round to nearest, too, is to know how
     much each input column counts, as llama.cpp's encoders do with an importance matrix.
     """
 
     group_size: int
+    sub_size: int
     bits: int
     spans_matrix: bool
     weighted: bool
@@ -44,6 +46,10 @@ class Grid(Protocol):
 
     def round_column(self, column: Tensor, params: Params, j: int) -> tuple[Tensor, Tensor]:
         """Codes (float) and values of column `j` of the group, both `[rows]`."""
+
+    def refit(self, weight: Tensor, params: Params, j: int, importance: Tensor) -> Params:
+        """Parameters that suit columns j to j + sub_size as they now are, `weight [rows, sub_size]`, the
+        others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
 
     def decode(self, codes: Tensor, params: Params) -> Tensor:
         """Values, float32 `[rows, group_size]`."""

@@ -54,6 +54,10 @@ class AffineGrid:
     def max_code(self) -> int:
         return 2**self.bits - 1
 
+    @property
+    def sub_size(self) -> int:
+        return self.group_size
+
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
         """Scale and zero, each `[rows]`, for `weight [rows, group_size]` (float32).
 

@@ -55,9 +55,8 @@ class Nf4Grid:
     """double_quant: store absmax in 8 bits. Weights are rounded on the absmax as it will be decoded."""
 
     double_quant: bool = True
-    group_size = BLOCK
+    group_size = sub_size = BLOCK
     bits = 4
-
     weighted = False
 
     @property

@@ -171,14 +171,24 @@ class BlockGrid:
             return self._nearest(level).flatten(1)
 
         step, low = self._steps(params)
-        return by_rows(work, codes, weight, _divisor(step), low)
+        return by_rows(work, codes, weight, divisor(step), low)
 
     def round_column(self, column: Tensor, params: Any, j: int) -> tuple[Tensor, Tensor]:
         """Codes (float32) and values of column j of a block, both `[rows]`."""
         step, low = params.sub_block(j // self.sub_size)
-        codes = self._nearest((column if low is None else column + low) / _divisor(step))
+        codes = self._nearest((column if low is None else column + low) / divisor(step))
         values = self._level(codes).mul_(step)
         return codes, values if low is None else values.sub_(low)
+
+    def refit(self, weight: Tensor, params: Any, j: int, importance: Tensor) -> Any:
+        """Parameters whose sub-block at column j suits `weight [rows, sub_size]`; the others stay."""
+        from quantkit.grids.ggml.refit import refit
+
+        return refit(self, weight, params, j // self.sub_size, importance)
+
+    def levels_of(self, level: Tensor) -> Tensor:
+        """The levels that can be stored nearest to `level`, which is used up."""
+        return self._level(self._nearest(level))
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
         """Values, float32 `[rows, group_size]`, bit for bit ggml's (dequantize_row_*)."""
@@ -221,6 +231,6 @@ def _halves(params: Any) -> list[tuple[str, Tensor]]:
     return [(name, getattr(params, name)) for name in fields if name in ("d", "dmin", "m")]
 
 
-def _divisor(step: Tensor) -> Tensor:
+def divisor(step: Tensor) -> Tensor:
     """step, or infinity for 0: every code has the same value there, that of level 0 is as good as any."""
     return torch.where(step == 0, torch.inf, step)

@@ -1,0 +1,226 @@
+"""`quantkit gguf`: whole files, from a checkpoint to what llama.cpp computes with them."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import gguf
+import jobs
+import numpy as np
+import pytest
+import torch
+
+from quantkit import evaluate, finish, pipeline, windows
+from quantkit.checkpoint import Checkpoint
+from quantkit.containers.gguf_file import read_header
+from quantkit.errors import QuantkitError
+from quantkit.llamacpp import imatrix
+from quantkit.llamacpp.file_types import FILE_TYPES
+from quantkit.llamacpp.tensors import of_checkpoint
+from quantkit.outputs import gguf as gguf_output
+from quantkit.progress import Progress
+
+pytest.importorskip("xllamacpp")
+import ggml_library  # noqa: E402
+from llama_cpp import Llama  # noqa: E402
+
+CTX = 256
+TOKENS = 1024
+PLAIN = ("F32", "F16", "BF16")
+
+
+def raw(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor's bytes, by GGUF name."""
+    _, infos = read_header(path)
+    return {
+        name: np.fromfile(path, np.uint8, info.nbytes, offset=info.offset) for name, info in infos.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def exported(demo_model, tmp_path_factory) -> Path:
+    """A file of each type, `TYPE.gguf`, all made in one pass."""
+    folder = tmp_path_factory.mktemp("exported")
+    options = {"solver": "rtn", "imatrix": "none"}
+    prepared = [
+        jobs.prepare("gguf", demo_model, folder / f"{name}.gguf", options | {"type": (name,)})
+        for name in FILE_TYPES
+    ]
+    pipeline.run_all(prepared, Progress())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(demo_model) -> windows.Windows:
+    return windows.load(
+        Checkpoint.open(str(demo_model)), demo_model.parent / "heldout.txt", CTX, None, TOKENS
+    )
+
+
+@pytest.mark.parametrize("name", FILE_TYPES)
+def test_llama_cpp_has_the_perplexity_that_eval_measures(exported, text, name):
+    path = exported / f"{name}.gguf"
+    checkpoint = Checkpoint.open(str(path))
+    (result,) = evaluate.evaluate([checkpoint], text, torch.float32, torch.device("cpu"))
+    with Llama(path) as llama:
+        theirs = llama.perplexity(text.ids.tolist(), text.first)
+    assert theirs == pytest.approx(np.exp(result.metrics.nll), rel=0.005)
+
+
+def test_every_tensor_has_the_bytes_of_ggml_s_own_encoder(exported):
+    """llama-quantize starts from a file of floats; so does this, from the one of the same pass."""
+    floats = raw(exported / "F32.gguf")
+    for name in FILE_TYPES:
+        _, infos = read_header(exported / f"{name}.gguf")
+        bytes_of = raw(exported / f"{name}.gguf")
+        for tensor, info in infos.items():
+            values = floats[tensor].view(np.float32).reshape(info.shape)
+            if info.dtype == "F32":
+                expected = values
+            elif info.dtype in PLAIN:
+                expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[info.dtype])
+            else:
+                expected = ggml_library.quantize(info.dtype, torch.from_numpy(values))
+            assert bytes_of[tensor].tobytes() == np.ascontiguousarray(expected).tobytes(), (name, tensor)
+
+
+def test_a_file_is_the_same_alone_and_among_others(exported, demo_model, tmp_path):
+    options = {"solver": "rtn", "imatrix": "none", "type": ("Q4_K_M",)}
+    jobs.quantize("gguf", demo_model, tmp_path / "alone.gguf", options)
+    assert (tmp_path / "alone.gguf").read_bytes() == (exported / "Q4_K_M.gguf").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["alone.gguf"]
+
+
+def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
+    from quantkit import imatrix_job
+
+    calibration = jobs.calibration(tmp_path)
+    auto, file = tmp_path / "auto.gguf", tmp_path / "file.gguf"
+    jobs.quantize("gguf", demo_model, auto, {"solver": "rtn", "type": ("Q3_K_S",)}, calibration=calibration)
+    request = imatrix_job.Request(
+        str(demo_model), calibration, jobs.RunOptions(threads=1), output=tmp_path / "imatrix.gguf"
+    )
+    imatrix_job.run(imatrix_job.prepare(request, Progress()), Progress())
+    options = {"solver": "rtn", "type": ("Q3_K_S",), "imatrix": str(tmp_path / "imatrix.gguf")}
+    jobs.quantize("gguf", demo_model, file, options)
+    assert {k: v.tobytes() for k, v in raw(auto).items()} == {k: v.tobytes() for k, v in raw(file).items()}
+    metadata, infos = read_header(file)
+    assert metadata["quantize.imatrix.entries_count"] == 42
+    means = imatrix.read(tmp_path / "imatrix.gguf").values()
+    _, floats = read_header(file)
+    name = "blk.3.ffn_down.weight"
+    target = next(target for target in of_checkpoint(Checkpoint.open(str(demo_model))) if target.name == name)
+    values = target.to_gguf(target.read(Checkpoint.open(str(demo_model)), torch.float32))
+    expected = ggml_library.quantize(infos[name].dtype, values, means[name])
+    assert raw(file)[name].tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+@pytest.fixture(scope="module")
+def fed_back(demo_model, tmp_path_factory) -> tuple[Path, finish.Summary]:
+    """A file by error feedback, and what the job said."""
+    folder = tmp_path_factory.mktemp("fed-back")
+    calibration = jobs.calibration(folder)
+    summary = jobs.quantize(
+        "gguf", demo_model, folder / "q4.gguf", {"type": ("Q4_K_M",)}, calibration=calibration
+    )
+    return folder / "q4.gguf", summary
+
+
+def test_error_feedback_loses_less_on_every_linear(fed_back, exported):
+    path, summary = fed_back
+    metadata, infos = read_header(path)
+    _, others = read_header(exported / "Q4_K_M.gguf")
+    assert {name: info.dtype for name, info in infos.items()} == {n: i.dtype for n, i in others.items()}
+    linears = json.loads(metadata["quantkit.manifest"])["linears"]
+    assert len(linears) == 42
+    assert all(row["error"] <= row["rtn_error"] for row in linears)
+    assert summary.error < 0.7 * summary.rtn_error
+    with Llama(path) as llama:
+        assert np.isfinite(llama.logits(range(1, 20))).all()
+
+
+def test_a_killed_job_goes_on_to_the_same_bytes(demo_model, fed_back, tmp_path, monkeypatch):
+    path, _ = fed_back
+    out = tmp_path / "q4.gguf"
+    arguments = {"calibration": jobs.calibration(path.parent)}
+    prepared = jobs.prepare("gguf", demo_model, out, {"type": ("Q4_K_M",)}, **arguments)
+    with monkeypatch.context() as patch:
+        write = prepared.staging.write_block
+
+        def die(index, *rest):
+            if index == 3:
+                raise KeyboardInterrupt
+            write(index, *rest)
+
+        patch.setattr(prepared.staging, "write_block", die, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(prepared, Progress())
+    assert not out.exists()
+    again = jobs.prepare("gguf", demo_model, out, {"type": ("Q4_K_M",)}, resume=True, **arguments)
+    pipeline.run(again, Progress())
+    assert out.read_bytes() == path.read_bytes()
+
+
+def test_kept_linears_are_in_16_bit(demo_model, tmp_path):
+    out = tmp_path / "out.gguf"
+    options = {"solver": "rtn", "imatrix": "none"}
+    summary = jobs.quantize("gguf", demo_model, out, options, exclude=(r"layers\.0\.mlp",))
+    _, infos = read_header(out)
+    kept = {name for name, info in infos.items() if info.dtype == "BF16"}
+    assert kept == {f"blk.0.ffn_{part}.weight" for part in ("gate", "up", "down")}
+    assert (summary.kept, summary.linears) == (3, 39)
+
+
+def test_what_fits_no_block_falls_back_aloud_or_not_at_all(tiny_model, tmp_path):
+    model = tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    options = {"solver": "rtn", "imatrix": "none", "type": ("Q4_K_S",)}
+    progress = jobs.Listener()
+    jobs.prepare("gguf", model, tmp_path / "out.gguf", options, progress=progress)
+    assert any(
+        text.startswith("blk.0.ffn_down.weight is Q5_0 instead of Q4_K: 96 columns are no multiple of 256")
+        for text in progress.warnings
+    )
+    with pytest.raises(QuantkitError, match="tensors do not fit the type they should have") as caught:
+        jobs.prepare("gguf", model, tmp_path / "out.gguf", options | {"strict": True})
+    assert caught.value.exit_code == 4 and "--strict" in caught.value.hint
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_disk_that_fills_leaves_nothing(demo_model, tmp_path, monkeypatch):
+    def full(self, name, chunks):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(gguf_output.GgufWriter, "write", full)
+    out = tmp_path / "out.gguf"
+    with pytest.raises(QuantkitError, match="is full") as caught:
+        jobs.quantize("gguf", demo_model, out, {"solver": "rtn", "imatrix": "none"})
+    assert caught.value.exit_code == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": ("Q4_K_X",)}, "no file type 'Q4_K_X'"),
+        ({"imatrix": "file.dat"}, "--imatrix file.dat is for --solver rtn"),
+        ({"tensor_type": ("nothing=Q8_0",)}, "matches no tensor"),
+        ({"solver": "rtn", "imatrix": "absent.dat"}, "absent.dat cannot be read"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(demo_model, tmp_path, options, message):
+    with pytest.raises(QuantkitError, match=message):
+        jobs.prepare("gguf", demo_model, tmp_path / "out.gguf", options)
+
+
+def test_not_a_number_is_refused_by_name(demo_model, tmp_path):
+    import shutil
+
+    model = Path(shutil.copytree(demo_model, tmp_path / "model"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    jobs.rewrite(
+        model, lambda n, tensor: tensor.index_fill(0, torch.tensor([3]), float("nan")) if n == name else None
+    )
+    with pytest.raises(QuantkitError, match=f"{name} holds NaN"):
+        jobs.quantize("gguf", model, tmp_path / "out.gguf", {"solver": "rtn", "imatrix": "none"})
+    assert not (tmp_path / "out.gguf").exists()
