@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import gguf
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit import evaluate, finish, pipeline, windows
+from quantkit import evaluate, finish, imatrix_job, job, pipeline, windows
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.gguf_file import read_header
 from quantkit.errors import QuantkitError
 from quantkit.llamacpp import imatrix
 from quantkit.llamacpp.file_types import FILE_TYPES
 from quantkit.llamacpp.tensors import of_checkpoint
+from quantkit.options import RunOptions
 from quantkit.outputs import gguf as gguf_output
 from quantkit.progress import Progress
 
@@ -81,8 +83,8 @@ def test_every_tensor_has_the_bytes_of_ggml_s_own_encoder(exported):
             elif info.dtype in PLAIN:
                 expected = gguf.quants.quantize(values, gguf.GGMLQuantizationType[info.dtype])
             else:
-                expected = ggml_library.quantize(info.dtype, torch.from_numpy(values))
-            assert bytes_of[tensor].tobytes() == np.ascontiguousarray(expected).tobytes(), (name, tensor)
+                expected = ggml_library.encode(info.dtype, torch.from_numpy(values))
+            assert bytes_of[tensor].tobytes() == np.asarray(expected).tobytes(), (name, tensor)
 
 
 def test_a_file_is_the_same_alone_and_among_others(exported, demo_model, tmp_path):
@@ -93,13 +95,11 @@ def test_a_file_is_the_same_alone_and_among_others(exported, demo_model, tmp_pat
 
 
 def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
-    from quantkit import imatrix_job
-
     calibration = jobs.calibration(tmp_path)
     auto, file = tmp_path / "auto.gguf", tmp_path / "file.gguf"
     jobs.quantize("gguf", demo_model, auto, {"solver": "rtn", "type": ("Q3_K_S",)}, calibration=calibration)
-    request = imatrix_job.Request(
-        str(demo_model), calibration, jobs.RunOptions(threads=1), output=tmp_path / "imatrix.gguf"
+    request = job.Request(
+        str(demo_model), "imatrix", None, calibration, RunOptions(threads=1), output=tmp_path / "imatrix.gguf"
     )
     imatrix_job.run(imatrix_job.prepare(request, Progress()), Progress())
     options = {"solver": "rtn", "type": ("Q3_K_S",), "imatrix": str(tmp_path / "imatrix.gguf")}
@@ -112,8 +112,8 @@ def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
     name = "blk.3.ffn_down.weight"
     target = next(target for target in of_checkpoint(Checkpoint.open(str(demo_model))) if target.name == name)
     values = target.to_gguf(target.read(Checkpoint.open(str(demo_model)), torch.float32))
-    expected = ggml_library.quantize(infos[name].dtype, values, means[name])
-    assert raw(file)[name].tobytes() == np.ascontiguousarray(expected).tobytes()
+    expected = ggml_library.encode(infos[name].dtype, values, means[name])
+    assert raw(file)[name].tobytes() == np.asarray(expected).tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +214,6 @@ def test_options_that_make_no_sense_are_refused(demo_model, tmp_path, options, m
 
 
 def test_not_a_number_is_refused_by_name(demo_model, tmp_path):
-    import shutil
-
     model = Path(shutil.copytree(demo_model, tmp_path / "model"))
     name = "model.layers.1.mlp.up_proj.weight"
     jobs.rewrite(
