@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.grids import by_rows, group, matrix, stack
+from quantkit.grids.ggml import fast, search
 
 CHUNK = 1 << 18  # weights encoded at a time: for fewer, torch takes longer to start a pass than to run it
 HALF_MAX = 65504.0
@@ -106,6 +108,10 @@ class BlockGrid:
     spans_matrix = False
     weighted = True
     clip = False
+
+    @property
+    def _search(self) -> ModuleType:
+        return search if self.exact else fast
 
     def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
         """Parameters, blocks first, and codes `[group_size, blocks]`."""

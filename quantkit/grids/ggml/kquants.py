@@ -4,14 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import search
 from quantkit.grids.ggml.block import BlockGrid, Blocks, SubScales, SubScalesAndMins, half, join, split
-from quantkit.grids.ggml.search import EPSILON, extreme, finite, over, square_root, total
+from quantkit.grids.ggml.search import (
+    EPSILON,
+    WITH_IMPORTANCE,
+    Plan,
+    clear,
+    extreme,
+    finite,
+    over,
+    square_root,
+    total,
+)
 
 SUPER_BLOCK = 256
 
@@ -30,53 +40,43 @@ def mean_square(x: Tensor, factor: float) -> Tensor:
 class MinGrid(BlockGrid):
     """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
 
-    start, step, count: of the search without importance. absolute: it measures errors by magnitude.
-    power: factor of the mean square in the weights with importance.
+    plan: of the search without importance. power: factor of the mean square in the weights with importance.
     """
 
     scale_max: int = 63
-    start: float = -0.5
-    step: float = 0.1
-    count: int = 15
-    absolute: bool = False
+    plan: Plan = Plan(-0.5, 0.1, 15)
     power: float = 2.0
 
     def _encode(self, blocks: Blocks) -> tuple[SubScalesAndMins, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None:
-            weights = self._own_weights(x)
-            plan = self.start, self.step, self.count, self.absolute
+            weights, plan = self._own_weights(x), self.plan
         else:
             power = mean_square(blocks.x, self.power)
             weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
-            plan = -0.9, 0.05, 36, False
-        scale, low, _ = search.make_qkx(x, weights, self.levels, *plan, codes=False)
+            plan = WITH_IMPORTANCE
+        nmax = 2**self.bits - 1
+        scale, low, _ = self._search.make_qkx(x, weights, nmax, plan, codes=False)
         scale, low = scale.view(-1, n), low.view(-1, n)
-        if blocks.importance is None:
+        if blocks.importance is None and self.exact:
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
             share = total(weights).view(-1, n)
-            d, scales = search.make_qp(scale, share, self.scale_max)
-            dmin, mins = search.make_qp(low, share, self.scale_max)
+            d, scales = self._search.make_qp(scale, share, self.scale_max)
+            dmin, mins = self._search.make_qp(low, share, self.scale_max)
         d, dmin = half(d), half(dmin)
         step = (d * scales).flatten()
-        codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, self.levels)
+        codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
         zero = (step == 0).nonzero()[:, 0]
         if len(zero):  # every code has the same value there: C keeps what the search had
-            _, _, found = search.make_qkx(x[:, zero], weights[:, zero], self.levels, *plan, codes=True)
-            codes[:, zero] = found
+            codes[:, zero] = self._search.make_qkx(x[:, zero], weights[:, zero], nmax, plan, codes=True)[2]
         return SubScalesAndMins(d, dmin, scales.t(), mins.t()), join(codes, n)
-
-    @property
-    def levels(self) -> int:
-        """The largest code."""
-        return 2**self.bits - 1
 
     def _own_weights(self, x: Tensor) -> Tensor:
         """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
         weights = x.abs()
-        return weights if self.absolute else weights.add_(square_root(total(x * x) / self.sub_size))
+        return weights if self.bits == 2 else weights.add_(square_root(total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Unit and integers for `parts [sub-blocks, blocks]`, the largest part being scale_max units."""
@@ -89,13 +89,26 @@ class MinGrid(BlockGrid):
 class SignedGrid(BlockGrid):
     """Q3_K and Q6_K: signed scales and no mins."""
 
-    def _finish(self, x: Tensor, d: Tensor, scales: Tensor, searched: Tensor) -> tuple[SubScales, Tensor]:
-        """Codes rounded on the parameters as stored; where these make no difference, those of the search."""
+    def _finish(
+        self, x: Tensor, d: Tensor, scales: Tensor, searched: Callable[[Tensor], Tensor]
+    ) -> tuple[SubScales, Tensor]:
+        """Codes rounded on the parameters as stored. Where every code has the same value C keeps what
+        the search had: `searched(columns)`."""
         d = half(d)
         step = (d * scales).flatten()
         codes = (x / step).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
-        codes = torch.where(step == 0, searched, codes)
+        zero = (step == 0).nonzero()[:, 0]
+        if len(zero):
+            codes[:, zero] = searched(zero)
         return SubScales(d, scales.t()), join(codes, len(d))
+
+    def _make_qx(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Scale of every column, and how to come by the codes that the search had for some."""
+
+        def searched(columns: Tensor) -> Tensor:
+            return self._search.make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]
+
+        return self._search.make_qx(x, weights, self.offset, codes=False)[0], searched
 
 
 def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,15 +125,20 @@ class Q3KGrid(SignedGrid):
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
-        if blocks.importance is None:
-            scale, searched = search.make_q3(x, self.offset)
+        if blocks.importance is None and self.exact:
+            scale, codes = search.make_q3(x, self.offset)
             d, scales, largest = signed_multiples(scale.view(-1, n), -32)
             empty = largest == 0
-            return self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, -32), searched)
-        weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
-        weights = split(weights, self.sub_size)
-        scale, searched = search.make_qx(x, weights, self.offset, codes=True)
-        d, scales = search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
+            d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
+            return self._finish(x, d, scales, lambda columns: codes[:, columns])
+        if blocks.importance is None:  # x² alone, as make_q3 has it, neglects the small weights
+            square = x * x
+            weights = square.add_(square.mean(0))
+        else:
+            weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
+            weights = split(weights, self.sub_size)
+        scale, searched = self._make_qx(x, weights)
+        d, scales = self._search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
         return self._finish(x, d, scales.sub_(32), searched)
 
 
@@ -131,17 +149,17 @@ class Q6KGrid(SignedGrid):
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
-        scale, searched = search.make_qx(x, weights, self.offset, codes=True)
+        scale, searched = self._make_qx(x, weights)
         d, scales, largest = signed_multiples(scale.view(-1, n), -128)
         empty = largest.abs() < EPSILON
         params, codes = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
-        return params, codes.masked_fill_(empty, 0)
+        return params, clear(codes, empty)
 
 
 GRIDS = {
-    "Q2_K": MinGrid("Q2_K", 2, SUPER_BLOCK, 16, scale_max=15, absolute=True, power=1.0),
+    "Q2_K": MinGrid("Q2_K", 2, SUPER_BLOCK, 16, scale_max=15, plan=Plan(-0.5, 0.1, 15, True), power=1.0),
     "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4),
-    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, 32, start=-1.0, count=20),
+    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, 32, plan=Plan(-1.0, 0.1, 20)),
     "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK, 32),
     "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32),
 }

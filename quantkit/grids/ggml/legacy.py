@@ -7,10 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml import search
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, ScaleAndMin, half
 from quantkit.grids.ggml.kquants import error_weights
-from quantkit.grids.ggml.search import extreme, over, total
+from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, over, total
 
 BLOCK = 32
 
@@ -40,7 +39,7 @@ class ScaleGrid(BlockGrid):
             d = extreme(blocks.x) / -self.offset
             codes = truncated((blocks.x * inverse(d)).add_(self.offset + 0.5), 2 * self.offset - 1)
         else:
-            d, codes = search.make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
+            d, codes = self._search.make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
         return Scale(half(d)), codes
 
 
@@ -55,7 +54,7 @@ class ScaleAndMinGrid(BlockGrid):
             codes = truncated((x - m).mul_(inverse(d)).add_(0.5), levels)
         else:
             weights = row_weights(blocks)
-            d, low, codes = search.make_qkx(x, weights, levels, -0.9, 0.05, 36, absolute=False, codes=True)
+            d, low, codes = self._search.make_qkx(x, weights, levels, WITH_IMPORTANCE, codes=True)
             m = -low
         return ScaleAndMin(half(d), half(m)), codes
 

@@ -9,11 +9,14 @@ float32 as in C, and no multiply-add is fused.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 EPSILON = 1e-15  # GROUP_MAX_EPS: a group whose weights are all smaller is taken for zero
+ROUNDS = 5  # in which codes are chosen again
 FEW = 8  # columns below which numpy may not sum row by row
 
 
@@ -54,26 +57,35 @@ def extreme(x: Tensor) -> Tensor:
     """The value of largest magnitude of each column; of equals the first."""
     high, low = x.amax(0), x.amin(0)
     found = torch.where(high > -low, high, low).add_(0.0)  # never -0
-    return first(x.abs(), x, high, ((high == -low) & (high > 0)), found)
-
-
-def first(keys: Tensor, x: Tensor, key: Tensor, tied: Tensor, found: Tensor) -> Tensor:
-    """`found`, in the columns that are `tied` replaced by the first value of x whose key is `key`."""
-    columns = tied.nonzero()[:, 0]
-    if len(columns):
-        places = (keys[:, columns] == key[columns]).to(torch.uint8).argmax(0)
-        found[columns] = x[:, columns].gather(0, places[None])[0]
+    tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
+    if len(tied):
+        columns = x[:, tied]
+        places = (columns.abs() == high[tied]).to(torch.uint8).argmax(0)
+        found[tied] = columns.gather(0, places[None])[0]
     return found
 
 
+class Plan(NamedTuple):
+    """Scales that make_qkx tries: ranges of `nmax + start + step k` codes, k = 0 .. count. absolute: errors
+    count by magnitude, not squared."""
+
+    start: float
+    step: float
+    count: int
+    absolute: bool = False
+
+
+WITH_IMPORTANCE = Plan(-0.9, 0.05, 36)
+
+
 def make_qkx(
-    x: Tensor, weights: Tensor, nmax: int, start: float, step: float, count: int, absolute: bool, codes: bool
+    x: Tensor, weights: Tensor, nmax: int, plan: Plan, codes: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scale and low `[groups]` for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
 
-    Beginning with the range of x, `count + 1` finer or coarser scales round x; for the codes of each the
-    scale and low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
-    absolute: errors count by magnitude, not squared. codes: return the codes of the best, too.
+    Beginning with the range of x, finer and coarser scales round x; for the codes of each the scale and
+    low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
+    codes: return the codes of the best, too.
     """
     low = x.amin(0).clamp_(max=0)
     high = x.amax(0)
@@ -87,10 +99,10 @@ def make_qkx(
     scale = over(1, factor)
     factor = finite(factor)
     _round_from(x, low, factor, nmax, code)
-    best = _error(x, weights, code, scale, low, absolute, other)
+    best = _error(x, weights, code, scale, low, plan.absolute, other)
     used = (factor, low)
-    for k in range(count + 1):
-        factor = finite(over(single(start, times(step, k), nmax), high - low))
+    for k in range(plan.count + 1):
+        factor = finite(over(single(plan.start, times(plan.step, k), nmax), high - low))
         _round_from(x, low, factor, nmax, code)
         torch.mul(weights, code, out=product)
         sum_l = total(product)
@@ -102,7 +114,7 @@ def make_qkx(
         above = new_low > 0
         new_scale = torch.where(above, sum_xl / sum_l2, new_scale)
         new_low.masked_fill_(above, 0)
-        error = _error(x, weights, code, new_scale, new_low, absolute, other)
+        error = _error(x, weights, code, new_scale, new_low, plan.absolute, other)
         better = (determinant > 0) & (error < best)
         if codes:
             used = tuple(torch.where(better, a, b) for a, b in zip((factor, low), used, strict=True))
@@ -165,11 +177,18 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor,
     if not codes:
         return scale, None
     torch.mul(x, used, out=code).round_().clamp_(-nmax, nmax - 1).add_(nmax)
-    return scale, code.masked_fill_(zero, 0)
+    return scale, clear(code, zero)
+
+
+def clear(code: Tensor, columns: Tensor) -> Tensor:
+    """`code` with 0 in some columns, `[groups]` bool; seldom any, so a look at them first saves a pass."""
+    if columns.any():
+        code[:, columns] = 0
+    return code
 
 
 def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
-    """Signed scale and codes (make_q3_quants): five rounds of choosing each code again, given the others, so
+    """Signed scale and codes (make_q3_quants): rounds of choosing each code again, given the others, so
     that `(Σ w x l)² / Σ w l²` grows; w = x². Codes come as they are stored, `l + nmax`, and 0 in a group of
     zeros.
     """
@@ -178,7 +197,7 @@ def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
     weights = x * x
     code = (x * over(-nmax, largest.masked_fill(zero, 1))).round_().clamp_(-nmax, nmax - 1)
     scale = _descend(x, weights, code, (-nmax, nmax - 1), squares_positive=False)
-    return scale.masked_fill_(zero, 0), code.add_(nmax).masked_fill_(zero, 0)
+    return scale.masked_fill_(zero, 0), clear(code.add_(nmax), zero)
 
 
 def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +222,7 @@ def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
         best, used = torch.where(better, error, best), torch.where(better, factor, used)
     code = (x * used).round_().clamp_(max=nmax)
     scale = _descend(x, weights, code, (None, nmax), squares_positive=True)
-    return scale.masked_fill_(zero, 0), code.masked_fill_(zero, 0)
+    return scale.masked_fill_(zero, 0), clear(code, zero)
 
 
 def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_positive: bool) -> Tensor:
@@ -212,21 +231,43 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     squares_positive: a move needs `Σ w l²` of the other codes positive beforehand, not only with the new one.
     """
     weighted = weights * x
-    sum_lx, sum_l2 = total(weighted * code), total(weights * code * code)
-    for _ in range(5):
-        changed = torch.zeros(code.shape[1:], dtype=torch.bool, device=x.device)
-        for x_i, w_i, wx_i, l_i in zip(x, weights, weighted, code, strict=True):
-            rest_lx = sum_lx - wx_i * l_i
-            rest_l2 = sum_l2 - w_i * l_i * l_i
-            new = (x_i * rest_l2 / rest_lx).round_().clamp_(*bounds)
-            new_lx = rest_lx + wx_i * new
-            new_l2 = rest_l2 + w_i * new * new
-            better = (rest_lx > 0) & (new != l_i) & ((rest_l2 if squares_positive else new_l2) > 0)
-            better &= new_lx * new_lx * sum_l2 > sum_lx * sum_lx * new_l2
-            l_i.copy_(torch.where(better, new, l_i))
-            sum_lx = torch.where(better, new_lx, sum_lx)
-            sum_l2 = torch.where(better, new_l2, sum_l2)
-            changed |= better
-        if not changed.any():
+    parts = [x, weights, weighted, code, total(weighted * code), total(weights * code * code)]
+    kept = []  # of groups that change no more: for them a further round would change nothing, either
+    for _ in range(ROUNDS):
+        changed = _choose_again(*parts, bounds, squares_positive).nonzero()[:, 0]
+        kept.append((parts, changed))
+        if not len(changed):
             break
+        parts = [part[..., changed] for part in parts]
+    for (outer, changed), (inner, _) in reversed(list(zip(kept, kept[1:], strict=False))):
+        for k in (3, 4, 5):  # code and its sums
+            outer[k][..., changed] = inner[k]
+    sum_lx, sum_l2 = kept[0][0][4:]
     return torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
+
+
+def _choose_again(
+    x: Tensor,
+    weights: Tensor,
+    weighted: Tensor,
+    code: Tensor,
+    sum_lx: Tensor,
+    sum_l2: Tensor,
+    bounds: tuple,
+    squares_positive: bool,
+) -> Tensor:
+    """One round: `code`, `Σ w x l` and `Σ w l²` change in place; which groups did, bool."""
+    changed = torch.zeros_like(sum_lx, dtype=torch.bool)
+    for x_i, w_i, wx_i, l_i in zip(x, weights, weighted, code, strict=True):
+        rest_lx = sum_lx - wx_i * l_i
+        rest_l2 = sum_l2 - (w_i * l_i).mul_(l_i)
+        new = (x_i * rest_l2).div_(rest_lx).round_().clamp_(*bounds)
+        new_lx = (wx_i * new).add_(rest_lx)
+        new_l2 = (w_i * new).mul_(new).add_(rest_l2)
+        better = (rest_lx > 0) & (new != l_i) & ((rest_l2 if squares_positive else new_l2) > 0)
+        better &= (new_lx * new_lx).mul_(sum_l2) > (sum_lx * sum_lx).mul_(new_l2)
+        torch.where(better, new, l_i, out=l_i)
+        torch.where(better, new_lx, sum_lx, out=sum_lx)
+        torch.where(better, new_l2, sum_l2, out=sum_l2)
+        changed |= better
+    return changed
