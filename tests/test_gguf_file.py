@@ -206,10 +206,10 @@ def test_headers_that_lie_are_refused(tmp_path, case):
     assert error.value.hint
 
 
-def test_every_truncation_is_noticed(tmp_path, file):
+def test_a_truncation_is_noticed_wherever_it_is(tmp_path, file):
     content = file.read_bytes()
     end = max(info.offset + info.nbytes for info in read_header(file)[1].values())
-    for length in range(end):
+    for length in [*range(0, end, 5), end - 1]:
         (tmp_path / "cut.gguf").write_bytes(content[:length])
         with pytest.raises(QuantkitError):
             read_header(tmp_path / "cut.gguf")
