@@ -14,7 +14,6 @@ from rich.table import Table
 
 from quantkit.finish import Summary
 from quantkit.job import Job
-from quantkit.spec import LinearSpec
 
 
 def megabytes(nbytes: float) -> str:
@@ -55,11 +54,12 @@ def print_plan(job: Job) -> None:
     """`--dry-run` for people: identical linears of several blocks share a row."""
     console, plan = Console(highlight=False), job.plan
     table = _table("linears", "blocks", "shape", "quantized to")
-    rows = sorted(job.specs, key=lambda row: (_kind(row), row.block))
-    order = {row.local: position for position, row in reversed(list(enumerate(job.specs)))}
-    kinds = [(kind, [row.block for row in group]) for kind, group in groupby(rows, key=_kind)]
-    for (local, shape, target), blocks in sorted(kinds, key=lambda item: order[item[0][0]]):
-        table.add_row(local, _ranges(blocks), f"{shape[0]} × {shape[1]}", target)
+    rows = job.method.output.planned(job)
+    order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
+    alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
+    for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):
+        blocks = [row.block for row in members if row.block is not None]
+        table.add_row(name, _ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
     console.print(table)
     execution = plan.execution
     facts = {
@@ -91,14 +91,6 @@ def _calibration(made: dict | None) -> str:
     if made is None:
         return "none needed"
     return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
-
-
-def _kind(row: LinearSpec) -> tuple[str, tuple[int, int], str]:
-    if row.grid is None:
-        target = f"16 bit ({row.kept})"
-    else:
-        target = row.grid.describe()
-    return row.local, (row.out_features, row.in_features), target
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from quantkit.checkpoint import Checkpoint
@@ -25,6 +25,9 @@ class Output(Protocol):
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """What will be written, exact from shapes."""
+
+    def planned(self, job: Job) -> list[Planned]:
+        """What becomes of every matrix."""
 
     def install_rest(self, job: Job) -> None:
         """Let what lies outside the blocks compute as it will be stored, before the first block runs."""
@@ -48,3 +51,12 @@ class Sizes:
     def bits_per_weight(self) -> float:
         """Of the quantized linears."""
         return 8 * self.quantized / self.weights
+
+
+class Planned(NamedTuple):
+    """A matrix of the output: its name inside its block (or its own, outside), and what it becomes."""
+
+    name: str
+    block: int | None
+    shape: tuple[int, int]
+    becomes: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quantkit import model_card
 from quantkit.containers import safetensors_folder
 from quantkit.finish import MANIFEST, TIMINGS, Summary, manifest, merged
-from quantkit.outputs import Sizes
+from quantkit.outputs import Planned, Sizes
 
 if TYPE_CHECKING:
     from quantkit.checkpoint import Checkpoint
@@ -32,6 +32,18 @@ class FolderOutput:
         rest = sum(checkpoint.plain(info).nbytes for info in kept)
         quantized = sum(layout.nbytes(spec) for spec in rows)
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
+
+    def planned(self, job: Job) -> list[Planned]:
+        """The linears of the blocks."""
+        return [
+            Planned(
+                row.local,
+                row.block,
+                (row.out_features, row.in_features),
+                row.grid.describe() if row.grid else f"16 bit ({row.kept})",
+            )
+            for row in job.specs
+        ]
 
     def install_rest(self, job: Job) -> None:
         """It is stored as it was read."""

@@ -7,6 +7,7 @@ the source, a tensor at a time, for as many files as were asked for.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from quantkit.finish import manifest
 from quantkit.layouts.ggml import decode_rows, encode_rows
 from quantkit.llamacpp.imatrix import Imatrix
 from quantkit.llamacpp.tensors import Target
-from quantkit.outputs import Sizes
+from quantkit.outputs import Planned, Sizes
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -79,6 +80,17 @@ class GgufOutput:
             quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
             weights=sum(row.weights for row in rows if row),
         )
+
+    def planned(self, job: Job) -> list[Planned]:
+        """All matrices, by their names in the file."""
+        types = self.types(job.checkpoint, job.specs)
+        rows = []
+        for target in self.targets:
+            if len(target.shape) == 2:
+                block = re.fullmatch(r"blk\.(\d+)\.(.+)", target.name)
+                name, index = (block[2], int(block[1])) if block else (target.name, None)
+                rows.append(Planned(name, index, target.shape, types[target.name]))
+        return rows
 
     def install_rest(self, job: Job) -> None:
         """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
