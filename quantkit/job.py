@@ -87,7 +87,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
                 exit_code=UNSUPPORTED,
             )
         progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
-    output = request.output or Path(f"{base_name(request.source)}-{module.suffix(request.options)}")
+    output = output_of(request)
     if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     staging = Staging(output)
@@ -173,6 +173,18 @@ def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearS
     if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
     return specs
+
+
+def output_of(request: Request) -> Path:
+    """Where the job writes: as asked, or a name made of the source's and the options."""
+    suffix = methods.load(request.method).suffix(request.options)
+    return request.output or Path(f"{base_name(request.source)}-{suffix}")
+
+
+def is_finished(request: Request) -> bool:
+    """Whether the job's output is there and nothing of it is left to do."""
+    staging = Staging(output_of(request))
+    return staging.output.exists() and not staging.folder.exists()
 
 
 def base_name(source: str) -> str:

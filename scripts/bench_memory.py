@@ -1,9 +1,10 @@
-"""Peak memory of a GPTQ job against the number of blocks: it must not grow.
+"""Peak memory of a job against the number of blocks: it must not grow.
 
-    python scripts/bench_memory.py [--width 1024 --depths 4 32 --samples 8 --seqlen 256]
+    python scripts/bench_memory.py [--job gptq] [--width 1024 --depths 4 32 --samples 8 --seqlen 256]
 
-Each job runs in a process of its own on a random Llama; what is printed is the process's peak
-resident memory (VmHWM) above what it held after the imports, before the job.
+The gguf job is `--solver rtn --imatrix none`, which holds one tensor and its codes at a time. Each job runs
+in a process of its own on a random Llama; what is printed is the process's peak resident memory (VmHWM)
+above what it held after the imports, before the job.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from quantkit import job, pipeline
-from quantkit.methods.gptq import Options
+from quantkit import job, methods, pipeline
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
 
@@ -31,11 +31,12 @@ def status(key):
     return int(line.split()[1]) / 1024
 
 torch.randn(64, 64) @ torch.randn(64, 64)
-model, out, samples, seqlen, mode = sys.argv[1:]
+method, model, out, samples, seqlen, mode = sys.argv[1:]
+options = {"solver": "rtn", "imatrix": "none"} if method == "gguf" else {}
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
 baseline = status("VmRSS")
 prepared = job.prepare(job.Request(
-    source=model, method="gptq", options=Options(), output=Path(out),
+    source=model, method=method, options=methods.load(method).Options(**options), output=Path(out),
     calibration=CalibrationOptions(samples=int(samples), seqlen=int(seqlen)),
     run=RunOptions(threads=1, sequential=mode),
 ), Progress())
@@ -47,6 +48,7 @@ print(baseline, status("VmHWM") - baseline, predicted)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job", default="gptq", choices=["gptq", "gguf"])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--samples", type=int, default=8)
@@ -54,11 +56,19 @@ def main() -> None:
     parser.add_argument("--sequential", default="suspend", choices=["suspend", "repeat"])
     args = parser.parse_args()
     peaks = []
+    largest = args.width * args.width * 11 // 4
     for depth in args.depths:
         with tempfile.TemporaryDirectory() as folder:
             shape = (args.width, args.width * 11 // 4, depth, args.width // 64, args.seqlen, "bfloat16")
             size = random_llama.make(Path(folder) / "model", *shape)
-            arguments = [f"{folder}/model", f"{folder}/out", args.samples, args.seqlen, args.sequential]
+            arguments = [
+                args.job,
+                f"{folder}/model",
+                f"{folder}/out.gguf",
+                args.samples,
+                args.seqlen,
+                args.sequential,
+            ]
             command = [sys.executable, "-c", JOB, *map(str, arguments)]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         baseline, peak, predicted = map(float, output.split())
@@ -68,6 +78,7 @@ def main() -> None:
             f"above {baseline:.0f} MiB, predicted {predicted:.1f}",
             flush=True,
         )
+    print(f"largest tensor in float32: {largest * 4 / 2**20:.1f} MiB")
     print(
         f"growth from {args.depths[0]} to {args.depths[-1]} blocks: {100 * (peaks[-1] / peaks[0] - 1):+.1f} %"
     )

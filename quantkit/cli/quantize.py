@@ -83,7 +83,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     from quantkit.cli.progress import listener
 
     with listener(values["quiet"]) as progress:
-        jobs = [job.prepare(one, progress, values["dry_run"]) for one in _requests(choice, values)]
+        requests = _requests(choice, values)
+        if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
+            requests = [one for one in requests if not job.is_finished(one)] or requests[-1:]
+        jobs = [job.prepare(one, progress, values["dry_run"]) for one in requests]
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:
