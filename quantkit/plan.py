@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from quantkit.spec import LinearSpec
 
 BATCH_TOKENS = 4096  # tokens per forward pass: matrix products run at full rate, activations stay small
 GIB = 1 << 30
+ENCODING = 1 << 24  # temporaries of an encoder
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,10 @@ def _memory(
 
     A transform looks at the whole block: the Hessians of all its sites, and its weights in float32.
     """
+    if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
+        tensors = skeleton.checkpoint.infos.values()
+        encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
+        return max(encode, forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0)
     element = skeleton.dtype.itemsize
     first = [spec for spec in specs if spec.block == 0]
     hidden = min(spec.in_features for spec in first)
