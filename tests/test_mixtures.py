@@ -13,7 +13,6 @@ import gguf
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.llamacpp import configuration
 from quantkit.llamacpp import tensors as tensors_of
 from quantkit.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.llamacpp.mixtures import Choice, Wishes, choose, nbytes, stays_float
@@ -127,13 +126,6 @@ def test_tensors_of_real_models_stay_float_where_llama_cpp_wants_it(family):
         assert family == "opt"
         return
     assert {t.name: t.float32 for t in targets} == {t.name: stays_float(t.name, t.shape) for t in targets}
-
-
-def test_a_model_is_known_by_its_metadata():
-    config = families.FAMILIES["qwen2"][0](**families.FAMILIES["qwen2"][1] | {"num_attention_heads": 8})
-    assert Model.of_metadata(configuration.to_metadata(config)) == Model("qwen2", 3, 8, 2)
-    bare = {"general.architecture": "x", "x.block_count": 2, "x.attention.head_count": 4}
-    assert Model.of_metadata(bare | {"x.expert_count": 8}) == Model("x", 2, 4, 4, 8)
 
 
 # ---- wishes

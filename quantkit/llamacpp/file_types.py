@@ -6,9 +6,9 @@ Source: llama.cpp, `src/llama-quant.cpp`, `llama_tensor_get_type_impl`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quantkit.errors import USAGE, QuantkitError
 
@@ -40,19 +40,6 @@ class Model(NamedTuple):
     heads: int
     kv_heads: int
     experts: int = 0
-
-    @staticmethod
-    def of_metadata(metadata: Mapping[str, Any]) -> Model:
-        """The model that the metadata of a GGUF file describe."""
-        name = metadata["general.architecture"]
-        heads = metadata[f"{name}.attention.head_count"]
-        return Model(
-            architecture=name,
-            blocks=metadata[f"{name}.block_count"],
-            heads=heads,
-            kv_heads=metadata.get(f"{name}.attention.head_count_kv", heads),
-            experts=metadata.get(f"{name}.expert_count", 0),
-        )
 
     @property
     def grouped(self) -> bool:
