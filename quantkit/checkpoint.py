@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -174,6 +175,12 @@ class Checkpoint:
                 hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
                 exit_code=NOT_FOUND,
             ) from error
+
+    def vocabulary(self, size: int, pre: str | None, warn: Callable[[str], None]) -> dict[str, Any]:
+        """The tokenizer as metadata of a GGUF file; see `llamacpp.vocabulary.metadata`."""
+        from quantkit.llamacpp import vocabulary
+
+        return vocabulary.metadata(self.folder, size, pre, warn)
 
     @property
     def context(self) -> int | None:

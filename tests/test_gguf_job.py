@@ -222,3 +222,13 @@ def test_not_a_number_is_refused_by_name(demo_model, tmp_path):
     with pytest.raises(QuantkitError, match=f"{name} holds NaN"):
         jobs.quantize("gguf", model, tmp_path / "out.gguf", {"solver": "rtn", "imatrix": "none"})
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_file_of_floats_is_as_good_a_source(exported, tmp_path):
+    options = {"solver": "rtn", "imatrix": "none", "type": ("Q4_K_M",)}
+    jobs.quantize("gguf", exported / "BF16.gguf", tmp_path / "out.gguf", options)
+    assert {k: v.tobytes() for k, v in raw(tmp_path / "out.gguf").items()} == {
+        k: v.tobytes() for k, v in raw(exported / "Q4_K_M.gguf").items()
+    }
+    with Llama(exported / "Q4_K_M.gguf") as first, Llama(tmp_path / "out.gguf") as second:
+        assert first.tokenize("Two words, 안녕.") == second.tokenize("Two words, 안녕.")

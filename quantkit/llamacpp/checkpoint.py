@@ -28,6 +28,7 @@ from quantkit.skeleton import TORCH_DTYPES
 
 PLAIN = ("F32", "F16", "BF16")
 NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
+TOKEN_TYPE = "tokenizer.ggml.token_type"
 CHUNK = 1 << 20  # weights decoded at a time
 
 
@@ -116,6 +117,13 @@ class GgufCheckpoint(Checkpoint):
         from quantkit.llamacpp import tokenizer
 
         return tokenizer.from_metadata(self.metadata)
+
+    def vocabulary(self, size: int, pre: str | None, warn: Callable[[str], None]) -> dict[str, Any]:
+        """The tokenizer's metadata, as they are; `pre` is put in the place of theirs."""
+        found = {key: value for key, value in self.metadata.items() if key.startswith("tokenizer.")}
+        if (types := found.get(TOKEN_TYPE)) is not None:
+            found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
+        return found | ({"tokenizer.ggml.pre": pre} if pre else {})
 
     def write_companions(self, place: Path) -> None:
         """Tokenizer files made from the metadata; none where the file has no tokenizer."""

@@ -94,7 +94,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     """Compose the method: every tensor's type is chosen here, from names and shapes."""
     from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
-    from quantkit.llamacpp import configuration, metadata, tensors, vocabulary
+    from quantkit.llamacpp import configuration, metadata, tensors
     from quantkit.outputs.gguf import GgufOutput
     from quantkit.solvers.gptq import GptqSolver
     from quantkit.solvers.rtn import RtnSolver
@@ -106,7 +106,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     targets = tensors.of_checkpoint(checkpoint)
     choices = _choose(options, file_type, targets, skeleton)
     notes = [_fallback(choice) for choice in choices if choice.reason]
-    tokenizer = vocabulary.metadata(checkpoint.folder, _rows(targets), options.pre, notes.append)
+    tokenizer = checkpoint.vocabulary(_rows(targets), options.pre, notes.append)
     feedback = options.solver == "gptq"
     encoded = any(choice.type in TYPES for choice in choices)
     given = options.imatrix if encoded and not feedback else "none"
