@@ -99,7 +99,7 @@ FAULTS = {
     "torn": torn,
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
     "next": lambda: before(staging.Staging, "write_block", die, 2),
-    "merge": lambda: before(safetensors_folder, "_copy", die, 40),
+    "merge": lambda: before(safetensors_folder, "raw", die, 40),
     "config": lambda: before(folder, "_write_json", die),
     "verify": lambda: before(finish, "_verify", die),
     "card": lambda: before(folder.model_card, "render", die),
