@@ -130,7 +130,7 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
         "method": job.request.method,
         "job": job.fingerprint,
         "linears": linears,
-    }
+    } | ({"notes": list(job.method.notes)} if job.method.notes else {})
 
 
 def _verify(job: Job, place: Path, expected: Tensor) -> None:
