@@ -125,7 +125,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     ) -> BlockGrid | None:
         refuse_override(override, "use --tensor-type for GGUF files")
         type = stored[f"{name}.weight"]
-        return named(type, exact=False) if feedback and type in TYPES else None
+        return named(type) if feedback and type in TYPES else None
 
     solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
     return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
