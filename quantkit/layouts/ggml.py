@@ -16,7 +16,14 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight, flat, matrix
 from quantkit.grids.ggml import TYPES, named
-from quantkit.grids.ggml.block import CHUNK, BlockGrid, Scale, ScaleAndMin, SubScales, SubScalesAndMins
+from quantkit.grids.ggml.block import (
+    BlockGrid,
+    Scale,
+    ScaleAndMin,
+    SubScales,
+    SubScalesAndMins,
+    by_chunks,
+)
 from quantkit.layouts import Layout, of_linear
 
 if TYPE_CHECKING:
@@ -135,16 +142,18 @@ def encode_rows(
     exact=False by a faster search. importance: `[in]`, or `[rows, in]`; see grids.ggml."""
     rows, width = weight.shape
     encoded = torch.empty(rows, row_bytes(type_name, width), dtype=torch.uint8, device=weight.device)
-    if type_name in PLAIN:
-        for part in _parts(rows, width):
-            encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
-        return encoded
-    grid = named(type_name, exact)
     if importance is not None:
         importance = importance.expand_as(weight)
-    for part in _parts(rows, width):
+
+    def plain(part: slice) -> None:
+        encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
+
+    def blocks(part: slice) -> None:
         some = None if importance is None else importance[part].float()
         encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
+
+    grid = None if type_name in PLAIN else named(type_name, exact)
+    by_chunks(blocks if grid else plain, weight)
     return encoded
 
 
@@ -159,23 +168,20 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
             hint="the file is damaged: fetch it again",
         )
     values = torch.empty(len(encoded), in_features)
-    for part in _parts(*values.shape):
+
+    def decode(part: slice) -> None:
         blocks = encoded[part].contiguous().cpu().numpy()
-        try:
-            values[part] = torch.from_numpy(_gguf().quants.dequantize(blocks, _type(type_name)))
-        except NotImplementedError as error:
-            raise QuantkitError(
-                f"tensors of type {type_name} are not understood",
-                hint=f"quantkit reads what gguf decodes: {', '.join((*PLAIN, *TYPES))} and others",
-                exit_code=UNSUPPORTED,
-            ) from error
+        values[part] = torch.from_numpy(_gguf().quants.dequantize(blocks, _type(type_name)))
+
+    try:
+        by_chunks(decode, values)
+    except NotImplementedError as error:
+        raise QuantkitError(
+            f"tensors of type {type_name} are not understood",
+            hint=f"quantkit reads what gguf decodes: {', '.join((*PLAIN, *TYPES))} and others",
+            exit_code=UNSUPPORTED,
+        ) from error
     return values.to(encoded.device)
-
-
-def _parts(rows: int, width: int) -> list[slice]:
-    """Rows worked on at a time, so that temporaries stay small."""
-    step = max(1, CHUNK // max(1, width))
-    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:

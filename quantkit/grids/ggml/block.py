@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from quantkit.grids import by_rows, group, matrix, stack
 from quantkit.grids.ggml import fast, search
 
 CHUNK = 1 << 18  # weights encoded at a time: for fewer, torch takes longer to start a pass than to run it
+DEVICE_CHUNK = 1 << 24  # the same on an accelerator
+T = TypeVar("T")
 HALF_MAX = 65504.0
 HALF_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 
@@ -93,6 +97,32 @@ def join(x: Tensor, blocks: int) -> Tensor:
     return x.unflatten(1, (-1, blocks)).transpose(0, 1).reshape(-1, blocks)
 
 
+def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
+    """`work` on the rows of `weight [rows, in]`, about CHUNK weights at a time, in order.
+
+    On a CPU torch's threads each take chunks, instead of sharing in every one of a thousand short passes.
+    """
+    on_cpu = weight.device.type == "cpu"
+    rows = max(1, (CHUNK if on_cpu else DEVICE_CHUNK) // max(1, weight.shape[1]))
+    parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
+    allowed = torch.get_num_threads()
+    threads = min(allowed, len(parts)) if on_cpu else 1
+    inference = torch.is_inference_mode_enabled()
+
+    def modes_kept(part: slice) -> T:  # they belong to a thread
+        with torch.inference_mode(inference), torch.no_grad():
+            return work(part)
+
+    if threads <= 1:
+        return [modes_kept(part) for part in parts]
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(modes_kept, parts))
+    finally:
+        torch.set_num_threads(allowed)
+
+
 @dataclass(frozen=True)
 class BlockGrid:
     """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
@@ -134,19 +164,18 @@ class BlockGrid:
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         if importance is not None:
             importance = importance.expand_as(weight)
-        rows = max(1, CHUNK // weight.shape[1])
-        params = []
-        for start in range(0, len(weight), rows):
-            part = slice(start, start + rows)
+
+        def encode(part: slice) -> Any:
             blocks = Blocks(
                 self._columns(weight[part]),
                 None if importance is None else self._columns(importance[part]),
                 weight.shape[1] // self.group_size,
             )
-            found, chosen = self._encode(blocks)
-            params.append(found)
+            params, chosen = self._encode(blocks)
             codes[part].view(-1, self.group_size).copy_(chosen.to(torch.uint8).t())
-        return codes, matrix(stack(params), len(weight))
+            return params
+
+        return codes, matrix(stack(by_chunks(encode, weight)), len(weight))
 
     def _columns(self, weight: Tensor) -> Tensor:
         return weight.reshape(-1, self.group_size).t().contiguous()
