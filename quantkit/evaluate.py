@@ -19,8 +19,9 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.heap import map_large_blocks
 from quantkit.plan import BATCH_TOKENS
 from quantkit.skeleton import Skeleton, check_complete
+from quantkit.tokenizer_hash import tokenizer_sha256
 from quantkit.trial import Trial
-from quantkit.windows import Windows, check_context, tokenizer_sha256
+from quantkit.windows import Windows, check_context
 
 SCHEMA = "quantkit.eval/1"
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
@@ -87,9 +88,10 @@ def evaluate(
 
 def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
-    first = checkpoints[0]
-    for other in checkpoints[1:]:
-        if tokenizer_sha256(other.tokenizer) != tokenizer_sha256(first.tokenizer):
+    first, *others = checkpoints
+    tokenizers = [tokenizer_sha256(c.tokenizer, c.config.vocab_size) for c in checkpoints] if others else []
+    for other, tokenizer in zip(others, tokenizers[1:], strict=True):
+        if tokenizer != tokenizers[0]:
             raise QuantkitError(
                 f"{other.source} and {first.source} have different tokenizers",
                 hint="perplexities over different tokens cannot be compared: evaluate them one by one",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from quantkit.calibration import begins_with_bos
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.tokenizer_hash import tokenizer_sha256
 
 DEFAULT_CONTEXT = 2048
 
@@ -91,7 +91,7 @@ def load(
         ctx=ctx,
         stride=stride,
         bos=bos,
-        tokenizer=tokenizer_sha256(tokenizer),
+        tokenizer=tokenizer_sha256(tokenizer, checkpoint.config.vocab_size),
     )
     return Windows(ids, first, protocol)
 
@@ -105,17 +105,6 @@ def _read(path: Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise QuantkitError(f"{path} is not UTF-8 text: {error}", "convert it", USAGE) from error
-
-
-def tokenizer_sha256(tokenizer) -> str:
-    """Hash of the vocabulary and of how texts are cut: equal means comparable perplexities."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    sample = tokenizer("Hello  World's 1234\n\tnaïve 안녕", add_special_tokens=False)["input_ids"]
-    rules: list = []
-    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
-        backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        rules = [backend[part] for part in ("normalizer", "pre_tokenizer", "model")]
-    return hashlib.sha256(repr((vocabulary, sample, rules)).encode()).hexdigest()
 
 
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:

@@ -1,0 +1,57 @@
+"""When two tokenizers are the same one, however they are written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+from quantkit.llamacpp import merges as bpe
+from quantkit.llamacpp.pre_tokenizers import cuts, is_byte_level
+from quantkit.llamacpp.token_models import BYTES, SPACE
+
+SAMPLE = """Hello  World's 1234 -- naïve café, Ünïcödé; they'RE 12 and I'll pay $1,234.56 (or 7%)!
+\tdef f(x_1: list[int]) -> dict:   # HTTPServer/parseJSON2 camelCase
+\t\treturn {"a": x_1[0] ** 2, 'b': f"{x_1!r:>10}"} if x_1 else None
+
+
+    if (i != 0 && *p++ == 'x') { goto end; } /* ¿qué? */ <a href="https://example.org/a/b?c=d&e=f">
+
+The quick brown fox jumps over the lazy dog.  Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich.
+Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.
+안녕하세요, 세계! 키스의 고유조건은 입술끼리 만나야 하고 123개의 한글과 ㄱㄴㄷ.
+私の名前は「中野」です。いろはにほへと ﾊﾝｶｸ １２３。我能吞下玻璃而不伤身体。
+שלום עולם, مرحبا بالعالم ١٢٣، नमस्ते दुनिया १२३। สวัสดีชาวโลก ៣៤ tiếng Việt
+👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇰🇷 ☕️ ½ Ⅷ x² → ∞ ≠ … “quotes” ‘n’ — €5\xa0m\u3000wide\r\n  end \n \n"""
+
+
+def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
+    """Hash of a vocabulary and of how texts are cut: equal means comparable perplexities.
+
+    Equal also for a checkpoint folder and for the GGUF file made of it, which states the same otherwise.
+    Normalization shows only as far as it changes SAMPLE, so NFC does not. vocab_size: rows of the
+    embedding; tokens beyond them do not count.
+    """
+    size = math.inf if vocab_size is None else vocab_size
+    vocabulary = sorted(
+        (number, text.replace(SPACE, " ")) for text, number in tokenizer.get_vocab().items() if number < size
+    )
+    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+    rules: list = []
+    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
+        rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size)
+    return hashlib.sha256(repr((vocabulary, sample, rules)).encode()).hexdigest()
+
+
+def _rules(stored: dict, size: float) -> list:
+    """What tells tokenizers of one vocabulary apart, in a form that does not depend on how it is stated."""
+    model, pre_tokenizer = stored["model"], stored["pre_tokenizer"]
+    if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
+        return [stored["normalizer"], pre_tokenizer, model]
+    apart = {entry["content"] for entry in stored["added_tokens"]} | {*BYTES, model["unk_token"]}
+    known = {text for text, number in model["vocab"].items() if number < size and text not in apart}
+    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
+    made = {a + b for a, b in merges}
+    whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in known)
+    words = (cuts(pre_tokenizer) or pre_tokenizer) if is_byte_level(pre_tokenizer) else None
+    return [bpe.canonical(merges), words, whole]
