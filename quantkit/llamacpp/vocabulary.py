@@ -27,6 +27,7 @@ from quantkit.llamacpp.token_models import (
 )
 from quantkit.llamacpp.tokenizer_files import TokenizerFiles, affixes
 
+DEFAULT_EOS = {"gpt2": 11, "llama": 2}
 ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
 ENDS = frozenset(  # llama.cpp stops at these for their text alone
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
@@ -120,7 +121,9 @@ def _special_tokens(
             warn(f"llama.cpp will not put {names} {'before' if role == 'bos' else 'after'} a text")
     ends = [number for number in files.ends() if 0 <= number < vocab_size]
     for number in (*ends, *found.values()):
-        found.setdefault("eos", number)  # llama.cpp would take id 11 or 2, a text's token as likely as not
+        found.setdefault("eos", number)
+    if "eos" not in found:
+        warn(f"llama.cpp will stop at token {DEFAULT_EOS[keys['model']]}, as none is said to end a text")
     unnamed = [k for k in ends if k != found.get("eos") and k in tokens and tokens[k].text not in ENDS]
     more = dict(zip(("eot", "eom"), unnamed, strict=False))
     if len(unnamed) > len(more):
