@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from vocabularies import (
     BYTE,
     CONTROL,
     NORMAL,
-    TEXTS,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -27,7 +27,7 @@ from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, USAGE, QuantkitErro
 from quantkit.llamacpp.pre_tokenizers import CONTRACTION, GPT2, LLAMA3, QWEN2, ROWS, by_name, split
 from quantkit.llamacpp.tokenizer import from_metadata
 from quantkit.llamacpp.vocabulary import metadata
-from quantkit.tokenizer_hash import tokenizer_sha256
+from quantkit.tokenizer_hash import SAMPLE, tokenizer_sha256
 
 SMALL = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "Ġ": 4, "c": 5, "ab": 6, "Ġab": 7}
 MERGES = [("a", "b"), ("Ġ", "ab")]
@@ -324,7 +324,8 @@ def test_names_are_told_apart_by_normalizer_and_merges(nfc, ignore_merges, row, 
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     found, warnings = warned(folder)
     assert found[f"{KEY}pre"] == name
-    assert warnings == ["llama.cpp does not normalize text (NFC)"] * nfc
+    expected = ["llama.cpp does not normalize text (NFC)"] * nfc
+    assert warnings == expected + [f"llama.cpp's {name} {by_name()[name].otherwise}"] * (name == "gpt-4o")
 
 
 def test_ignored_merges_are_refused_where_they_matter(folder):
@@ -443,6 +444,15 @@ def test_files_that_are_absent_or_damaged(folder):
     path.write_text(path.read_text()[:-20])
     assert str(path) in refused(folder).message
     path.write_text(small())
+    for name, entries, words in (
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "added token x is {}"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": "x"}}, "added token 9 is 'x'"),
+        ("tokenizer_config.json", {"chat_template": ["x"]}, "a chat template has no name or no text"),
+        ("added_tokens.json", {"x": "y"}, "the id of added token x is 'y'"),
+    ):
+        change(folder, name, **entries)
+        assert words in refused(folder).message
+        change(folder, name, **dict.fromkeys(entries))
     (folder / "tokenizer_config.json").write_text("[]")
     assert "tokenizer_config.json is not a JSON object" in refused(folder).message
     (folder / "tokenizer_config.json").write_text("{")
@@ -611,4 +621,8 @@ def test_tokenizers_that_are_not_bpe_are_compared_as_they_are_written():
     expected = sha256(stored)
     stored["model"]["max_input_chars_per_word"] = 7
     assert sha256(stored) != expected
-    assert all(isinstance(text, str) for text in TEXTS)
+
+
+def test_the_sample_is_normalized_text():
+    """Or the normalization that GGUF files do not state would tell tokenizers apart."""
+    assert unicodedata.normalize("NFC", SAMPLE) == SAMPLE and SAMPLE[0] != " "

@@ -72,12 +72,17 @@ FALCON = (
 )
 
 
+NO_MARKS = "ends words at combining marks, as of Hindi, and knows no capitals but A to Z"
+ASCII_SPACES = "does not take the wider white space of Unicode for a space"
+
+
 @dataclass(frozen=True)
 class PreTokenizer:
     """A way to cut text into words. names: what llama.cpp calls it; the first is what files get.
 
     nfc: models of these names normalize text to NFC first; llama.cpp does not. ignore_merges: a word that
     is a token becomes it, whatever the merges say. add_bos: what holds when a file does not say.
+    otherwise: where llama.cpp's expression of that name cuts ordinary text in other words.
     """
 
     names: tuple[str, ...]
@@ -85,6 +90,7 @@ class PreTokenizer:
     nfc: bool = False
     ignore_merges: bool = False
     add_bos: bool = False
+    otherwise: str = ""
 
     @property
     def normalizer(self) -> Json | None:
@@ -126,8 +132,8 @@ ROWS = (
     PreTokenizer(("falcon",), FALCON),
     PreTokenizer(("bloom", "gpt3-finnish", "poro-chat"), _regex(BLOOM)),
     PreTokenizer(("viking",), (split(BLOOM), DIGITS, byte_level())),
-    PreTokenizer(("tekken",), _regex(TEKKEN), ignore_merges=True, add_bos=True),
-    PreTokenizer(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _regex(GPT4O)),
+    PreTokenizer(("tekken",), _regex(TEKKEN), ignore_merges=True, add_bos=True, otherwise=NO_MARKS),
+    PreTokenizer(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _regex(GPT4O), otherwise=NO_MARKS),
     PreTokenizer(
         ("deepseek-llm",),
         (
@@ -135,10 +141,12 @@ ROWS = (
             DIGITS,
             byte_level(),
         ),
+        otherwise=ASCII_SPACES,
     ),
     PreTokenizer(
         ("deepseek-coder",),
         (*map(split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_CJK)), DIGITS, byte_level()),
+        otherwise=ASCII_SPACES,
     ),
     PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _regex(*DEEPSEEK_V3)),
     PreTokenizer(("seed-coder",), _regex(SEED)),

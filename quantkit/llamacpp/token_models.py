@@ -42,7 +42,7 @@ def byte_level(
     """Keys of byte-level BPE, and its tokens. `pre` goes before what is recognised."""
     stored = files.tokenizer
     model = _bpe(files)
-    _check_forms(files, warn if pre is None else lambda message: None, refuse=pre is None)
+    _check_forms(files, warn, refuse=pre is None)
     vocabulary = {number: Token(text) for text, number in model["vocab"].items()}
     known = {text for text, number in model["vocab"].items() if number < vocab_size}
     merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
@@ -56,6 +56,8 @@ def byte_level(
             hint=f"did you mean {' or '.join(near)}?" if near else f"one of {_names()}",
             exit_code=USAGE,
         )
+    if otherwise := pre_tokenizers.by_name()[pre].otherwise:
+        warn(f"llama.cpp's {pre} {otherwise}")
     return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary
 
 
@@ -107,7 +109,7 @@ def sentencepiece_json(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any
     types = dict.fromkeys(BYTES, BYTE) | {model.get("unk_token"): UNKNOWN}
     normal = {text for text in model["vocab"] if types.get(text, NORMAL) == NORMAL and text not in added}
     scores = _scores(files, [(a, b) for a, b in model["merges"] if {a, b, a + b} <= normal], normal)
-    missing = [text for byte, text in enumerate(BYTES) if not {text, chr(byte)} & set(model["vocab"])]
+    missing = [text for byte, text in enumerate(BYTES) if not {text, chr(byte)} & model["vocab"].keys()]
     if missing:
         raise _refused(files, f"which lacks the byte tokens {name_all(missing)}")
     vocabulary = {
@@ -197,11 +199,12 @@ def _bpe(files: TokenizerFiles) -> Json:
 
 
 def _check_forms(files: TokenizerFiles, warn: Warn, refuse: bool = False) -> None:
+    """Tell of normalizers; `refuse` those that change ordinary text."""
     steps = list(flat(files.tokenizer["normalizer"], "normalizers"))
-    forms = [step["type"] for step in steps if step["type"] in FORMS]
-    if refuse and len(forms) < len(steps):
-        odd = [str(step) for step in steps if step["type"] not in FORMS]
+    odd = [str(step) for step in steps if step["type"] not in FORMS]
+    if refuse and odd:
         raise _refused(files, f"which normalizes text with {', then '.join(odd)}")
+    forms = [step["type"] for step in steps if step["type"] not in ("Prepend", "Replace", "Strip")]
     if forms:
         warn(f"llama.cpp does not normalize text ({', '.join(forms)})")
 

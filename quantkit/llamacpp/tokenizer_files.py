@@ -52,10 +52,17 @@ class TokenizerFiles:
         """Ids and entries of the tokens that are found in a text before it is cut into words."""
         entries = {entry["id"]: entry for entry in (self.tokenizer or {}).get("added_tokens", [])}
         for number, entry in self.config.get("added_tokens_decoder", {}).items():
+            if not number.isdecimal() or not isinstance(entry, dict) or "content" not in entry:
+                raise self._damaged(f"added token {number} is {entry!r:.40}")
             entries.setdefault(int(number), entry)
         for content, number in (_read(self.folder / "added_tokens.json") or {}).items():
+            if not isinstance(number, int):
+                raise self._damaged(f"the id of added token {content} is {number!r:.40}")
             entries.setdefault(number, {"content": content, "special": False})
         yield from sorted(entries.items())
+
+    def _damaged(self, reason: str) -> QuantkitError:
+        return QuantkitError(f"{self.folder}: {reason}", "download the tokenizer's files again")
 
     def special(self, role: str) -> Iterator[str | int]:
         """What the token of a role ("bos") is said to be, by text or id, most trusted first."""
@@ -86,6 +93,8 @@ class TokenizerFiles:
         legacy = _read(self.folder / "chat_template.json") or {}
         stored = self.config.get("chat_template", legacy.get("chat_template"))
         if isinstance(stored, list):
+            if not all(isinstance(entry, dict) and {"name", "template"} <= set(entry) for entry in stored):
+                raise self._damaged("a chat template has no name or no text")
             return {entry["name"]: entry["template"] for entry in stored}
         return {"default": stored} if isinstance(stored, str) else {}
 
