@@ -21,6 +21,7 @@ class Quiet(Progress):
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._warned: set[str] = set()
         self._blocks = 0
         self._finished = 0
         self._computed = 0
@@ -51,6 +52,9 @@ class Quiet(Progress):
         return clock(each * (self._blocks - self._finished))
 
     def warn(self, text: str) -> None:
+        if text in self._warned:  # several outputs of one command have much in common
+            return
+        self._warned.add(text)
         self.console.print(f"warning: {text}", style="yellow", markup=False)
 
     def evaluating(self, source: str, done: int, total: int) -> None:
