@@ -7,7 +7,7 @@ import unicodedata
 import numpy as np
 import pytest
 import transformers as hf
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from vocabularies import (
     BYTE,
     CONTROL,
@@ -260,6 +260,10 @@ def test_tokens_beyond_the_embedding_are_left_out(folder):
 def test_padding_has_names_of_its_own(folder):
     change(folder, "added_tokens.json", **{"[PAD9]": 10})
     assert metadata(folder, 12)[f"{KEY}tokens"][8:] == ["<|x|>", "[PAD9]_", "[PAD9]", "[PAD11]"]
+    change(folder, "added_tokens.json", **{"[PAD9]": 9})
+    found = metadata(folder, 12)
+    assert found[f"{KEY}tokens"][8:] == ["<|x|>", "[PAD9]", "[PAD10]", "[PAD11]"]
+    assert len(from_metadata(found)) == 10 and from_metadata(found).get_vocab()["[PAD9]"] == 9
 
 
 # ---- chat templates
@@ -437,6 +441,12 @@ def test_spaces_beside_added_tokens_are_told(folder):
     stored["added_tokens"][2]["rstrip"] = True
     (folder / "tokenizer.json").write_text(json.dumps(stored))
     assert warned(folder)[1] == ["llama.cpp keeps the spaces beside <|x|>, which this tokenizer drops"]
+    tokenizer = Tokenizer.from_str(spaced())
+    tokenizer.add_tokens(["<|loose|>"])  # found as "▁<|loose|>" in what the normalizer leaves
+    tokenizer.save(str(folder / "tokenizer.json"))
+    number = tokenizer.token_to_id("<|loose|>")
+    assert number in tokenizer.encode("a <|loose|>").ids and number not in tokenizer.encode("a<|loose|>").ids
+    assert warned(folder, 2000)[1][0] == "llama.cpp finds <|loose|> also where no space stands before"
 
 
 def test_files_that_are_absent_or_damaged(folder):
@@ -603,6 +613,31 @@ def test_different_sentencepiece_tokenizers_have_different_hashes(change):
     expected = sha256(stored)
     change(stored)
     assert sha256(stored) != expected
+
+
+def test_what_a_sample_cannot_show_changes_the_hash():
+    """Cuts and tokens that the sample has no word for."""
+    stored = json.loads(small())
+    found = {sha256(stored)}
+    stored["pre_tokenizer"] = by_name()["starcoder"].pre_tokenizer
+    found.add(sha256(stored))
+    stored["model"]["merges"].pop()
+    found.add(sha256(stored))
+    stored["model"]["ignore_merges"] = True
+    found.add(sha256(stored))
+    assert len(found) == 4
+
+
+def test_merges_to_added_tokens_do_not_change_a_hash(tmp_path):
+    """A GGUF file has none of SentencePiece's: they are found before anything is merged."""
+    tokenizer = Tokenizer.from_str(spaced())
+    normal = [(k, token) for k, (token, kind) in enumerate(pieces()) if kind == NORMAL]
+    number, merged = next((k, token) for k, token in normal if token.isalpha())
+    tokenizer.add_tokens([AddedToken(merged, normalized=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = metadata(tmp_path, len(pieces()) + 2)
+    assert len(merged) > 1 and found[f"{KEY}token_type"][number] == USER_DEFINED
+    assert tokenizer_sha256(from_metadata(found)) == sha256(json.loads(tokenizer.to_str()))
 
 
 def test_ways_to_write_a_tokenizer_do_not_change_its_hash():

@@ -145,6 +145,9 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
         match step:
             case {"type": "Prepend", "prepend": "▁"}:
                 prefix = True
+                loose = [entry["content"] for _, entry in files.added_tokens() if entry.get("normalized")]
+                if loose:  # they are normalized, too, and get a space
+                    warn(f"llama.cpp finds {name_all(loose)} also where no space stands before")
             case {"type": "Replace", "pattern": {"Regex": pattern}} if pattern in COLLAPSE:
                 collapse = True
             case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:

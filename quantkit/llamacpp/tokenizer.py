@@ -99,9 +99,7 @@ def _sentencepiece(keys: _Keys, tokens: Tokens, special: Special) -> tuple[Json,
     model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": special.get("unk", (0, None))[1]}
     steps: list[Json] = []
     if keys.get("remove_extra_whitespaces", bool, False):
-        steps += [
-            _replace({"Regex": pattern}, kept) for pattern, kept in zip(COLLAPSE, (" ", ""), strict=True)
-        ]
+        steps += [_replace({"Regex": pattern}, kept) for pattern, kept in COLLAPSE.items()]
     prefix = keys.get("add_space_prefix", bool, True)
     steps += [{"type": "Prepend", "prepend": SPACE}] * prefix
     steps += [_replace({"String": " "}, SPACE)]
