@@ -133,7 +133,7 @@ class Checkpoint:
         """
         if self.is_quantized(name):
             linear = name.removesuffix(".weight")
-            values = self.layout.at(linear).decode(self.parts(name)).values()
+            values = self.layout.at(linear).values(self.parts(name))
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 

@@ -126,9 +126,9 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
     return {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
-        "source": {"name": Path(job.request.source).name, "sha256": job.fingerprint["source_sha256"]},
+        "source": {"name": Path(job.request.source).name, "sha256": job.source_sha256.result()},
         "method": job.request.method,
-        "job": job.fingerprint,
+        "job": job.identity,
         "linears": linears,
     } | ({"notes": list(job.method.notes)} if job.method.notes else {})
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton, check_complete
 from quantkit.spec import LinearSpec
 
-VERIFY_TOKENS = 8  # length of the sequence a data-free job is verified with
+HASHED_BESIDE = 64 << 20  # bytes: a larger source is hashed while its job runs
+VERIFY_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job. batches: token ids `[batch, tokens]`; a data-free job has one, to verify with."""
+    """A checked job. batches: token ids `[batch, tokens]`; a data-free job has one, to verify with.
+
+    source_sha256 may come later than all else; until then the fingerprint has None in its place.
+    """
 
     request: Request
     checkpoint: Checkpoint
@@ -59,6 +66,12 @@ class Job:
     batches: list[Tensor]
     staging: Staging
     fingerprint: dict
+    source_sha256: Future[str]
+
+    @property
+    def identity(self) -> dict:
+        """The whole fingerprint: waits for the source's hash."""
+        return self.fingerprint | {"source_sha256": self.source_sha256.result()}
 
     def is_packed(self, row: LinearSpec) -> bool:
         """Whether the source holds this linear as packed codes."""
@@ -95,6 +108,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         staging.check(request.resume, request.overwrite)
     stored = staging.stored_fingerprint() if request.resume else None
     adopted = stored["execution"] if stored else {}
+    source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
 
     device = plan.choose_device(
         adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
@@ -123,8 +137,11 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     fingerprint = {}
     if not dry_run:
         plan.check_disk(output.absolute(), job_plan.disk_bytes)
-        progress.phase("hashing the source")
-        fingerprint = _fingerprint(request, checkpoint, calibrated, job_plan)
+        if stored or job_plan.source_bytes < HASHED_BESIDE:
+            progress.phase("hashing the source")
+            source_sha256.result()
+        known = source_sha256.result() if source_sha256.done() else None
+        fingerprint = _fingerprint(request, known, calibrated, job_plan)
     return Job(
         request=request,
         checkpoint=checkpoint,
@@ -136,6 +153,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         batches=list(tokens.split(job_plan.execution.batch_size)),
         staging=staging,
         fingerprint=fingerprint,
+        source_sha256=source_sha256,
     )
 
 
@@ -200,15 +218,29 @@ def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
     return torch.randint(checkpoint.config.vocab_size, (1, length), generator=generator)
 
 
+def _begin(work: Callable[[], str]) -> Future[str]:
+    """What `work` returns, from a thread that does not outlive an error elsewhere."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def _fingerprint(
-    request: Request, checkpoint: Checkpoint, calibrated: CalibrationSet | None, job_plan: JobPlan
+    request: Request, source_sha256: str | None, calibrated: CalibrationSet | None, job_plan: JobPlan
 ) -> dict:
     """All that decides the output's bytes. A job resumes only where this is equal."""
     return {
         "quantkit": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "source_sha256": checkpoint.sha256(),
+        "source_sha256": source_sha256,
         "method": request.method,
         "options": json.loads(json.dumps(dataclasses.asdict(request.options))),  # as it will be read again
         "exclude": list(request.run.exclude),

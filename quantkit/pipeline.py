@@ -29,6 +29,7 @@ from quantkit.capture import (
     refuse_not_finite,
 )
 from quantkit.containers.staging import disk_errors
+from quantkit.grids import by_rows
 from quantkit.heap import keep_freed_pages, map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
@@ -37,7 +38,6 @@ from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 from quantkit.transforms import BlockView, Transformed
 
-ROWS = 64  # of a weight compared at a time: temporaries stay in the cache
 FORWARDS = {"suspend": SuspendedForward, "repeat": RepeatedForward}
 
 
@@ -64,7 +64,13 @@ def run(job: Job, progress: Progress) -> finish.Summary:
             step = _replay if done[index] else _quantize
             step(job, index, states, timings, progress)
             job.skeleton.free_block(index)
+            if job.source_sha256.done():
+                staging.sign(job.identity)
             progress.block(index, replayed=done[index])
+        with timings("write"):
+            staging.wait()
+        with timings("hash"):
+            staging.sign(job.identity)
         summary = finish.finish(job, states[0], timings, progress)
         job.skeleton.free_rest()
         return summary
@@ -105,9 +111,12 @@ def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, prog
     """Quantize one block and stage it; `states` become its outputs."""
     with timings("load"):
         module = job.skeleton.load_block(index, decoded=True)
-    probe = states[0][:1, :PROBE_TOKENS]
-    sites = find_sites(module, lambda: job.skeleton.run_block(index, probe))
     specs = {row.local: row for row in job.block_specs(index)}
+    probe = states[0][:1, :PROBE_TOKENS]
+    if job.method.needs:
+        sites = find_sites(module, lambda: job.skeleton.run_block(index, probe))
+    else:  # no inputs are gathered: every linear stands for itself
+        sites = [Site((name,)) for name in specs]
     work = _Work(job, index, module, sites, specs, states, timings, progress)
     if job.method.transform is not None:
         outputs = _solve_transformed(work)
@@ -121,6 +130,7 @@ def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, prog
     _advance(states, outputs, timings)
     with timings("write"):
         tensors = {name: tensor.cpu() for name, tensor in work.tensors.items()}
+        job.staging.wait()
         job.staging.write_block(index, tensors, work.record)
 
 
@@ -248,9 +258,17 @@ def _finished(sums: Statistics, site: Site, work: _Work) -> SiteStatistics:
 
 def _weight_error(weight: Tensor, values: Tensor) -> float:
     """`|W - Ŵ|² / |W|²`, of what was stored."""
-    rows = zip(values.split(ROWS), weight.split(ROWS), strict=True)
-    lost = sum(torch.linalg.vector_norm(value.float() - wanted).item() ** 2 for value, wanted in rows)
-    return lost / max(torch.linalg.vector_norm(weight).item() ** 2, 1e-30)
+    sums = torch.empty(len(weight), 2, device=weight.device)
+    by_rows(
+        lambda value, wanted: torch.stack(
+            [(value.float() - wanted).square_().sum(1), wanted.square().sum(1)], 1
+        ),
+        sums,
+        values,
+        weight,
+    )
+    lost, whole = sums.double().sum(0).tolist()
+    return lost / max(whole, 1e-30)
 
 
 def _recorded(row: LinearSpec, solved: Solved) -> dict:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quantkit import meta_model
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.grids import is_finite
 from quantkit.heap import return_freed_pages
 from quantkit.layouts import Layout
 
@@ -237,7 +238,7 @@ class Skeleton:
         block = self.blocks[index]
         linear = block.get_submodule(local)
         layout = layout.at(stored.removesuffix(".weight"))
-        values = layout.decode(parts).values().to(self.dtype)
+        values = layout.values(parts).to(self.dtype)
         values = checked(values, linear.weight.shape, stored).to(self.device)
         module = layout.module(parts, linear.bias)
         if module is None:
@@ -278,7 +279,7 @@ def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
             f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",
             hint="config.json and weights belong to different models",
         )
-    if tensor.is_floating_point() and not all(map(torch.isfinite, tensor.aminmax())):
+    if tensor.is_floating_point() and not is_finite(tensor):
         raise QuantkitError(
             f"{stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
             hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",

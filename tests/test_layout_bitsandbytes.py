@@ -105,6 +105,7 @@ def test_decode_inverts_encode(kind, out_features):
     for name, part in vars(weight.params).items():
         assert torch.equal(getattr(decoded.params, name), part), name
     assert torch.equal(decoded.values(), weight.values())
+    assert torch.equal(layout.values(tensors), weight.values())
     same(layout.encode(decoded), tensors)
     if kind == "nf4":
         assert tensors["weight.nested_absmax"].numel() == (1 if out_features == OUT else 2)

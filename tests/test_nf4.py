@@ -80,6 +80,21 @@ def test_codes_are_the_nearest_values():
         assert torch.equal(values, Nf4Grid().decode(codes, Nf4Params(absmax))[:, j])
 
 
+@pytest.mark.parametrize("values", (nf4.TABLE, tuple(nf4.dynamic_map().tolist())))
+def test_the_look_up_is_a_binary_search(values):
+    """About every midpoint, the next float32 to either side of it, and anywhere, beyond the ends too."""
+    ascending = torch.tensor(values)
+    midpoints = (ascending[1:] + ascending[:-1]) / 2
+    infinite = torch.tensor(torch.inf)
+    beside = [torch.nextafter(midpoints, end) for end in (infinite, -infinite)]
+    anywhere = torch.randn(10000, generator=torch.Generator().manual_seed(0))
+    small = anywhere * 10.0 ** torch.arange(-8, 2).repeat(1000)
+    column = torch.cat([midpoints, *beside, small, torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-40])])
+    for count in (len(column) // 4 * 4, len(column) // 4 * 4 - 1):
+        found = nf4._nearest(column[:count], values)
+        assert torch.equal(found.long(), torch.bucketize(column[:count], midpoints))
+
+
 # ---- absmax in 8 bits
 
 

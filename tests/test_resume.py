@@ -21,6 +21,8 @@ import torch
 import yaml
 
 from quantkit import cli, finish, pipeline
+from quantkit import job as jobs
+from quantkit.checkpoint import Checkpoint
 from quantkit.containers import safetensors_folder, staging
 from quantkit.outputs import folder
 from quantkit.skeleton import Skeleton
@@ -92,7 +94,19 @@ def swallowed() -> None:
     before(Skeleton, "load_block", interrupt, 2)
 
 
+def hashed(seconds: float, kill: bool = True) -> None:
+    """The source counts as large, its hash is known only after a while, and the second block is the last."""
+    jobs.HASHED_BESIDE = 0
+    before(Checkpoint, "sha256", lambda *_: time.sleep(seconds))
+    before(staging.Staging, "write_block", lambda *_: time.sleep(1), 1)
+    if kill:
+        before(staging.Staging, "write_block", die, 2)
+
+
 FAULTS = {
+    "hashed early": lambda: hashed(0.2),
+    "hashed late": lambda: hashed(60),
+    "hashed beside": lambda: hashed(0.2, kill=False),
     "slow": slow,
     "swallowed": swallowed,
     "record": lambda: before(staging, "save_file", die, 2),
@@ -399,6 +413,18 @@ def test_a_job_without_calibration_resumes(workplace, tmp_path):
     assert run(tmp_path / "killed", rtn, "next") == -signal.SIGKILL
     assert run(tmp_path / "killed", [*rtn, "--resume"]) == 0
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
+
+
+@pytest.mark.parametrize(("late", "resumed"), [("early", 1), ("late", 0)])
+def test_a_source_that_is_hashed_beside_the_job(workplace, reference, tmp_path, late, resumed):
+    """Blocks staged before the hash was known could be another source's: they are made again."""
+    assert run(tmp_path, job(workplace), f"hashed {late}") == -signal.SIGKILL
+    fingerprint = json.loads((tmp_path / "out.partial/fingerprint.json").read_text())
+    assert (fingerprint["source_sha256"] is None) == (late == "late")
+    assert run(tmp_path, [*job(workplace), "--resume"], "hashed beside") == 0
+    log = (tmp_path / "log").read_text()
+    assert f"resuming: {resumed} of {BLOCKS} blocks" in log if resumed else "resuming" not in log
+    assert contents(tmp_path / "out") == reference
 
 
 @pytest.mark.parametrize("mode", ["--resume", "--overwrite"])

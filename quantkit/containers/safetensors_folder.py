@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
-COPY_BYTES = 8 * 1024 * 1024
+COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -156,7 +155,7 @@ def _read_sharded(folder: Path) -> dict[str, TensorInfo]:
 
 def raw(info: TensorInfo) -> Iterator[bytes]:
     """A tensor's bytes where they lie, piece by piece."""
-    with open(info.file, "rb") as source:
+    with open(info.file, "rb", buffering=0) as source:
         source.seek(info.offset)
         left = info.nbytes
         while left:
@@ -189,8 +188,6 @@ def write_file(path: Path, infos: Iterable[TensorInfo], data: Data = raw) -> Non
         out.write(len(text).to_bytes(8, "little") + text)
         for info in infos:
             out.writelines(data(info))
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def shards(infos: Iterable[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:

@@ -2,7 +2,8 @@
 
 `OUT.partial/` lies beside the output so that finishing is a rename. A block is staged when its
 `block-00000.safetensors` exists; its record was written before. Killed at any moment, the folder
-holds whole blocks only, and everything else in it is made again.
+holds whole blocks only, and everything else in it is made again. Blocks whose source had not been hashed
+by then are made again, too: nobody can tell whether they are of the source a later job is given.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,11 +36,15 @@ class Staging:
         self.output = output
         self.folder = output.parent / f"{output.name}.partial"
         self._lock = None
+        self._signed: dict = {}
+        self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
+        self._writing: Future[None] | None = None
 
     def stored_fingerprint(self) -> dict | None:
-        """The fingerprint of the job that was staged here; None when there is none."""
+        """The fingerprint of the job that was staged here; None when there is none, or half of one."""
         path = self.folder / "fingerprint.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        stored = json.loads(path.read_text()) if path.is_file() else None
+        return stored if stored and stored["source_sha256"] else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
@@ -62,11 +68,15 @@ class Staging:
 
     @contextmanager
     def opened(self, fingerprint: dict, resume: bool) -> Iterator[None]:
-        """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use."""
+        """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use.
+
+        The fingerprint's source_sha256 may be None until `sign` is given the whole one.
+        """
         self._open(fingerprint, resume)
         try:
             yield
         finally:
+            self._writer.shutdown()
             self._lock.close()
 
     def _open(self, fingerprint: dict, resume: bool) -> None:
@@ -82,7 +92,13 @@ class Staging:
         self._acquire()
         if not stored:
             self._clear()
-        _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+        self.sign(fingerprint)
+
+    def sign(self, fingerprint: dict) -> None:
+        """Say whose blocks these are."""
+        if fingerprint != self._signed:
+            _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+            self._signed = fingerprint
 
     def _acquire(self) -> None:
         """Take the folder's lock; it goes with the process at the latest."""
@@ -119,7 +135,17 @@ class Staging:
         return safetensors_folder.read_header(self._block(index))
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Stage a block: its record first, then its tensors, each whole or not at all."""
+        """Begin to stage a block; `wait` says when it is done, or raises what went wrong."""
+        self._writing = self._writer.submit(self._write_block, index, tensors, record)
+
+    def wait(self) -> None:
+        """Until the block that was last begun is staged."""
+        if self._writing:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """The record first, then the tensors, each whole or not at all."""
         path = self._block(index)
         _write_text(path.with_suffix(".json"), json.dumps(record))
         self._save(path, tensors)
@@ -155,13 +181,12 @@ class Staging:
         place = self.place
         _remove(place)
         fill(place)
-        for path in place.iterdir() if place.is_dir() else ():
-            _sync(path)
-        _sync(place)
+        self._writing = self._writer.submit(_sync_all, place)
         return place
 
     def publish(self) -> None:
-        """Rename what was assembled into place and remove the staging folder."""
+        """Rename what was assembled into place, once the disk has it, and remove the staging folder."""
+        self.wait()
         if self.output.exists():  # --overwrite: checked before anything was done
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
@@ -208,6 +233,11 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_all(place: Path) -> None:
+    for path in (*(place.iterdir() if place.is_dir() else ()), place):
+        _sync(path)
 
 
 @contextmanager

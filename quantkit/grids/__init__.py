@@ -10,7 +10,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-CACHEFUL = 1 << 17  # elements worked on at a time
+from quantkit.parallel import for_each
+
+CACHEFUL = 1 << 18  # elements a thread works on at a time
 # Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
 # rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
 Params = TypeVar("Params", bound=Any)
@@ -115,15 +117,29 @@ def matrix(params: Params, out_features: int) -> Params:
 
 
 def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
-    """`out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time.
+    """`out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time on every thread.
 
     Temporaries as large as a weight would cost more in page faults than the work itself.
     """
+    return fill_rows(lambda *arguments, out: out.copy_(work(*arguments)), out, *parts)
+
+
+def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
+    """`by_rows` for work that puts its result into a given tensor: `work(*parts, out=...)`."""
     widest = max(part[:1].numel() for part in (out, *parts))
     rows = max(1, CACHEFUL // max(1, widest))
-    for target, *arguments in zip(out.split(rows), *(part.split(rows) for part in parts), strict=True):
-        target.copy_(work(*arguments))
+    pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
+    for_each(lambda target, *arguments: work(*arguments, out=target), pieces)
     return out
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. A sum that is finite says so at once; one that is not may only
+    have overflowed."""
+    rows = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor[None]
+    sums = torch.empty(len(rows), device=tensor.device)
+    by_rows(lambda part: part.sum(1, dtype=torch.float32), sums, rows)
+    return bool(sums.isfinite().all()) or all(map(torch.isfinite, tensor.aminmax()))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Int8Grid:
         """Codes, uint8 `[rows, in]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         return by_rows(
-            lambda rows, absmax: _codes(rows.clamp(-HALF_MAX, HALF_MAX).half().float(), absmax).add_(128),
+            lambda rows, absmax: _codes(rows.half().float(), absmax).to(torch.int8).view(torch.uint8) ^ 128,
             codes,
             weight,
             params.absmax,
@@ -77,7 +77,7 @@ class Int8Grid:
         """Values, float32 `[rows, in]`."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         return by_rows(
-            lambda rows, absmax: rows.float().sub_(128).mul_(absmax[:, None]).mul_(INVERSE),
+            lambda rows, absmax: (rows ^ 128).view(torch.int8).float().mul_(absmax[:, None]).mul_(INVERSE),
             values,
             codes,
             params.absmax,

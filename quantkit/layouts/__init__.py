@@ -52,6 +52,10 @@ class Layout(Protocol):
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         """The weight that the stored tensors hold."""
 
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The dequantized weight, float32 `[out, in]`: `decode(tensors).values()`, or the same faster."""
+        return self.decode(tensors).values()
+
     def module(self, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> nn.Module | None:
         """A module that computes as clients do where the result is more than the decoded weight times
         the input, because activations are quantized too; None elsewhere."""

@@ -22,7 +22,17 @@ from torch import Tensor, nn
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.int8 import Int8Grid, Int8Params, int8_matmul
-from quantkit.grids.nf4 import BLOCK, NESTED_BLOCK, NestedParams, Nf4Grid, Nf4Params, dynamic_map, table
+from quantkit.grids.nf4 import (
+    BLOCK,
+    NESTED_BLOCK,
+    NestedParams,
+    Nf4Grid,
+    Nf4Params,
+    dynamic_map,
+    pack,
+    table,
+    unpack,
+)
 from quantkit.layouts import Layout
 
 if TYPE_CHECKING:
@@ -133,9 +143,9 @@ class Nf4Layout(Layout):
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear."""
-        params, pairs = weight.params, weight.codes.view(-1, 2)
+        params = weight.params
         tensors = {
-            "weight": (pairs[:, :1] << 4) | pairs[:, 1:],
+            "weight": pack(weight.codes).view(-1, 1),
             "weight.quant_map": table().clone(),
         }
         offset = None
@@ -153,6 +163,17 @@ class Nf4Layout(Layout):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit or another table."""
+        packed, params = self._stored(tensors)
+        codes = torch.stack([packed >> 4, packed & 15], 2).flatten(1)
+        return QuantizedWeight(Nf4Grid(isinstance(params, NestedParams)), codes, params)
+
+    def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`decode(tensors).values()` without unpacking the codes."""
+        packed, params = self._stored(tensors)
+        return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
+
+    def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
+        """Packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
         state = _read_state(tensors[STATE])
         out_features, in_features = state["shape"]
         packed, absmax = tensors["weight"].flatten(), tensors["weight.absmax"]
@@ -165,14 +186,14 @@ class Nf4Layout(Layout):
         if packed.dtype != torch.uint8 or not fits:
             raise QuantkitError(f"nf4 tensors do not fit their shape {state['shape']}", "download it again")
         _expect(tensors["weight.quant_map"], table())
-        codes = torch.stack([packed >> 4, packed & 15], 1).view(out_features, in_features)
+        packed = packed.view(out_features, in_features // 2)
         shape = (out_features, in_features // BLOCK)
         if not nested:
-            return QuantizedWeight(Nf4Grid(False), codes, Nf4Params(absmax.float().view(shape)))
+            return packed, Nf4Params(absmax.float().view(shape))
         _expect(tensors["weight.nested_quant_map"], dynamic_map())
         expanded = tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[:blocks].view(shape)
         offset = torch.tensor(state["nested_offset"]).expand(shape)
-        return QuantizedWeight(Nf4Grid(), codes, NestedParams(absmax.view(shape), expanded, offset))
+        return packed, NestedParams(absmax.view(shape), expanded, offset)
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
         """`quantization_config`."""

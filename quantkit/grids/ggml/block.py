@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from quantkit.grids import by_rows, group, matrix, stack
 from quantkit.grids.ggml import fast, search
+from quantkit.parallel import for_each
 
 CHUNK = 1 << 18  # weights encoded at a time: for fewer, torch takes longer to start a pass than to run it
 DEVICE_CHUNK = 1 << 24  # the same on an accelerator
@@ -105,22 +105,18 @@ def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
     on_cpu = weight.device.type == "cpu"
     rows = max(1, (CHUNK if on_cpu else DEVICE_CHUNK) // max(1, weight.shape[1]))
     parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
-    allowed = torch.get_num_threads()
-    threads = min(allowed, len(parts)) if on_cpu else 1
-    inference = torch.is_inference_mode_enabled()
+    found: list = [None] * len(parts)
 
-    def modes_kept(part: slice) -> T:  # they belong to a thread
-        with torch.inference_mode(inference), torch.no_grad():
-            return work(part)
+    def put(place: int) -> None:
+        found[place] = work(parts[place])
 
-    if threads <= 1:
-        return [modes_kept(part) for part in parts]
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(modes_kept, parts))
-    finally:
-        torch.set_num_threads(allowed)
+    places = [(place,) for place in range(len(parts))]
+    if on_cpu:
+        for_each(put, places)
+    else:
+        for place in places:
+            put(*place)
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""Pieces of a tensor through a chain of operations, as many pieces at a time as torch has threads.
+
+torch itself splits one operation over its threads: a hand-over for every operation, and a chain of them
+leaves the cache between any two. Here a thread takes its piece through the whole chain. Operations
+release the interpreter's lock, so threads of Python are enough. What comes out does not depend on how
+many there are, since each piece is computed by one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+_worker = threading.local()
+
+
+def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
+    """`work(*piece)` for every piece, in any order; the first exception is raised, the rest is not begun."""
+    inference = torch.is_inference_mode_enabled()
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads < 2 or getattr(_worker, "busy", False):
+        for piece in pieces:
+            work(*piece)
+        return
+    waiting = iter(pieces)  # a list's iterator hands out each piece once, whoever asks
+
+    def take() -> None:
+        try:
+            with torch.inference_mode(inference), torch.no_grad():  # modes belong to a thread
+                for piece in waiting:
+                    work(*piece)
+        except BaseException:
+            for _ in waiting:
+                pass
+            raise
+
+    for worker in [_pool(torch.get_num_threads()).submit(take) for _ in range(threads)]:
+        worker.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(threads, "quantkit", _serial)
+    everyone = threading.Barrier(threads)
+    for ready in [pool.submit(everyone.wait) for _ in range(threads)]:
+        ready.result()
+    torch.set_num_threads(threads)  # the workers' own setting is what later threads would start with
+    return pool
+
+
+if hasattr(os, "register_at_fork"):  # a fork has the pool, but not its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def _serial() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # makes it this thread's own: at its first use it would take the latest setting
+    _worker.busy = True
