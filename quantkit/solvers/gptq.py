@@ -146,6 +146,7 @@ def sweep(weight: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
     errors = torch.empty_like(rows)  # w - ŵ
     carry = torch.zeros_like(rows)  # Σ over finished columns k of errors_k A_kj
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    diagonal = factor.diagonal().unbind()
     importance = factor.diagonal().square()
     size = grid.group_size
     params: list = []
@@ -165,13 +166,18 @@ def sweep(weight: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
                 span = slice(low, low + grid.sub_size)
                 target = _freely(rows[span], carry[span], factor[span, span])
                 params[-1] = grid.refit(target.t().contiguous(), params[-1], low % size, importance[span])
-            for j in range(low, high):
-                if j > low:
-                    carry[j].addmv_(errors[low:j].t(), factor[low:j, j])
-                moved = torch.addcdiv(rows[j], carry[j], factor[j, j])
-                column_codes, values = grid.round_column(moved, params[-1], j % size)
-                codes[j] = column_codes
-                torch.sub(rows[j], values, out=errors[j])
+            run, chosen = slice(low, high), []
+            transposed = errors[run].t()
+            for k, (row, carried, error) in enumerate(
+                zip(rows[run].unbind(), carry[run].unbind(), errors[run].unbind(), strict=True)
+            ):
+                if k:
+                    carried.addmv_(transposed[:, :k], factor[low : low + k, low + k])
+                moved = torch.addcdiv(row, carried, diagonal[low + k])
+                column_codes, values = grid.round_column(moved, params[-1], (low + k) % size)
+                chosen.append(column_codes)
+                torch.sub(row, values, out=error)
+            codes[run] = torch.stack(chosen)
         carry[end:].addmm_(factor[start:end, end:].t(), errors[start:end])
     return codes.t().contiguous(), params
 

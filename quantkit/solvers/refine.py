@@ -47,17 +47,24 @@ def refine(
 
 def _descend(codes: Tensor, values: Tensor, residual: Tensor, params, grid: Grid, hessian: Tensor) -> None:
     """Choose every column of one group again, in place; all `[group_size, out]`, hessian the group's own."""
+    diagonal = hessian.diagonal().unbind()
     for low in range(0, len(codes), RUN):
         high = min(low + RUN, len(codes))
-        moved = torch.zeros_like(values[low:high])
-        for j in range(low, high):
-            if j > low:
-                residual[j].addmv_(moved[: j - low].t(), hessian[low:j, j], alpha=-1)
-            best = values[j] + residual[j] / hessian[j, j]
-            column_codes, column = grid.round_column(best, params, j)
-            moved[j - low] = column - values[j]
-            values[j] = column
-            codes[j] = column_codes
+        moved = torch.empty_like(values[low:high])
+        transposed = moved.t()
+        chosen = []
+        for k, (value, wish, move) in enumerate(
+            zip(values[low:high].unbind(), residual[low:high].unbind(), moved.unbind(), strict=True)
+        ):
+            if k:
+                wish.addmv_(transposed[:, :k], hessian[low : low + k, low + k], alpha=-1)
+            best = torch.addcdiv(value, wish, diagonal[low + k])
+            column_codes, column = grid.round_column(best, params, low + k)
+            torch.sub(column, value, out=move)
+            chosen.append((column_codes, column))
+        column_codes, columns = zip(*chosen, strict=True)
+        torch.stack(columns, out=values[low:high])
+        codes[low:high] = torch.stack(column_codes)
         residual[high:].addmm_(hessian[high:, low:high], moved, alpha=-1)
         # in its run a column has seen the moves before it only: give it the others, its own included
         residual[low:high].addmm_(hessian[low:high, low:high].triu(), moved, alpha=-1)
