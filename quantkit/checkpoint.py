@@ -70,6 +70,7 @@ class Checkpoint:
         raw_config = _read_config(folder)
         infos = safetensors_folder.read_folder(folder)
         layout = layouts.detect(raw_config, infos)
+        layouts.refuse_headless(layout, infos)
         return Checkpoint(
             source=source,
             folder=folder,

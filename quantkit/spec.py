@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -159,10 +160,11 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
     uneven = [spec for spec in specs if spec.in_features % spec.grid.group_size]
     if uneven:
         sizes = sorted({spec.in_features for spec in specs})
+        places = [f"{spec.local} ({spec.in_features})" for spec in uneven]
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
         raise QuantkitError(
             f"group size {uneven[0].grid.group_size} does not divide in_features of {len(uneven)} linears: "
-            + name_all((f"{spec.name} ({spec.in_features})" for spec in uneven), len(uneven)),
+            + ", ".join(f"{what} in {count} blocks" for what, count in Counter(places).items()),
             hint="these group sizes divide all of them: "
             + ", ".join(str(g) for g in [*fits, -1])
             + "; or keep the linears in 16 bit with --exclude",

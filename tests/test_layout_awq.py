@@ -147,3 +147,10 @@ def test_families_with_scaled_activations_are_refused():
     layout = AwqLayout(32)
     assert layout.check_model("llama") is None
     assert "use --layout compressed-tensors" in layout.check_model("gpt_neox")
+
+
+@pytest.mark.parametrize("stored, said", [(GROUP, 16), (GROUP, -1), (IN, GROUP)])
+def test_a_configuration_that_contradicts_the_tensors_is_refused(stored, said):
+    tensors = AwqLayout(stored).encode(random_weight(stored))
+    with pytest.raises(QuantkitError, match=f"says group_size {said}, .* groups of {stored}$"):
+        AwqLayout(said).decode(tensors)

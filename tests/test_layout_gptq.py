@@ -267,3 +267,45 @@ def test_stored_tensors_are_grouped_by_linear():
     groups = layouts.group_by_linear(GptqLayout(4, 128), names)
     assert groups == {"a.b": {"qweight": "a.b.qweight", "scales": "a.b.scales"}}
     assert layouts.group_by_linear(None, names) == {}
+
+
+def test_a_part_without_the_one_that_tells_is_named():
+    layout = GptqLayout(4, 128)
+    complete = ["a.b.qweight", "a.b.scales", "a.b.qzeros", "c.d.weight", "c.d.scales"]
+    layouts.refuse_headless(layout, complete)
+    layouts.refuse_headless(None, ["a.b.scales"])
+    with pytest.raises(QuantkitError) as refused:
+        layouts.refuse_headless(layout, [*complete, "e.qzeros", "e.scales", "f.g.g_idx"])
+    assert refused.value.message.endswith("tensors of theirs are absent: e.qweight, f.g.qweight")
+
+
+DYNAMIC = {"+:.*mlp": {"bits": 8}, r".*o_proj$": {"group_size": 32, "desc_act": True}, "-:.*lm_head": {}}
+
+
+@pytest.mark.parametrize(
+    "linear, bits, group_size, says",
+    [
+        ("self_attn.q_proj", 4, 64, None),
+        ("mlp.up_proj", 8, 64, None),
+        ("self_attn.o_proj", 4, 32, None),
+        ("self_attn.q_proj", 8, 64, "4 bits in groups of 64"),
+        ("self_attn.q_proj", 4, 32, "4 bits in groups of 64"),
+        ("mlp.up_proj", 4, 64, "8 bits in groups of 64"),
+        ("self_attn.o_proj", 4, 64, "4 bits in groups of 32"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_tensors_is_refused(linear, bits, group_size, says):
+    weight = random_weight(GptqLayout(bits, group_size), in_features=128)
+    tensors = GptqLayout(bits, group_size).encode(weight)
+    layout = detect(quant_method="gptq", bits=4, group_size=64, dynamic=DYNAMIC).at(linear)
+    if says is None:
+        assert torch.equal(layout.decode(tensors).values(), weight.values())
+        return
+    with pytest.raises(QuantkitError, match=f"says {says}, .* {bits} bits in groups of {group_size}$"):
+        layout.decode(tensors)
+
+
+@pytest.mark.parametrize("dynamic", [["a"], {"+:(": {"bits": 8}}])
+def test_rules_that_are_none_are_refused(dynamic):
+    with pytest.raises(QuantkitError, match="dynamic"):
+        detect(quant_method="gptq", bits=4, group_size=64, dynamic=dynamic)

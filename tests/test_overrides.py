@@ -95,15 +95,15 @@ def test_patterns_that_match_nothing_are_all_named(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method, options, code, reason",
+    "method, options, reason",
     [
-        ("nf4", {}, USAGE, "--override q_proj=8: nf4 has one width"),
-        ("int8", {}, USAGE, "--override q_proj=8: int8 has one width"),
-        ("awq", {"group_size": 32}, UNSUPPORTED, r"cannot hold 2 linears: .*q_proj \(awq holds 4 bit, not 8"),
+        ("nf4", {}, "--override q_proj=8: nf4 has one width"),
+        ("int8", {}, "--override q_proj=8: int8 has one width"),
+        ("awq", {"group_size": 32}, r"cannot hold 2 linears: .*q_proj \(awq holds 4 bit, not 8"),
     ],
 )
-def test_layouts_of_one_width_say_so(model, tmp_path, method, options, code, reason):
-    message, hint = refused(code, model, tmp_path, "q_proj=8", method=method, options=options)
+def test_layouts_of_one_width_say_so(model, tmp_path, method, options, reason):
+    message, hint = refused(UNSUPPORTED, model, tmp_path, "q_proj=8", method=method, options=options)
     assert re.search(reason, message) and "--exclude" in hint
 
 

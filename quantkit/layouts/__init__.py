@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 
 if TYPE_CHECKING:
     import torch
@@ -106,6 +106,25 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
         linear: {part: f"{linear}.{part}" for part in layout.suffixes if f"{linear}.{part}" in names}
         for linear in sorted(linears)
     }
+
+
+def refuse_headless(layout: Layout | None, names: Iterable[str]) -> None:
+    """Raise QuantkitError naming every linear that has parts of a packed one, but neither the part that
+    tells so nor a plain weight."""
+    if layout is None:
+        return
+    names = set(names)
+    telling = [part for part in layout.suffixes if part not in ("weight", layout.marker)]
+    linears = {
+        name.removesuffix(f".{part}") for name in names for part in telling if name.endswith(f".{part}")
+    }
+    lost = [f"{linear}.{layout.marker}" for linear in sorted(linears)]
+    lost = [name for name in lost if not {name, f"{name.removesuffix(layout.marker)}weight"} & names]
+    if lost:
+        raise QuantkitError(
+            f"{len(lost)} linears are quantized, but these tensors of theirs are absent: {name_all(lost)}",
+            hint="download it again",
+        )
 
 
 def of_linear(tensors: Mapping[str, torch.Tensor]) -> str:

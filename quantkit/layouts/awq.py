@@ -96,7 +96,15 @@ class AwqLayout(Layout):
                 hint="the file is damaged, or config.json belongs to another one: download it again",
             )
         (in_features, _), (groups, out_features) = qweight.shape, scales.shape
-        grid = AffineGrid(BITS, in_features // groups, symmetric=not self.zero_point)
+        if (group_size := in_features // groups) != (
+            in_features if self.group_size == -1 else self.group_size
+        ):
+            raise QuantkitError(
+                f"quantization_config says group_size {self.group_size}, the tensors{of_linear(tensors)} "
+                f"have groups of {group_size}",
+                hint="config.json belongs to another checkpoint: download both again",
+            )
+        grid = AffineGrid(BITS, group_size, symmetric=not self.zero_point)
         params = AffineParams(scales.t().float(), _unpack(qzeros, out_features).float())
         return QuantizedWeight(grid, _unpack(qweight, out_features), params)
 

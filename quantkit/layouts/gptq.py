@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.layouts import Layout, fusions
+from quantkit.layouts import Layout, fusions, of_linear
 from quantkit.layouts._packing import WORD, pack, unpack, whole_words
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class GptqLayout(Layout):
     """bits, symmetric, desc_act and damp_percent go into the configuration as the client wants them;
     linears with other bits or groups are overrides in it.
 
+    rules: what a stored configuration says of single linears, `(pattern, bits and group size)`; None where
+    the layout is not a stored one's, and linears differ without a rule.
     version: 1 for checkpoint_format "gptq" (every client), 2 for "gptq_v2" (needed for zero points of 0).
     """
 
@@ -42,6 +44,7 @@ class GptqLayout(Layout):
     desc_act: bool = False
     damp_percent: float = 0.01
     version: int = 1
+    rules: tuple[tuple[str, dict], ...] | None = field(default=None, compare=False)
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -49,6 +52,11 @@ class GptqLayout(Layout):
     def zero_min(self) -> int:
         """Version 1 stores z - 1; a zero point of 0 would carry into its neighbour in GPTQModel."""
         return 1 if self.version == 1 else 0
+
+    def at(self, linear: str) -> GptqLayout:
+        """With the bits and the group size that the stored configuration gives one linear."""
+        found = next((rule for pattern, rule in self.rules or () if re.match(pattern, linear)), {})
+        return replace(self, **found) if found else self
 
     def check(self, spec: LinearSpec) -> str | None:
         """Whole words only: `in * bits` and `out * bits` must be multiples of 32."""
@@ -89,6 +97,8 @@ class GptqLayout(Layout):
         group_size = min(self.group_size, in_features)
         if group_size < 1 or -(-in_features // group_size) != groups:
             group_size = -(-in_features // groups)
+        if self.rules is not None:
+            self._agree(tensors, bits, group_size, in_features)
         trivial = torch.arange(in_features) // group_size
         column_group = tensors.get("g_idx", trivial).long()
         if in_features % group_size == 0 and torch.equal(column_group, trivial):
@@ -100,6 +110,16 @@ class GptqLayout(Layout):
         params = AffineParams(scales.t().float(), zero.t().float())
         codes = unpack(qweight, bits, in_features).t().contiguous()
         return QuantizedWeight(grid, codes, params, column_group)
+
+    def _agree(self, tensors: Mapping[str, Tensor], bits: int, group_size: int, in_features: int) -> None:
+        """Raise QuantkitError unless the stored tensors are as the stored configuration says."""
+        wanted = in_features if self.group_size == -1 else min(self.group_size, in_features)
+        if (bits, group_size) != (self.bits, wanted):
+            raise QuantkitError(
+                f"quantization_config says {self.bits} bits in groups of {self.group_size}, the tensors"
+                f"{of_linear(tensors)} have {bits} bits in groups of {group_size}",
+                hint="config.json belongs to another checkpoint: download both again",
+            )
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
         """`quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel and
@@ -167,4 +187,26 @@ def detect(config: dict) -> GptqLayout | None:
         symmetric=config.get("sym", True),
         desc_act=config.get("desc_act", False),
         version=1 if form == "gptq" else 2,
+        rules=_stored_rules(config),
     )
+
+
+def _stored_rules(config: dict) -> tuple[tuple[str, dict], ...]:
+    """GPTQModel's `dynamic`: `{"+:pattern": {"bits": …, "group_size": …}}`; without a sign it is a plus."""
+    stored = config.get("dynamic") or {}
+    if not isinstance(stored, dict):
+        raise QuantkitError("quantization_config's dynamic is not understood", "download config.json again")
+    rules = []
+    for pattern, values in stored.items():
+        values = values if isinstance(values, dict) else {}
+        known = {key: value for key, value in values.items() if key in ("bits", "group_size")}
+        try:
+            re.compile(pattern.removeprefix("+:").removeprefix("-:"))
+        except re.error as error:
+            raise QuantkitError(
+                f"quantization_config's dynamic holds {pattern!r}, which is no regular expression",
+                hint="download config.json again",
+            ) from error
+        if not pattern.startswith("-:"):
+            rules.append((pattern.removeprefix("+:"), known))
+    return tuple(rules)

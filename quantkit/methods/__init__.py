@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout
@@ -107,5 +107,5 @@ def refuse_override(override: Override | None, reason: str) -> None:
     """Raise QuantkitError if a linear is asked to differ from the others."""
     if override:
         raise QuantkitError(
-            f"{override.flag}: {reason}", "keep linears in 16 bit with --exclude instead", USAGE
+            f"{override.flag}: {reason}", "keep linears in 16 bit with --exclude instead", UNSUPPORTED
         )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,7 +147,6 @@ def sweep(weight: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
     errors = torch.empty_like(rows)  # w - ŵ
     carry = torch.zeros_like(rows)  # Σ over finished columns k of errors_k A_kj
     codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
-    diagonal = factor.diagonal().unbind()
     importance = factor.diagonal().square()
     size = grid.group_size
     params: list = []
@@ -166,20 +166,31 @@ def sweep(weight: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
                 span = slice(low, low + grid.sub_size)
                 target = _freely(rows[span], carry[span], factor[span, span])
                 params[-1] = grid.refit(target.t().contiguous(), params[-1], low % size, importance[span])
-            run, chosen = slice(low, high), []
-            transposed = errors[run].t()
-            for k, (row, carried, error) in enumerate(
-                zip(rows[run].unbind(), carry[run].unbind(), errors[run].unbind(), strict=True)
-            ):
-                if k:
-                    carried.addmv_(transposed[:, :k], factor[low : low + k, low + k])
-                moved = torch.addcdiv(row, carried, diagonal[low + k])
-                column_codes, values = grid.round_column(moved, params[-1], (low + k) % size)
-                chosen.append(column_codes)
-                torch.sub(row, values, out=error)
-            codes[run] = torch.stack(chosen)
+            run = slice(low, high)
+            codes[run] = _columns(
+                rows[run], carry[run], errors[run], factor[run, run], grid, params[-1], low % size
+            )
         carry[end:].addmm_(factor[start:end, end:].t(), errors[start:end])
     return codes.t().contiguous(), params
+
+
+def _columns(
+    rows: Tensor, carry: Tensor, errors: Tensor, factor: Tensor, grid: Grid, params: Any, first: int
+) -> Tensor:
+    """Codes of one run of a group's columns, one after another; fills in their `errors`.
+
+    All `[run, out]`, factor the run's own; `first` is the place of the run in its group.
+    """
+    chosen = []
+    before = errors.t()
+    columns = zip(rows.unbind(), carry.unbind(), errors.unbind(), factor.diagonal().unbind(), strict=True)
+    for k, (row, carried, error, pivot) in enumerate(columns):
+        if k:
+            carried.addmv_(before[:, :k], factor[:k, k])
+        codes, values = grid.round_column(torch.addcdiv(row, carried, pivot), params, first + k)
+        chosen.append(codes)
+        torch.sub(row, values, out=error)
+    return torch.stack(chosen)
 
 
 def _freely(rows: Tensor, carry: Tensor, factor: Tensor) -> Tensor:

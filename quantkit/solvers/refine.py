@@ -47,24 +47,22 @@ def refine(
 
 def _descend(codes: Tensor, values: Tensor, residual: Tensor, params, grid: Grid, hessian: Tensor) -> None:
     """Choose every column of one group again, in place; all `[group_size, out]`, hessian the group's own."""
-    diagonal = hessian.diagonal().unbind()
     for low in range(0, len(codes), RUN):
         high = min(low + RUN, len(codes))
-        moved = torch.empty_like(values[low:high])
-        transposed = moved.t()
+        run = slice(low, high)
+        own = hessian[run, run]
+        moved = torch.empty_like(values[run])
+        before = moved.t()
+        columns = values[run].unbind(), residual[run].unbind(), moved.unbind(), own.diagonal().unbind()
         chosen = []
-        for k, (value, wish, move) in enumerate(
-            zip(values[low:high].unbind(), residual[low:high].unbind(), moved.unbind(), strict=True)
-        ):
+        for k, (value, wish, move, curvature) in enumerate(zip(*columns, strict=True)):
             if k:
-                wish.addmv_(transposed[:, :k], hessian[low : low + k, low + k], alpha=-1)
-            best = torch.addcdiv(value, wish, diagonal[low + k])
-            column_codes, column = grid.round_column(best, params, low + k)
-            torch.sub(column, value, out=move)
-            chosen.append((column_codes, column))
-        column_codes, columns = zip(*chosen, strict=True)
-        torch.stack(columns, out=values[low:high])
-        codes[low:high] = torch.stack(column_codes)
+                wish.addmv_(before[:, :k], own[:k, k], alpha=-1)
+            chosen.append(grid.round_column(torch.addcdiv(value, wish, curvature), params, low + k))
+            torch.sub(chosen[-1][1], value, out=move)
+        column_codes, new_values = zip(*chosen, strict=True)
+        torch.stack(new_values, out=values[run])
+        codes[run] = torch.stack(column_codes)
         residual[high:].addmm_(hessian[high:, low:high], moved, alpha=-1)
         # in its run a column has seen the moves before it only: give it the others, its own included
         residual[low:high].addmm_(hessian[low:high, low:high].triu(), moved, alpha=-1)

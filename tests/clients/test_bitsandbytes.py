@@ -44,16 +44,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(demo_model, tmp_path_factory):
-    return cases.make(CASES, tmp_path_factory.mktemp("bitsandbytes"), demo_model)
-
-
-@pytest.fixture(scope="module")
-def client(folders, tmp_path_factory):
-    return cases.load(CASES, folders, tmp_path_factory.mktemp("client"))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_client_computes_what_quantkit_wrote(name, folders, client):
     case, theirs = CASES[name], client[name]
