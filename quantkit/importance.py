@@ -6,15 +6,17 @@ block is in memory at a time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.capture import PROBE_TOKENS, Statistics, find_sites, gathering, refuse_not_finite
 from quantkit.heap import map_large_blocks
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
+from quantkit.solvers import SiteStatistics
 from quantkit.spec import linears
 from quantkit.timings import Timings
 
@@ -78,3 +80,38 @@ def _block(skeleton: Skeleton, index: int, states: list[Tensor], timings: Timing
         found |= dict.fromkeys(site.linears, sums.square.float().cpu())
     skeleton.free_block(index)
     return found
+
+
+def of_head(skeleton: Skeleton, batches: Sequence[Tensor]) -> SiteStatistics:
+    """Second moments of what enters the output matrix, from one pass through the blocks as they are.
+
+    What lies outside the blocks is loaded. Raises QuantkitError for activations that are not finite.
+    """
+    states = [skeleton.embed(ids) for ids in batches]
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index, decoded=True)
+        for k, hidden in enumerate(states):
+            states[k] = skeleton.run_block(index, hidden)
+        skeleton.free_block(index)
+    head = skeleton.model.get_output_embeddings()
+    sums = Statistics(head.in_features, skeleton.device, ("hessian",))
+
+    def record(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        sums.add(inputs[0])
+        raise _Seen  # its product with the vocabulary is not needed
+
+    handle = head.register_forward_pre_hook(record)
+    try:
+        for hidden in states:
+            for sequence in hidden:
+                with contextlib.suppress(_Seen):
+                    skeleton.logits(sequence)
+    finally:
+        handle.remove()
+    statistics = sums.finish()
+    refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
+    return statistics
+
+
+class _Seen(Exception):
+    """Ends a forward pass at the output matrix."""

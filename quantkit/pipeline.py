@@ -54,7 +54,7 @@ def run(job: Job, progress: Progress) -> finish.Summary:
     with disk_errors(staging.folder), staging.opened(job.fingerprint, job.request.resume):
         with timings("load"):
             job.skeleton.load_rest()
-            job.method.output.install_rest(job)
+            job.method.output.install_rest(job, progress)
         states = [job.skeleton.embed(ids) for ids in job.batches]
         job.skeleton.embed(job.batches[0][:1, :PROBE_TOKENS])  # records the arguments of the probe
         count = len(job.skeleton.blocks)

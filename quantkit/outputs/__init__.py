@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quantkit.finish import Summary
     from quantkit.job import Job
     from quantkit.layouts import Layout
+    from quantkit.progress import Progress
     from quantkit.spec import LinearSpec
 
 
@@ -29,7 +30,7 @@ class Output(Protocol):
     def planned(self, job: Job) -> list[Planned]:
         """What becomes of every matrix."""
 
-    def install_rest(self, job: Job) -> None:
+    def install_rest(self, job: Job, progress: Progress) -> None:
         """Let what lies outside the blocks compute as it will be stored, before the first block runs."""
 
     def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quantkit.checkpoint import Checkpoint
     from quantkit.job import Job
     from quantkit.layouts import Layout
+    from quantkit.progress import Progress
     from quantkit.spec import LinearSpec
 
 
@@ -45,7 +46,7 @@ class FolderOutput:
             for row in job.specs
         ]
 
-    def install_rest(self, job: Job) -> None:
+    def install_rest(self, job: Job, progress: Progress) -> None:
         """It is stored as it was read."""
 
     def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
