@@ -30,6 +30,8 @@ def weights() -> torch.Tensor:
     sparse = normal * (torch.rand(8, WIDTH) < 0.5)
     sparse[0, :300], sparse[1, 32:64], sparse[2, :16], sparse[3, 256:] = 0, 0, 0, 1e-20
     sparse[4, :256] = -0.0
+    sparse[5:8] = torch.where(torch.rand(3, WIDTH) < 0.5, sparse[5:8].abs(), -0.0)
+    sparse[7] *= 0.0
     signs = torch.stack([normal[0].abs(), -normal[1].abs(), torch.where(normal[2] > 0, 0.5, -0.5)])
     constant = torch.tensor([0.37, -0.37, 0.0, -0.0])[:, None].expand(4, WIDTH)
     powers = torch.tensor([-5, -7, -8, -9, -12, -16, -20, -30, -36, -38, -40, -44, 3])

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, ScaleAndMin, half
 from quantkit.grids.ggml.kquants import error_weights
-from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, over, total
+from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, lowest, over, total
 
 BLOCK = 32
+BELOW_HALF = 0.5 - 2.0**-25  # the float32 before 0.5: with that itself, the one before 0.5 would reach 1
 
 
 def row_weights(blocks: Blocks) -> Tensor:
@@ -26,9 +27,13 @@ def inverse(d: Tensor) -> Tensor:
     return torch.where(d == 0, 0.0, over(1, d))
 
 
-def truncated(x: Tensor, largest: int) -> Tensor:
-    """Towards zero, at most `largest`; what is infinite or undefined becomes 0, as on x86."""
-    return x.masked_fill_(~x.isfinite(), 0).trunc_().clamp_(max=largest)
+def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
+    """`x / d` as C has it, by the inverse; `overflow` where that is infinite: C's codes are 0 there (x86)."""
+    factor = inverse(d)
+    product = x * factor
+    if factor.isinf().any():
+        product.masked_fill_(factor.isinf(), overflow)
+    return product
 
 
 class ScaleGrid(BlockGrid):
@@ -37,7 +42,8 @@ class ScaleGrid(BlockGrid):
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         if blocks.importance is None:
             d = extreme(blocks.x) / -self.offset
-            codes = truncated((blocks.x * inverse(d)).add_(self.offset + 0.5), 2 * self.offset - 1)
+            codes = scaled(blocks.x, d, -torch.inf).add_(self.offset + 0.5)
+            codes.clamp_(0, 2 * self.offset - 1).trunc_()
         else:
             d, codes = self._search.make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
         return Scale(half(d)), codes
@@ -49,9 +55,9 @@ class ScaleAndMinGrid(BlockGrid):
     def _encode(self, blocks: Blocks) -> tuple[ScaleAndMin, Tensor]:
         x, levels = blocks.x, 2**self.bits - 1
         if blocks.importance is None:
-            m = x.amin(0)
-            d = (x.amax(0) - m) / levels
-            codes = truncated((x - m).mul_(inverse(d)).add_(0.5), levels)
+            m = lowest(x)
+            d = (x.amax(0) - m).add_(0.0) / levels  # never -0
+            codes = scaled(x - m, d, -torch.inf).add_(0.5).clamp_(0, levels).trunc_()
         else:
             weights = row_weights(blocks)
             d, low, codes = self._search.make_qkx(x, weights, levels, WITH_IMPORTANCE, codes=True)
@@ -64,11 +70,9 @@ class Q8Grid(BlockGrid):
 
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         d = blocks.x.abs().amax(0) / 127
-        scaled = blocks.x * inverse(d)
-        magnitude = scaled.abs()
-        whole = magnitude.floor()
-        whole += (magnitude - whole) >= 0.5  # halves away from zero
-        return Scale(half(d)), truncated(whole.copysign_(scaled), 127).add_(self.offset)
+        codes = scaled(blocks.x, d, 0.0)
+        codes += torch.full((), BELOW_HALF, device=codes.device).copysign(codes)  # halves go away from zero
+        return Scale(half(d)), codes.trunc_().add_(self.offset)
 
 
 GRIDS = {

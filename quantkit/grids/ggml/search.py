@@ -58,9 +58,20 @@ def extreme(x: Tensor) -> Tensor:
     high, low = x.amax(0), x.amin(0)
     found = torch.where(high > -low, high, low).add_(0.0)  # never -0
     tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
+    return _first_of_equals(x, found, tied)
+
+
+def lowest(x: Tensor) -> Tensor:
+    """The least value of each column; of both zeros the first."""
+    found = x.amin(0)
+    return _first_of_equals(x, found, (found == 0).nonzero()[:, 0])
+
+
+def _first_of_equals(x: Tensor, found: Tensor, tied: Tensor) -> Tensor:
+    """`found`, in the columns `tied` the first value of x that has its magnitude."""
     if len(tied):
         columns = x[:, tied]
-        places = (columns.abs() == high[tied]).to(torch.uint8).argmax(0)
+        places = (columns.abs() == found[tied].abs()).to(torch.uint8).argmax(0)
         found[tied] = columns.gather(0, places[None])[0]
     return found
 
@@ -87,7 +98,7 @@ def make_qkx(
     low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
     codes: return the codes of the best, too.
     """
-    low = x.amin(0).clamp_(max=0)
+    low = lowest(x).clamp_(max=0)
     high = x.amax(0)
     flat = high <= low
     high = torch.where(flat, low + 1, high)
