@@ -40,8 +40,9 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.sha256: str | None = None
 
-    def render(self, conversation: Conversation) -> str:
-        """The conversation as the model would see it, special tokens and all.
+    def render(self, conversation: Conversation, answer: bool = False) -> str:
+        """The conversation as the model would see it, special tokens and all; with `answer`, up to where the
+        model's next answer begins.
 
         Raises QuantkitError when the model has no template or its template refuses the messages.
         Templates that print today's date print TODAY.
@@ -52,7 +53,10 @@ class ChatTemplate:
         messages = [_message(message, conversation.where) for message in conversation.messages]
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, chat_template=_at_a_fixed_date(template)
+                messages,
+                tokenize=False,
+                chat_template=_at_a_fixed_date(template),
+                add_generation_prompt=answer,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise QuantkitError(
@@ -66,8 +70,8 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template()
         except ValueError as error:
             raise QuantkitError(
-                "the calibration data holds conversations, but the model has no chat template",
-                hint="put the model's chat_template.jinja beside its tokenizer, or name a column of text",
+                "there are conversations, but the model has no chat template",
+                hint="put the model's chat_template.jinja beside its tokenizer, or give plain text",
                 exit_code=USAGE,
             ) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
 
-transformers.logging.set_verbosity_error()  # its warnings speak to people who wrote the forward pass
+if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
+    transformers.logging.set_verbosity_error()
 COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
     "tokenizer*",
     "special_tokens_map.json",

@@ -1,6 +1,8 @@
-"""The one exception that users see, and the exit codes it carries."""
+"""The one exception that users see, and the exit codes of every command."""
 
 from __future__ import annotations
+
+import unicodedata
 
 RUNTIME = 1
 USAGE = 2
@@ -8,26 +10,51 @@ NOT_FOUND = 3
 UNSUPPORTED = 4
 RESOURCES = 5
 VERIFICATION = 6
+GATE = 7
 INTERRUPTED = 130
+EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of the README
+    0: "done",
+    RUNTIME: "failed while running",
+    USAGE: "wrong usage",
+    NOT_FOUND: "not found, or offline",
+    UNSUPPORTED: "not supported",
+    RESOURCES: "not enough memory or disk",
+    VERIFICATION: "written, but the verification failed",
+    GATE: "a gate failed",
+    INTERRUPTED: "interrupted",
+}
 
 
 class QuantkitError(Exception):
     """A failure a user can act on: printed as `error: MESSAGE` and `hint: HINT`.
 
-    `exit_code` is one of the constants of this module. Broken invariants of quantkit itself are
-    assertions, never this.
+    `exit_code` is one of the constants of this module. `found` is the JSON record of a command that has a
+    result all the same. Broken invariants of quantkit itself are assertions, never this.
     """
 
-    def __init__(self, message: str, hint: str = "", exit_code: int = RUNTIME):
+    def __init__(self, message: str, hint: str = "", exit_code: int = RUNTIME, found: dict | None = None):
         super().__init__(message)
         self.message = message
         self.hint = hint
         self.exit_code = exit_code
+        self.found = found
+
+    def record(self) -> dict:
+        """What `--json` prints: the error, beside what was found."""
+        error = {"message": self.message, "hint": self.hint, "exit_code": self.exit_code}
+        return (self.found or {}) | {"error": error}
 
 
 def first_line(error: BaseException) -> str:
     """What an error of another library says, for a message; its kind where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """Text of strangers (names in files, what models write) without what would steer a terminal."""
+    return "".join(
+        letter if letter in "\n\t" or unicodedata.category(letter) != "Cc" else "\ufffd" for letter in text
+    )
 
 
 def name_all(names, limit: int = 8) -> str:

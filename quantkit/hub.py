@@ -22,6 +22,11 @@ PATTERNS = (
 )
 
 
+def is_id(source: str) -> bool:
+    """Whether this can be a hub id, `OWNER/NAME`."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith((".", "/"))
+
+
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
     """The folder that holds `source`, or the GGUF file that it is: itself if it exists, else a snapshot of
     the hub repository.
@@ -38,7 +43,7 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
             hint="give the folder that holds config.json, or a GGUF file",
             exit_code=NOT_FOUND,
         )
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith((".", "/")):
+    if not is_id(source):
         raise QuantkitError(
             f"no such folder: {source}",
             hint="give a local checkpoint folder, or a hub id of the form OWNER/NAME",

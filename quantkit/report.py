@@ -8,24 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from shlex import quote
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from quantkit.finish import Summary
 from quantkit.job import Job
-
-
-def megabytes(nbytes: float) -> str:
-    """Decimal units, as disks and hubs count."""
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for position, column in enumerate(columns):
-        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=position > 0)
-    return table
+from quantkit.tables import make_table, megabytes, print_facts, ranges
 
 
 def plan_record(job: Job) -> dict:
@@ -53,13 +40,13 @@ def plan_record(job: Job) -> dict:
 def print_plan(job: Job) -> None:
     """`--dry-run` for people: identical linears of several blocks share a row."""
     console, plan = Console(highlight=False), job.plan
-    table = _table("linears", "blocks", "shape", "quantized to")
+    table = make_table("linears", "blocks", "shape", "quantized to")
     rows = job.method.output.planned(job)
     order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
     alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
     for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):
         blocks = [row.block for row in members if row.block is not None]
-        table.add_row(name, _ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
+        table.add_row(name, ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
     console.print(table)
     execution = plan.execution
     facts = {
@@ -72,12 +59,7 @@ def print_plan(job: Job) -> None:
         f"{execution.sequential} forward",
         "calibration": _calibration(job.calibration and job.calibration.record()),
     }
-    _print_facts(console, facts)
-
-
-def _print_facts(console: Console, facts: dict[str, str]) -> None:
-    for name, fact in facts.items():
-        console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
+    print_facts(console, facts)
 
 
 def _seconds(stages: dict[str, float]) -> str:
@@ -91,15 +73,6 @@ def _calibration(made: dict | None) -> str:
     if made is None:
         return "none needed"
     return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`0-3,5` for [0, 1, 2, 3, 5]."""
-    parts = []
-    for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in group]
-        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ",".join(parts)
 
 
 def summary_record(summary: Summary, evaluation: dict | None) -> dict:
@@ -130,7 +103,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["error"] = f"{summary.error:.4f} mean relative {measured}{against}"
     if summary.kept:
         facts["kept 16 bit"] = f"{summary.kept} linears"
-    _print_facts(console, facts)
+    print_facts(console, facts)
     if summary.outlier_columns:
         _print_outliers(console, summary.outlier_columns)
     for linear, reason in summary.fallbacks.items():
@@ -157,12 +130,12 @@ def print_imatrix(record: dict) -> None:
     }
     if done:
         facts["seconds"] = _seconds(done)
-    _print_facts(console, facts)
+    print_facts(console, facts)
 
 
 def _print_outliers(console: Console, counts: dict[str, int]) -> None:
     """How many input columns of every linear reached the threshold, block by block."""
-    table = _table("linear", "outlier columns, by block")
+    table = make_table("linear", "outlier columns, by block")
     kinds: dict[str, list[int]] = {}
     for name, count in counts.items():
         _, _, local = re.split(r"\.(\d+)\.", name, maxsplit=1)
@@ -175,7 +148,7 @@ def _print_outliers(console: Console, counts: dict[str, int]) -> None:
 def print_evaluation(record: dict) -> None:
     """The comparison table and the protocol it holds for."""
     console, data = Console(highlight=False), record["data"]
-    table = _table("model", "size", "bits/weight", "perplexity", "KL divergence")
+    table = make_table("model", "size", "bits/weight", "perplexity", "KL divergence")
     for model in record["models"]:
         size, metrics = model["size"], model["metrics"]
         kld = metrics["kld"]["mean"]

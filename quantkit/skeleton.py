@@ -9,7 +9,7 @@ configuration says the model is deep.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,11 @@ class Skeleton:
         provided |= self._stored.keys() | tied.keys()
         return sorted(own.union(names) - provided)
 
-    def _read(self, name: str, expected: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
+    def read(self, name: str, expected: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
+        """Values of the model's tensor `name`, as it computes with them; Conv1D weights are `[out, in]`.
+
+        Raises QuantkitError unless they have the shape of `expected` and are finite.
+        """
         checkpoint = checkpoint or self.checkpoint
         stored = self._stored[name]
         tensor = checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
@@ -87,7 +91,7 @@ class Skeleton:
     def load_rest(self) -> None:
         """Load everything outside the blocks; tied tensors stay one tensor, unless they are stored unlike."""
         state = {
-            name: self._read(name, tensor)
+            name: self.read(name, tensor)
             for name, tensor in self.model.state_dict().items()
             if name in self._stored and not name.startswith(self.blocks_name + ".")
         }
@@ -196,6 +200,17 @@ class Skeleton:
         finally:
             self._stubs[-1].replacement = None
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter by its name in the model, those of the blocks included; values may be on meta."""
+        for index, block in enumerate(self.blocks):
+            names = self.block_names(index)
+            yield from ((names[local], parameter) for local, parameter in block.named_parameters())
+        yield from self.model.named_parameters()
+
+    def holds(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor for the model's tensor `name`."""
+        return name in self._stored
+
     def block_names(self, index: int) -> dict[str, str]:
         """Name inside block `index` -> name in the model."""
         return {name: f"{self.blocks_name}.{index}.{name}" for name in self.blocks[index].state_dict()}
@@ -216,7 +231,7 @@ class Skeleton:
             name for name, key in stored.items() if key and checkpoint.is_quantized(key) and not decoded
         ]
         state = {
-            name: self._read(names[name], tensor, checkpoint)
+            name: self.read(names[name], tensor, checkpoint)
             for name, tensor in block.state_dict().items()
             if stored[name] and name not in packed
         }

@@ -7,6 +7,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import json
+import re
+import sys
+from collections import namedtuple
 from pathlib import Path
 
 import families
@@ -14,7 +18,10 @@ import pytest
 import torch
 from stand_in_hub import StandInHub
 
+from quantkit import cli
+
 REPOSITORY = Path(__file__).parents[1]
+Done = namedtuple("Done", "code out err")
 torch.set_num_threads(1)
 
 
@@ -32,6 +39,50 @@ def tiny_model(tmp_path):
         return folder
 
     return make
+
+
+@pytest.fixture
+def quantkit(monkeypatch, capsys, tmp_path):
+    """`quantkit("gptq", ...)` runs the console script in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):  # what --verbose sets is undone
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def run(*arguments) -> Done:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Done(ended.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def make(quantkit):
+    """`make("gptq", ...)` must succeed, quietly; what `--json` printed."""
+
+    def run(*arguments) -> dict:
+        done = quantkit(*arguments, "--json", "-q")
+        assert (done.code, done.err) == (0, "")
+        return json.loads(done.out)
+
+    return run
+
+
+@pytest.fixture
+def refuse(quantkit):
+    """`refuse(code, "gptq", ...)` must fail with two lines on stderr and nothing else: (error, hint)."""
+
+    def run(code: int, *arguments) -> tuple[str, str]:
+        done = quantkit(*arguments, "-q")
+        lines = re.fullmatch(r"error: (\S.*)\nhint: (\S.*)\n", done.err)
+        assert lines, done.err
+        assert (done.code, done.out) == (code, "")
+        return lines.groups()
+
+    return run
 
 
 @pytest.fixture

@@ -42,8 +42,6 @@ COMMANDS = {name: command for name, command in GROUP.items() if name != "recipes
 RECIPES = Path(__file__).parents[1] / "recipes"
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*[349]\d")
 
-Done = namedtuple("Done", "code out err")
-
 
 @pytest.fixture
 def model(tiny_model):
@@ -58,47 +56,6 @@ def small(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(families.sentences()))
     return ["--calibration", text, *"--samples 4 --seqlen 32 --batch-size 2 --threads 1".split()]
-
-
-@pytest.fixture
-def quantkit(monkeypatch, capsys, tmp_path):
-    """`quantkit("gptq", ...)` runs the console script in `tmp_path`: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments) -> Done:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Done(ended.value.code or 0, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def make(quantkit):
-    """`make("gptq", ...)` must succeed, quietly; what `--json` printed."""
-
-    def run(*arguments) -> dict:
-        done = quantkit(*arguments, "--json", "-q")
-        assert (done.code, done.err) == (0, "")
-        return json.loads(done.out)
-
-    return run
-
-
-@pytest.fixture
-def refuse(quantkit):
-    """`refuse(code, "gptq", ...)` must fail with two lines on stderr and nothing else: (error, hint)."""
-
-    def run(code: int, *arguments) -> tuple[str, str]:
-        done = quantkit(*arguments, "-q")
-        lines = re.fullmatch(r"error: (\S.*)\nhint: (\S.*)\n", done.err)
-        assert lines, done.err
-        assert (done.code, done.out) == (code, "")
-        return lines.groups()
-
-    return run
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -169,8 +126,8 @@ def test_every_field_is_a_flag(command, sections, own):
         "--" + field.name.replace("_", "-") for section in sections for field in dataclasses.fields(section)
     }
     flags = {flag for option in COMMANDS[command].params for flag in option.opts}
-    fixed = "output dry-run resume overwrite eval revision offline trust-remote-code json quiet"
-    assert flags == fields | own | {"model", "-o", "-q"} | {f"--{name}" for name in fixed.split()}
+    fixed = "output dry-run resume overwrite eval revision offline trust-remote-code json quiet verbose"
+    assert flags == fields | own | {"model", "-o", "-q", "-v"} | {f"--{name}" for name in fixed.split()}
 
 
 # ---- the plan
@@ -363,7 +320,7 @@ def test_an_interrupt_outside_the_loop(quantkit, model, small, monkeypatch, mome
 
     monkeypatch.setattr(f"quantkit.{moment}", interrupt)
     done = quantkit("gptq", model, *small, "--eval", small[1], "-q")
-    assert (done.code, done.out, done.err) == (130, "", "")
+    assert (done.code, done.out, done.err) == (130, "", "error: interrupted\n")
     assert Path("tiny-gptq-w4g128").exists() == made
 
 

@@ -160,7 +160,7 @@ def test_a_job_resumes_only_with_its_own_overrides(model, tmp_path, monkeypatch)
         pipeline.run(job, jobs.Listener())
     stored = json.loads((tmp_path / "out.partial" / "fingerprint.json").read_text())
     assert stored["override"] == ["v_proj=8"]
-    with pytest.raises(QuantkitError, match="another job; different: override") as error:
+    with pytest.raises(QuantkitError, match="another job; different: --override") as error:
         jobs.quantize("gptq", model, tmp_path / "out", RTN, override=("v_proj=3",), resume=True)
     assert error.value.exit_code == USAGE
     jobs.quantize("gptq", model, tmp_path / "out", RTN, override=("v_proj=8",), resume=True)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NoReturn
 
 import typer
 
 from quantkit import __version__, methods
-from quantkit.cli import evaluate, imatrix, quantize, recipes
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.cli import doctor, evaluate, generate, imatrix, inspect, manners, quantize, recipes
 
-EPILOG = """Examples:
+EPILOG = f"""Examples:
 
   quantkit gptq ./model               (4 bit, the shipped calibration text)
 
@@ -20,16 +18,15 @@ EPILOG = """Examples:
 
   quantkit run gptq-w3 ./model        (a recipe; see quantkit recipes list)
 
-  quantkit eval ./model ./model-gptq-w4g128 --text test.txt"""
+  quantkit eval ./model ./model-gptq-w4g128 --text test.txt
 
-UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
+{manners.exit_codes()}"""
 
 app = typer.Typer(
     help="Compress causal language models and show honestly what it cost.",
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for name in methods.available():
@@ -38,6 +35,10 @@ app.command("run", help="Run the job of a recipe.", epilog=quantize.RUN_EPILOG)(
 app.add_typer(recipes.app, name="recipes")
 app.command("imatrix", help=imatrix.HELP, epilog=imatrix.EPILOG)(imatrix.command())
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
+app.command("generate", epilog=generate.EPILOG)(generate.command)
+app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
+manners.add_verbose(app)
 
 
 def _version(asked: bool) -> None:
@@ -60,31 +61,4 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
-    try:  # standalone, Typer would print the parser's errors its own way
-        sys.exit(app(prog_name="quantkit", standalone_mode=False))
-    except QuantkitError as error:
-        _fail(error)
-    except UsageError as error:
-        if not error.format_message():  # no arguments: the help is the answer, and is printed
-            sys.exit(error.exit_code)
-        _fail(_parser_error(error))
-    except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-
-
-def _fail(error: QuantkitError) -> NoReturn:
-    print(f"error: {error.message}", file=sys.stderr)
-    if error.hint:
-        print(f"hint: {error.hint}", file=sys.stderr)
-    sys.exit(error.exit_code)
-
-
-def _parser_error(error: Any) -> QuantkitError:
-    """What the parser refused, in the form of our own errors."""
-    near = getattr(error, "possibilities", None)
-    words = (error.message if near else error.format_message()).replace("Value error, ", "").split()
-    message = " ".join(words).rstrip(".")  # in one line, choices too
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    command = error.ctx.command_path if error.ctx else "quantkit"
-    return QuantkitError(message[:1].lower() + message[1:], f"{hint}see {command} --help", USAGE)
+    manners.run(app)

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from quantkit import recipe
+
+
+def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What a shell is offered for an argument, besides files: those of the names that begin as it does."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names() if name.startswith(incomplete)]
+
+    return complete
+
+
 OUTPUT = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Output folder. (default: NAME-METHOD-…, in the current folder)"),
 ]
+REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+OFFLINE = Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")]
+TRUST_REMOTE_CODE = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")]
 FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
     "output": (OUTPUT, None),
     "recipe_name": (
         Annotated[
-            str | None, typer.Option("--recipe", help="Take options from a shipped recipe or a YAML file.")
+            str | None,
+            typer.Option(
+                "--recipe",
+                help="Take options from a shipped recipe or a YAML file.",
+                autocompletion=completion(recipe.shipped),
+            ),
         ],
         None,
     ),
@@ -45,19 +69,11 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
         ],
         None,
     ),
-    "revision": (Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")], None),
-    "offline": (Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")], False),
-    "trust_remote_code": (
-        Annotated[
-            bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-        ],
-        False,
-    ),
-    "as_json": (Annotated[bool, typer.Option("--json", help="Print the result as JSON.")], False),
-    "quiet": (
-        Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")],
-        False,
-    ),
+    "revision": (REVISION, None),
+    "offline": (OFFLINE, False),
+    "trust_remote_code": (TRUST_REMOTE_CODE, False),
+    "as_json": (AS_JSON, False),
+    "quiet": (QUIET, False),
 }
 
 

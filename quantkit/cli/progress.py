@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from quantkit.errors import printable
 from quantkit.progress import Progress
 from quantkit.solvers import Solved
 from quantkit.spec import LinearSpec
+
+SILENCE = 30.0  # seconds after which a log hears that the job is alive
 
 
 class Quiet(Progress):
@@ -55,46 +60,80 @@ class Quiet(Progress):
         if text in self._warned:  # several outputs of one command have much in common
             return
         self._warned.add(text)
-        self.console.print(f"warning: {text}", style="yellow", markup=False)
+        self.console.print(printable(f"warning: {text}"), style="yellow", markup=False)
 
     def evaluating(self, source: str, done: int, total: int) -> None:
         """A block of a model was evaluated."""
+        self.counting(f"evaluating {source}", done, total)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
 
 
 class Lines(Quiet):
-    """One line per block: for logs and pipes."""
+    """One line per block, and one after every `silence` seconds without: for logs and pipes."""
+
+    def __init__(self, silence: float = SILENCE) -> None:
+        super().__init__()
+        self._doing = "starting"
+        self._since = self._spoke = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, args=(silence,), daemon=True).start()
+
+    def _watch(self, silence: float) -> None:
+        while not self._closed.wait(max(0.01, self._spoke + silence - time.monotonic())):
+            if time.monotonic() - self._spoke >= silence:
+                self._say(f"still {self._doing} ({clock(time.monotonic() - self._since)})")
+
+    def _say(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self.console.print(printable(text), markup=False)
+
+    def _do(self, text: str) -> None:
+        """From now on, this is what is being done."""
+        self._doing, self._since = text, time.monotonic()
 
     def phase(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self._say(text)
+        self._do(text)
 
     def start(self, blocks: int, done: int) -> None:
         super().start(blocks, done)
         self._errors: list[float] = []
+        self._do(f"in block 1/{blocks}")
         if done:
-            self.phase(f"resuming: {done} of {blocks} blocks are done already")
+            self._say(f"resuming: {done} of {blocks} blocks are done already")
 
     def linear(self, spec: LinearSpec, solved: Solved) -> None:
         super().linear(spec, solved)
         self._errors.append(solved.error)
+        self._doing = f"in block {spec.block + 1}/{self._blocks}, after {spec.local}"
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)
+        self._do(f"in block {min(index + 2, self._blocks)}/{self._blocks}")
         if replayed:
-            self.phase(f"block {index + 1}/{self._blocks} replayed")
+            self._say(f"block {index + 1}/{self._blocks} replayed")
             return
         error = f" error {sum(self._errors) / len(self._errors):.4f}" if self._errors else ""
-        self.phase(f"block {index + 1}/{self._blocks}{error} left {self.remaining()}")
+        self._say(f"block {index + 1}/{self._blocks}{error} left {self.remaining()}")
         self._errors = []
 
+    def counting(self, what: str, done: int, total: int) -> None:
+        if done <= 1:
+            self._do(what)
+        self._doing = f"{what}: {done} of {total} done"
+
     def evaluating(self, source: str, done: int, total: int) -> None:
+        super().evaluating(source, done, total)
         if done == total:
-            self.phase(f"evaluated {source}")
+            self._say(f"evaluated {source}")
+
+    def close(self) -> None:
+        self._closed.set()
 
 
-class Live(Lines):
+class Live(Quiet):
     """A bar with block, linear, error, elapsed and remaining time."""
 
     def __init__(self) -> None:
@@ -124,12 +163,12 @@ class Live(Lines):
         self._bar.update(self._task, detail=f"{spec.local} error {solved.error:.4f}")
 
     def block(self, index: int, replayed: bool) -> None:
-        Quiet.block(self, index, replayed)
+        super().block(index, replayed)
         self._bar.update(self._task, description="block", completed=index + 1, left=self.remaining())
 
-    def evaluating(self, source: str, done: int, total: int) -> None:
-        if done == 1:
-            self._bar.reset(self._task, total=total, description=f"evaluating {source}", visible=True)
+    def counting(self, what: str, done: int, total: int) -> None:
+        if done <= 1:
+            self._bar.reset(self._task, total=total, description=what, visible=True)
         self._bar.update(self._task, completed=done, detail="", left="")
 
     def close(self) -> None:
@@ -146,7 +185,8 @@ def clock(seconds: float) -> str:
 @contextmanager
 def listener(quiet: bool) -> Iterator[Quiet]:
     """The listener that fits where stderr goes."""
-    progress = Quiet() if quiet else Live() if sys.stderr.isatty() else Lines()
+    capable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    progress = Quiet() if quiet else Live() if capable else Lines()
     try:
         yield progress
     finally:

@@ -20,6 +20,10 @@ from quantkit.errors import INTERRUPTED, QuantkitError
 MODEL = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or hub id. (default: the recipe's model)")
 ]
+RECIPE = Annotated[
+    str,
+    typer.Argument(help="A shipped recipe or a YAML file.", autocompletion=flags.completion(recipe.shipped)),
+]
 SETTINGS = Annotated[
     list[str],
     typer.Option(
@@ -70,7 +74,7 @@ def run_command() -> Callable[..., None]:
         _quantize(recipe.merge(base, values["settings"], flags.typed(context, values)), values)
 
     parameters = [
-        flags.parameter("recipe", Annotated[str, typer.Argument(help="A shipped recipe or a YAML file.")]),
+        flags.parameter("recipe", RECIPE),
         flags.parameter("model", MODEL, None),
         flags.parameter("settings", SETTINGS, []),
     ]

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit import recipe
+from quantkit import methods, recipe
+from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
 
 app = typer.Typer(
@@ -25,8 +26,16 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print them as JSON.")]
-NAME = Annotated[str, typer.Argument(help="A shipped recipe, or a YAML file.")]
-METHOD = Annotated[str, typer.Argument(help="The method whose options to write.")]
+NAME = Annotated[
+    str,
+    typer.Argument(help="A shipped recipe, or a YAML file.", autocompletion=flags.completion(recipe.shipped)),
+]
+METHOD = Annotated[
+    str,
+    typer.Argument(
+        help="The method whose options to write.", autocompletion=flags.completion(methods.available)
+    ),
+]
 FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. (default: METHOD.yaml)")]
 
 

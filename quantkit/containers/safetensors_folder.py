@@ -58,17 +58,29 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
         try:
             header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            base = 8 + length
-            infos = {name: _info(path, base, name, entry) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _broken(path, f"its header is not a safetensors header ({error})") from error
+        except (ValueError, RecursionError) as error:
+            raise _malformed(path, error) from error
+    return check_header(path, header, file_bytes, 8 + length)
+
+
+def check_header(
+    path: Path, header: dict, file_bytes: int | None = None, base: int = 0
+) -> dict[str, TensorInfo]:
+    """Every tensor of a parsed header, at its place in a file whose tensors begin at byte `base`.
+
+    file_bytes: None leaves the end of the file unchecked. Raises as `read_header` does.
+    """
+    try:
+        header.pop("__metadata__", None)
+        infos = {name: _info(path, base, name, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _malformed(path, error) from error
     end = base
     for info in sorted(infos.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
             raise _broken(path, f"{info.name} begins at byte {info.offset} instead of {end}")
         end += info.nbytes
-    if end != file_bytes:
+    if file_bytes is not None and end != file_bytes:
         raise _broken(path, f"its tensors end at byte {end}, the file has {file_bytes}")
     return infos
 
@@ -82,6 +94,10 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     if entry["dtype"] in DTYPE_BYTES and nbytes != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
         raise ValueError(f"{name}: {nbytes} bytes do not hold {entry['dtype']} {list(shape)}")
     return TensorInfo(name, entry["dtype"], shape, path, base + start, nbytes)
+
+
+def _malformed(path: Path, error: Exception) -> QuantkitError:
+    return _broken(path, f"its header is not a safetensors header ({error})")
 
 
 def _broken(path: Path, why: str) -> QuantkitError:

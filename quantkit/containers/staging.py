@@ -25,6 +25,7 @@ from torch import Tensor
 from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, QuantkitError, name_all
+from quantkit.fingerprint import differences
 
 REST = "rest.safetensors"
 
@@ -81,10 +82,10 @@ class Staging:
 
     def _open(self, fingerprint: dict, resume: bool) -> None:
         stored = self.stored_fingerprint() if resume else None
-        differences = _differences(stored, fingerprint) if stored else []
-        if differences:
+        different = differences(stored, fingerprint) if stored else []
+        if different:
             raise QuantkitError(
-                f"{self.folder} holds another job; different: {name_all(differences)}",
+                f"{self.folder} holds another job; different: {name_all(different)}",
                 hint="repeat the options of the first run, or start again with --overwrite",
                 exit_code=USAGE,
             )
@@ -206,18 +207,6 @@ def load(info: TensorInfo) -> Tensor:
     """A staged tensor."""
     with safe_open(info.file, framework="pt") as file:
         return file.get_tensor(info.name)
-
-
-def _differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:
-    """Dotted names of the entries in which two fingerprints differ."""
-    found = []
-    for key in sorted(stored.keys() | wanted.keys()):
-        left, right = stored.get(key), wanted.get(key)
-        if isinstance(left, dict) and isinstance(right, dict):
-            found += _differences(left, right, f"{prefix}{key}.")
-        elif left != right:
-            found.append(f"{prefix}{key} ({left} there, {right} here)")
-    return found
 
 
 def _write_text(path: Path, text: str) -> None:

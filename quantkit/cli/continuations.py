@@ -1,0 +1,96 @@
+"""Continuations on a terminal: one as it comes, several side by side with the places where they part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quantkit.errors import printable
+from quantkit.generate import Continuation, Settings
+from quantkit.tables import print_line
+
+COLUMN = 34  # characters below which columns would be too narrow to read
+MARKS = ("[", "]")  # around the first token that differs: it must be seen without colour, too
+
+
+def stream(settings: Settings) -> Callable[[str], None]:
+    """Prints the prompt now, and hands on text as it comes."""
+    if not settings.chat:
+        sys.stdout.write(printable(settings.prompt))
+    sys.stdout.flush()
+
+    def write(text: str) -> None:
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+    return write
+
+
+def show(settings: Settings, made: Sequence[Continuation], streamed: bool = False) -> None:
+    """The texts: of one model bare, of several in columns, or one below the other where they are narrow."""
+    console = Console(highlight=False)
+    if len(made) == 1:
+        if not streamed:
+            sys.stdout.write(printable(("" if settings.chat else settings.prompt) + made[0].text))
+        sys.stdout.write("\n")
+        return
+    console.print(Text.assemble(("prompt  ", "bold"), printable(settings.prompt)), soft_wrap=True)
+    if console.width >= COLUMN * len(made):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+        for continuation in made:
+            table.add_column(name_of(continuation), ratio=1, overflow="fold")
+        table.add_row(*map(_marked, made))
+        console.print(table)
+    else:
+        for continuation in made:
+            console.print(Text(f"\n{name_of(continuation)}", "bold"), soft_wrap=True)
+            console.print(_marked(continuation))
+        console.print()
+    for continuation in made[1:]:
+        print_line(console, f"{name_of(continuation)}: {_verdict(continuation, made[0])}")
+
+
+def _marked(made: Continuation) -> Text:
+    """The text, with the token marked in which it leaves that of the first model."""
+    if made.parting is None:
+        return Text(printable(made.text))
+    start, end = made.parting.start, made.parting.end
+    text = printable(made.text)
+    token = f"{MARKS[0]}{text[start:end] or 'end'}{MARKS[1]}"
+    return Text.assemble(text[:start], (token, "bold yellow"), text[end:])
+
+
+def _verdict(made: Continuation, first: Continuation) -> str:
+    parting = made.parting
+    if parting is None:
+        return f"the same {len(made.ids)} tokens" if made.compared else "not compared: another tokenizer"
+    return (
+        f"{parting.index} tokens alike, then {parting.token!r} ({parting.probability:.3f}) instead of "
+        f"{parting.expected!r} ({parting.probability_of_expected:.3f} here, {parting.probability_there:.3f} "
+        f"in {name_of(first)})"
+    )
+
+
+def name_of(made: Continuation) -> str:
+    """The last part of a path or hub id."""
+    return Path(made.source).name or made.source
+
+
+def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
+    """How long it took, on stderr: one run of a few tokens is no benchmark."""
+    console, precision = Console(stderr=True, highlight=False), str(dtype).removeprefix("torch.")
+    for row in made:
+        rate = len(row.ids) / max(row.seconds, 1e-9)
+        stopped = "at the end of the text" if row.stop == "end" else "by -n"
+        print_line(
+            console,
+            f"{name_of(row)}: {len(row.ids)} tokens in {row.seconds:.1f} s ({rate:.1f} a second), loaded in "
+            f"{row.load_seconds:.1f} s, {precision} on {device}, stopped {stopped}",
+        )

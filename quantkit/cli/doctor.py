@@ -1,0 +1,60 @@
+"""`quantkit doctor`: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from quantkit.cli import flags
+from quantkit.errors import QuantkitError, name_all
+
+EPILOG = """Examples:
+
+  quantkit doctor
+
+  quantkit doctor --json     (for a report of a problem)"""
+
+
+def command(
+    as_json: flags.AS_JSON = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print what is wrong, and nothing else.")
+    ] = False,
+) -> None:
+    """Versions, devices, memory, disk and the hub; optional packages and what each would enable."""
+    from quantkit import doctor
+
+    found = doctor.examine()
+    record = doctor.record(found)
+    if not as_json:
+        _show(found, quiet)
+    broken = [row for subject in ("needed", "machine") for row in found[subject] if row.ok is False]
+    if broken:
+        raise QuantkitError(
+            f"this installation is not sound: {name_all(f'{row.name} {row.value}' for row in broken)}",
+            hint="; ".join(row.note for row in broken),
+            found=record,
+        )
+    if as_json:
+        print(json.dumps(record, indent=2))
+
+
+def _show(found: dict[str, list], quiet: bool) -> None:
+    """A finding a line, a mark before what is wrong."""
+    from rich.console import Console
+
+    from quantkit.tables import print_line
+
+    console = Console(highlight=False)
+    for subject, rows in found.items():
+        rows = [row for row in rows if row.ok is False or not quiet]
+        if rows:
+            console.print(subject, style="bold")
+        for row in rows:
+            note = f" ({row.note})" if row.note else ""
+            mark = "!" if row.ok is False else " "
+            style = "yellow" if row.ok is False else None
+            line = f"{mark} {row.name:18s} {row.value}{note}"
+            print_line(console, line, style)

@@ -1,0 +1,81 @@
+"""`quantkit generate`: the same prompt through several checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any, Literal
+
+import typer
+
+from quantkit.cli import flags
+
+EPILOG = """Examples:
+
+  quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
+
+  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
+
+  quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
+
+  echo "The sea" | quantkit generate ./model -p - --json"""
+
+
+def command(
+    models: Annotated[
+        list[str], typer.Argument(help="Checkpoints: the first is what the others are compared to.")
+    ],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")],
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="At most so many new tokens.")] = 64,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(help="0: the likeliest token, always. Above: sample, the higher the wilder.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Precision of all models. auto: the first one's where the hardware has it."),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto: cuda where there is one.")] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
+    ] = None,
+    offline: flags.OFFLINE = False,
+    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
+) -> None:
+    """Continue a prompt with one model or several side by side, and mark where they part."""
+    from quantkit import generate, plan
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.cli import continuations
+    from quantkit.cli.progress import listener
+
+    text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+    settings = generate.Settings(text, tokens, temperature, seed, chat)
+    settings.check()
+    checkpoints = [
+        Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
+        for position, model in enumerate(models)
+    ]
+    place = plan.choose_device(device)
+    precision = generate.choose_dtype(dtype, checkpoints[0], place)
+    live = len(models) == 1 and not as_json and sys.stdout.isatty()
+    made: list[Any] = []
+    alike = generate.comparable(checkpoints)
+    with listener(quiet or live) as progress:
+        for warning in generate.warnings(checkpoints, alike, settings):
+            progress.warn(warning)
+        for checkpoint, same in zip(checkpoints, alike, strict=True):
+            progress.phase(f"loading and running {checkpoint.source}")
+            first = made[0] if made else None
+            stream = continuations.stream(settings) if live else None
+            made.append(generate.continue_prompt(checkpoint, settings, precision, place, first, same, stream))
+    if as_json:
+        print(json.dumps(generate.record(settings, precision, place, made), indent=2))
+    else:
+        continuations.show(settings, made, streamed=live)
+        if not quiet:
+            continuations.show_speed(made, precision, place)

@@ -1,0 +1,78 @@
+"""`quantkit inspect`: what is in a checkpoint, or how two differ."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantkit.cli import flags
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.inspection.values import Listener
+
+EPILOG = """Examples:
+
+  quantkit inspect ./model-gptq-w4g128
+
+  quantkit inspect org/name                   (a hub id: its headers only)
+
+  quantkit inspect ./model.gguf --deep        (reads every value, too)
+
+  quantkit inspect ./model ./model-gptq-w4g128     (where they differ most)"""
+
+
+def command(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
+    other: Annotated[
+        str | None, typer.Argument(metavar="[PATH2]", help="Another, to be compared weight by weight.")
+    ] = None,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every value: decode all weights, find NaN and infinities.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the first hub id.")] = None,
+    offline: flags.OFFLINE = False,
+    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
+) -> None:
+    """What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it whole."""
+    from quantkit.inspection import printed, record
+    from quantkit.inspection.contents import open_contents
+
+    sources = [(path, revision)] + ([] if other is None else [(other, None)])
+    found = [record.describe(open_contents(*source, offline)) for source in sources]
+    if deep or other is not None:
+        from quantkit.checkpoint import Checkpoint
+        from quantkit.cli.progress import listener
+
+        with listener(quiet) as progress:
+            opened = [Checkpoint.open(*source, offline, trust_remote_code) for source in sources]
+            made = _with_values(opened, found, deep, progress.counting)
+    else:
+        made = found[0]
+    if not as_json:
+        (printed.print_record if other is None else printed.print_comparison)(made)
+    broken = [problem for model in found for problem in model["integrity"]["problems"]]
+    if broken:
+        more = f" (and {len(broken) - 1} more problems)" if len(broken) > 1 else ""
+        raise QuantkitError(
+            broken[0] + more, "the checkpoint is incomplete or damaged: copy or download it again", found=made
+        )
+    if as_json:
+        print(json.dumps(made, indent=2))
+
+
+def _with_values(
+    opened: list[Checkpoint], found: list[dict[str, Any]], deep: bool, listen: Listener
+) -> dict[str, Any]:
+    """The record of one checkpoint with what its values say, or of the comparison of two."""
+    from quantkit.inspection import compare, values
+
+    if deep:
+        for checkpoint, model in zip(opened, found, strict=True):
+            values.check(checkpoint, model, listen)
+    return found[0] if len(opened) == 1 else compare.compare(*opened, (found[0], found[1]), listen)

@@ -1,0 +1,143 @@
+"""What all commands have in common: errors in one form, exit codes, `--verbose`, no word too many."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn, get_type_hints
+
+import typer
+
+from quantkit.errors import (
+    EXIT_CODES,
+    INTERRUPTED,
+    RESOURCES,
+    RUNTIME,
+    USAGE,
+    QuantkitError,
+    first_line,
+    printable,
+)
+
+UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
+
+
+@dataclass
+class State:
+    """What the command line says to `run` itself. verbose: show tracebacks and what the libraries log."""
+
+    verbose: bool = False
+
+
+def _verbose(context: typer.Context, asked: bool) -> bool:
+    if asked:
+        context.obj.verbose = True
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")  # both read them when they are imported
+        os.environ.setdefault("HF_HUB_VERBOSITY", "info")
+    return asked
+
+
+VERBOSE = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        callback=_verbose,
+        help="Show what the libraries log, and the traceback of an error.",
+    ),
+]
+
+
+def add_verbose(app: typer.Typer) -> None:
+    """Give every command of an application `--verbose`, those of its groups included."""
+    for command in app.registered_commands:
+        command.callback = _with_verbose(command.callback)
+    for group in app.registered_groups:
+        add_verbose(group.typer_instance)
+
+
+def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def invoke(verbose: bool, **values: Any) -> None:
+        function(**values)
+
+    hints = get_type_hints(function, include_extras=True)
+    rows = [
+        row.replace(annotation=hints.get(row.name, row.annotation))
+        for row in inspect.signature(function).parameters.values()
+    ]
+    added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
+    invoke.__signature__ = inspect.Signature([*rows, added])
+    invoke.__annotations__ = {row.name: row.annotation for row in (*rows, added)}
+    return invoke
+
+
+def exit_codes() -> str:
+    """One line for the help."""
+    return "Exit codes: " + ", ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
+
+
+def run(app: typer.Typer) -> NoReturn:
+    """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
+    state = State()
+    try:  # standalone, Typer would print the parser's errors its own way
+        code = app(prog_name="quantkit", standalone_mode=False, obj=state)
+    except QuantkitError as error:
+        _fail(error, error if state.verbose else None)
+    except UsageError as error:
+        if not error.format_message():  # no arguments: the help is the answer, and is printed
+            sys.exit(error.exit_code)
+        _fail(_parser_error(error))
+    except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        _fail(_unexpected(error), error)
+    if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
+        _fail(QuantkitError("interrupted", exit_code=INTERRUPTED))
+    sys.exit(code)
+
+
+def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
+    """Print the error, after the traceback of what is `traced`, and exit."""
+    if traced is not None:
+        traceback.print_exception(traced)
+    if "--json" in _before_separator(sys.argv[1:]):  # the parser itself may be what refused
+        print(json.dumps(error.record(), indent=2))
+    print(f"error: {printable(error.message)}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {printable(error.hint)}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _before_separator(arguments: list[str]) -> Iterator[str]:
+    for argument in arguments:
+        if argument == "--":
+            return
+        yield argument
+
+
+def _unexpected(error: Exception) -> QuantkitError:
+    """Memory that ran out, or a mistake of ours: the traceback is what a report of it needs."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        hint = "close other programs, or see the command's help for what takes less"
+        return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
+    hint = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
+    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", hint, RUNTIME)
+
+
+def _parser_error(error: Any) -> QuantkitError:
+    """What the parser refused, in the form of our own errors."""
+    near = getattr(error, "possibilities", None)
+    words = (error.message if near else error.format_message()).replace("Value error, ", "").split()
+    message = " ".join(words).rstrip(".")  # in one line, choices too
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    command = error.ctx.command_path if error.ctx else "quantkit"
+    return QuantkitError(message[:1].lower() + message[1:], f"{hint}see {command} --help", USAGE)

@@ -1,0 +1,102 @@
+"""Two checkpoints weight by weight, decoded and held one pair at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.inspection.names import part_of
+from quantkit.inspection.values import Listener
+from quantkit.skeleton import Skeleton
+from quantkit.tokenizer_hash import tokenizer_sha256
+
+SCHEMA = "quantkit.inspect-diff/1"
+ROWS = 256  # of two weights compared at a time
+NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config")
+
+
+def compare(
+    left: Checkpoint, right: Checkpoint, records: tuple[dict, dict], listen: Listener
+) -> dict[str, Any]:
+    """Relative differences `|A - B| / |A|` of all weights that both have, the largest first.
+
+    Raises QuantkitError when there are none: these are different models.
+    """
+    cpu = torch.device("cpu")
+    skeletons = [Skeleton(checkpoint, torch.float32, cpu) for checkpoint in (left, right)]
+    held = [{name: p for name, p in made.named_parameters() if made.holds(name)} for made in skeletons]
+    both = [name for name in held[0] if name in held[1]]
+    unlike = [name for name in both if held[0][name].shape != held[1][name].shape]
+    if len(unlike) == len(both):
+        raise QuantkitError(
+            f"{left.source} and {right.source} have no weight of the same name and shape",
+            hint="inspect them one by one: these are different models",
+            exit_code=UNSUPPORTED,
+        )
+    rows = []
+    for done, name in enumerate((name for name in both if name not in unlike), start=1):
+        left_name, right_name = (made.stored_name(name) for made in skeletons)
+        difference = _difference(*(made.read(name, held[k][name]) for k, made in enumerate(skeletons)))
+        rows.append({"name": left_name, "other": right_name, "part": part_of(left_name)} | difference)
+        listen("comparing weights", done, len(both) - len(unlike))
+    rows.sort(key=lambda row: -row["relative"])
+    return {
+        "schema": SCHEMA,
+        "models": list(records),
+        "config": _config(left, right),
+        "tokenizers": _tokenizers(left, right),
+        "weights": {
+            "compared": len(rows),
+            "equal": sum(row["largest"] == 0 for row in rows),
+            "relative": _together(rows),
+            "parts": [
+                {"part": part, "relative": _together([row for row in rows if row["part"] == part])}
+                for part in dict.fromkeys(row["part"] for row in rows)
+            ],
+            "differences": [{k: v for k, v in row.items() if k not in ("lost", "norm")} for row in rows],
+            "unlike": [
+                {"name": name, "shapes": [list(side[name].shape) for side in held]} for name in unlike
+            ],
+            "only": [[name for name in held[side] if name not in held[1 - side]] for side in (0, 1)],
+        },
+    }
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
+    """`lost = |A - B|²` and `norm = |A|²`, their relation, and the largest difference of two values."""
+    lost = norm = largest = 0.0
+    pairs = zip(torch.atleast_1d(left).split(ROWS), torch.atleast_1d(right).split(ROWS), strict=True)
+    for a, b in pairs:
+        difference = a - b
+        lost += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+        norm += torch.linalg.vector_norm(a, dtype=torch.float64).item() ** 2
+        largest = max(largest, difference.abs().max().item() if difference.numel() else 0.0)
+    return {"relative": _relation(lost, norm), "largest": largest, "lost": lost, "norm": norm}
+
+
+def _relation(lost: float, norm: float) -> float:
+    return math.sqrt(lost / norm) if norm else float(lost > 0)
+
+
+def _together(rows: list[dict]) -> float:
+    return _relation(sum(row["lost"] for row in rows), sum(row["norm"] for row in rows))
+
+
+def _config(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
+    """Entries of the two models' configurations that differ."""
+    a, b = (checkpoint.config.to_dict() for checkpoint in (left, right))
+    keys = [key for key in {**a, **b} if key not in NOISE]
+    return [{"key": key, "values": [a.get(key), b.get(key)]} for key in keys if a.get(key) != b.get(key)]
+
+
+def _tokenizers(left: Checkpoint, right: Checkpoint) -> str:
+    """`equal`, `different`, or why that is not known."""
+    try:
+        hashes = {tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in (left, right)}
+    except QuantkitError as error:
+        return error.message
+    return "equal" if len(hashes) == 1 else "different"

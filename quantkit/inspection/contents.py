@@ -1,0 +1,220 @@
+"""A checkpoint opened for a look: headers and small files of a folder, a hub repository or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit import hub
+from quantkit.containers import safetensors_folder
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+
+SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
+TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
+MANIFEST = "quantkit.json"
+HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
+    "config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
+    safetensors_folder.INDEX, MANIFEST,
+)  # fmt: skip
+TOO_LARGE = "is larger than 64 MiB: not read"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What can be known without reading a weight.
+
+    files: bytes of every file, by name. config: that of the model, as it stands in config.json or follows
+    from a GGUF file's metadata. problems: what was found wrong on the way. read: the bytes of a file, None
+    where there is none (or none within reach).
+    """
+
+    source: str
+    container: str  # "safetensors" or "gguf"
+    files: dict[str, int]
+    config: dict[str, Any]
+    infos: dict[str, TensorInfo]
+    read: Callable[[str], bytes | None]
+    path: Path | None = None  # None while it lies on the hub
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        """`quantization_config` of config.json; {} where there is none."""
+        stored = self.config.get("quantization_config")
+        return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The configuration of the language model, where others stand beside it."""
+        inner = self.config.get("text_config")
+        return inner if isinstance(inner, dict) else self.config
+
+    @cached_property
+    def manifest(self) -> dict[str, Any] | None:
+        """How quantkit made this checkpoint; None where it did not."""
+        stored = self.metadata.get("quantkit.manifest")
+        if stored is None:
+            return self.json(MANIFEST)
+        return _parse(MANIFEST, str(stored).encode(), self.problems)
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """A JSON file of the checkpoint; None where there is none, or none that can be read."""
+        data = self.read(name)
+        return None if data is None else _parse(name, data, self.problems)
+
+    def small_tensor(self, name: str) -> bytes | None:
+        """The bytes of a tensor of a few hundred bytes; None where they are out of reach."""
+        info = self.infos.get(name)
+        if info is None or self.path is None or info.nbytes > TENSOR_BYTES:
+            return None
+        with open(info.file, "rb") as file:
+            file.seek(info.offset)
+            return file.read(info.nbytes)
+
+
+def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{name} is not JSON: {first_line(error)}")
+        return None
+    if not isinstance(content, dict):
+        problems.append(f"{name} is no JSON object")
+        return None
+    return content
+
+
+def open_contents(source: str, revision: str | None = None, offline: bool = False) -> Contents:
+    """A folder, a GGUF file or a hub id, of which nothing but headers and small files is fetched.
+
+    Raises QuantkitError when there is no such thing, or its headers are broken.
+    """
+    path = Path(source).expanduser()
+    if not offline and not path.exists() and hub.is_id(source):
+        return _of_repository(source, revision)
+    place = hub.resolve(source, revision, offline)
+    return _of_gguf(source, place) if place.is_file() else _of_folder(source, place)
+
+
+# ---- folders
+
+
+def _of_folder(source: str, folder: Path) -> Contents:
+    problems: list[str] = []
+
+    def read(name: str) -> bytes | None:
+        if not (folder / name).is_file():
+            return None
+        if (folder / name).stat().st_size > SMALL_BYTES:
+            problems.append(f"{name} {TOO_LARGE}")
+            return None
+        return (folder / name).read_bytes()
+
+    config = read("config.json")
+    if config is None:
+        raise QuantkitError(
+            f"{folder} holds no config.json",
+            hint="give a checkpoint folder, a GGUF file or a hub id",
+            exit_code=NOT_FOUND,
+        )
+    infos = safetensors_folder.read_folder(folder)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    return Contents(
+        source=source,
+        container="safetensors",
+        files=files,
+        config=_parse("config.json", config, problems) or {},
+        infos=infos,
+        read=read,
+        path=folder,
+        problems=problems,
+    )
+
+
+# ---- the hub
+
+
+def _of_repository(repo: str, revision: str | None) -> Contents:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    api, problems = HfApi(), []
+    with hub.explained(repo, revision):
+        commit = api.model_info(repo, revision=revision, timeout=30).sha
+        entries = api.list_repo_tree(repo, revision=commit)
+        files = {entry.path: size for entry in entries if (size := getattr(entry, "size", None)) is not None}
+        try:
+            found = api.get_safetensors_metadata(repo, revision=commit)
+        except NotASafetensorsRepoError as error:
+            raise _no_safetensors(repo, files) from error
+        except (SafetensorsParsingError, AttributeError, TypeError) as error:
+            raise QuantkitError(
+                f"{repo} holds a file that is not safetensors: {first_line(error)}", "tell its owner"
+            ) from error
+    infos: dict[str, TensorInfo] = {}
+    for name, held in found.files_metadata.items():
+        infos |= _infos(name, held.tensors, files.get(name))
+
+    def read(name: str) -> bytes | None:
+        if name not in HUB_FILES or name not in files:
+            return None
+        if files[name] > SMALL_BYTES:
+            problems.append(f"{name} {TOO_LARGE}")
+            return None
+        with hub.explained(repo, revision):
+            return Path(api.hf_hub_download(repo, name, revision=commit)).read_bytes()
+
+    config = read("config.json")
+    if config is None:
+        raise QuantkitError(f"{repo} holds no config.json", "inspect a model repository", NOT_FOUND)
+    config = _parse("config.json", config, problems) or {}
+    return Contents(repo, "safetensors", files, config, infos, read, problems=problems)
+
+
+def _infos(name: str, tensors: dict[str, Any], file_bytes: int | None) -> dict[str, TensorInfo]:
+    """The tensors of a file of which only the header came; it must fill the file as one read here does."""
+    header = {
+        key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
+        for key, entry in tensors.items()
+    }
+    infos = safetensors_folder.check_header(Path(name), header)
+    if file_bytes is None:
+        return infos
+    base = max(8, file_bytes - max((info.offset + info.nbytes for info in infos.values()), default=0))
+    return safetensors_folder.check_header(Path(name), header, file_bytes, base)
+
+
+def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
+    others = sorted(name for name in files if name.endswith((".gguf", ".bin", ".pt", ".pth")))
+    named = f", but {name_all(others, 3)}" if others else ""
+    gguf = next((name for name in others if name.endswith(".gguf")), None)
+    fetch = f"fetch one and inspect it: hf download {repo} {gguf} --local-dir ." if gguf else ""
+    return QuantkitError(
+        f"{repo} holds no safetensors{named}", fetch or "choose a repository that does", UNSUPPORTED
+    )
+
+
+# ---- GGUF
+
+
+def _of_gguf(source: str, path: Path) -> Contents:
+    from quantkit.containers.gguf_file import read_header
+    from quantkit.inspection.gguf_config import config_of
+
+    metadata, infos = read_header(path)
+    return Contents(
+        source=source,
+        container="gguf",
+        files={path.name: path.stat().st_size},
+        config=config_of(metadata, infos),
+        infos=infos,
+        read=lambda name: None,
+        path=path,
+        metadata=metadata,
+    )

@@ -1,0 +1,197 @@
+"""The record of a checkpoint, and the difference of two, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from quantkit.errors import name_all, printable
+from quantkit.tables import make_table, print_facts, print_line, ranges, size
+
+LOADS = {True: "yes", False: "no", None: "not tried"}
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """Facts, then bytes by part, tensors and clients."""
+    console = Console(highlight=False)
+    print_facts(console, _facts(record))
+    for warning in record["positions"]["warnings"]:
+        print_line(console, f"warning: {warning}", "yellow")
+    _print_parts(console, record)
+    _print_tensors(console, record["tensors"])
+    _print_clients(console, record["clients"])
+    _print_integrity(console, record["integrity"])
+
+
+def _facts(record: dict[str, Any]) -> dict[str, str]:
+    model, files, found = record["model"], record["files"], record["quantization"]
+    shape = [f"{model['blocks']} blocks"] if model["blocks"] else []
+    shape += [f"hidden size {model['hidden_size']}"] if model["hidden_size"] else []
+    shape += [count(model["parameters"], "parameter")] + ["tied embeddings"] * model["tied"]
+    facts = {
+        "checkpoint": record["source"],
+        "model": ", ".join([str(model["model_type"]), *shape]),
+        "weights": f"{size(model['bytes'])} of {record['container']}, "
+        f"{model['bits_per_weight'] or 0:.2f} bits per weight "
+        f"({count(files['count'], 'file')} of {size(files['bytes'])} in all)",
+        "quantized": _quantized(found),
+        "kept": _kept(found),
+        "activations": found["activations"] if found and found["activations"] else "",
+        "context": record["positions"]["text"],
+        "tokenizer": _tokenizer(record["tokenizer"]),
+        "made by": _provenance(record["provenance"]),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _quantized(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "no"
+    if not found["linears"]:
+        return f"{found['layout']}, in a form that is not understood here"
+    kinds = "; ".join(
+        stored if len(found["stored"]) == 1 else f"{number} of {stored}"
+        for stored, number in found["stored"].items()
+    )
+    told = [str(found["file_type"])] if found["file_type"] else []
+    told += [f"method {found['method']}"] if found["method"] else []
+    told += [f"layout {found['layout']}"] if found["layout"] not in (None, "gguf") else []
+    told += {True: ["symmetric"], False: ["with zero points"]}.get(found["symmetric"], [])
+    told += ["columns reordered"] if found["desc_act"] else []
+    word = "matrix" if found["layout"] == "gguf" else "linear"  # embeddings among them
+    bits = f"{found['bits_per_weight']:.2f} bits per weight"
+    return f"{count(found['linears'], word)}: {kinds}, {bits} ({', '.join(told)})"
+
+
+def _kept(found: dict[str, Any] | None) -> str:
+    """Linears of blocks that are not quantized, by what they are stored as and why."""
+    groups: dict[tuple, list[str]] = {}
+    for row in found["kept"] if found else ():
+        key = ranges(row["blocks"]), row["stored"], row["why"]
+        groups.setdefault(key, []).append(row["name"].removesuffix(".weight"))
+    return "; ".join(
+        f"{', '.join(names)} of block {blocks} in {stored}" + (f" ({why})" if why else "")
+        for (blocks, stored, why), names in groups.items()
+    )
+
+
+def _tokenizer(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    parts = [found["kind"] or found["class"] or "of unknown kind"]
+    parts += [f"{found['tokens']} tokens"] if found["tokens"] else []
+    template = found["chat_template"]
+    parts.append(f"chat template {template['sha256'][:12]}" if template else "no chat template")
+    return ", ".join(parts)
+
+
+def _provenance(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    parts = [found["tool"]]
+    source, calibration = found.get("source"), found.get("calibration")
+    if isinstance(source, dict):
+        parts.append(f"from {source.get('name')} (sha256 {str(source.get('sha256'))[:12]})")
+    if isinstance(calibration, dict):
+        parts.append(
+            f"on {calibration.get('samples')} × {calibration.get('seqlen')} tokens of "
+            f"{calibration.get('source')} text"
+        )
+    if found.get("error") is not None:
+        parts.append(f"mean relative error {found['error']:.4f}")
+    return ", ".join(parts)
+
+
+def _print_parts(console: Console, record: dict[str, Any]) -> None:
+    total = record["model"]["bytes"] or 1
+    rows = make_table("part", "parameters", "bytes", "share", "codes", "scales")
+    for part in record["parts"]:
+        coded = part["code_bytes"] + part["scale_bytes"]
+        rows.add_row(
+            part["part"],
+            f"{part['parameters']:,}",
+            size(part["bytes"]),
+            f"{100 * part['bytes'] / total:.1f} %",
+            size(part["code_bytes"]) if coded else "–",
+            size(part["scale_bytes"]) if coded else "–",
+        )
+    console.print(rows)
+
+
+def _print_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
+    rows = make_table("tensors", "blocks", "shape", "stored as", "bytes")
+    for row in tensors:
+        shape = "?" if row["shape"] is None else " × ".join(map(str, row["shape"])) or "1"
+        name = row["name"].removesuffix(".weight")
+        stored = row["stored"].replace(", groups of ", " g")
+        rows.add_row(printable(name), ranges(row["blocks"]), shape, printable(stored), size(row["bytes"]))
+    console.print(rows)
+
+
+def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
+    rows = make_table("client", "tried with", "loads it")
+    rows.columns[1].justify = rows.columns[2].justify = "left"
+    rows.columns[2].no_wrap = False
+    for row in clients:
+        verdict = LOADS[row["loads"]]
+        rows.add_row(row["client"], row["version"], f"{verdict}: {row['note']}" if row["note"] else verdict)
+    console.print(rows)
+
+
+def _print_integrity(console: Console, found: dict[str, Any]) -> None:
+    """What was looked at, and what is wrong with it."""
+    looked = f"headers of {count(found['tensors'], 'tensor')}, index, sizes and manifest"
+    looked += " and every value" if found["deep"] else " (values: --deep)"
+    wrong = count(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
+    print_facts(console, {"checked": f"{looked}: {wrong}"})
+    for words in (*found["problems"], *found.get("notes", ())):
+        print_line(console, f"  {words}")
+
+
+def print_comparison(record: dict[str, Any], top: int = 10) -> None:
+    """The facts in which two checkpoints differ, and their largest relative differences."""
+    console = Console(highlight=False)
+    sides = [_facts(model) for model in record["models"]]
+    rows = make_table("", "A", "B")
+    for column in rows.columns[1:]:
+        column.justify, column.no_wrap, column.overflow = "left", False, "fold"
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        values = [side.get(name, "–") for side in sides]
+        if values[0] != values[1]:
+            rows.add_row(name, *map(printable, values))
+    for entry in record["config"]:
+        rows.add_row(printable(entry["key"]), *(printable(str(value)) for value in entry["values"]))
+    rows.columns[0].overflow = "fold"
+    console.print(rows)
+    _print_differences(console, record["weights"], top)
+    if record["tokenizers"] != "equal":
+        print_facts(console, {"tokenizers": record["tokenizers"]})
+
+
+def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
+    unequal = [row for row in found["differences"] if row["largest"]]
+    if unequal:
+        rows = make_table("largest differences", "|A − B| / |A|", "largest of a value")
+        for row in unequal[:top]:
+            rows.add_row(
+                row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", f"{row['largest']:.3g}"
+            )
+        console.print(rows)
+    parts = ", ".join(f"{row['part']} {row['relative']:.5f}" for row in found["parts"] if row["relative"])
+    facts = {
+        "weights": f"{found['compared']} compared, {found['equal']} equal",
+        "|A − B|/|A|": f"{found['relative']:.5f} over all of them" + (f" ({parts})" if parts else ""),
+    }
+    for place, names in zip("AB", found["only"], strict=True):
+        if names:
+            facts[f"only in {place}"] = name_all(names)
+    for row in found["unlike"]:
+        facts[f"{row['name']}"] = f"{row['shapes'][0]} in A, {row['shapes'][1]} in B"
+    print_facts(console, facts)
+
+
+def count(number: int, word: str) -> str:
+    """`1 block`, `1,024 blocks`."""
+    plural = {"matrix": "matrices"}.get(word, f"{word}s")
+    return f"{number:,} {word if number == 1 else plural}"

@@ -1,0 +1,235 @@
+"""All that `quantkit inspect` tells of one checkpoint, as the JSON it prints (`quantkit.inspect/1`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quantkit.containers.safetensors_folder import natural
+from quantkit.inspection import clients, integrity, tokenizer
+from quantkit.inspection.contents import Contents
+from quantkit.inspection.names import is_linear, part_of, split
+from quantkit.inspection.positions import positions
+from quantkit.inspection.stored import Weight, weights_of
+
+SCHEMA = "quantkit.inspect/1"
+
+
+def describe(contents: Contents) -> dict[str, Any]:
+    """Everything but what the values say (see `deep`)."""
+    weights = weights_of(contents)
+    told = tokenizer.describe(contents)
+    config = contents.text_config
+    shapes = {weight.name: weight.shape for weight in weights}
+    places = positions(config, shapes, told["limit"] if told else None)
+    total = sum(weight.nbytes for weight in weights)
+    count = sum(weight.parameters for weight in weights)
+    return {
+        "schema": SCHEMA,
+        "source": contents.source,
+        "container": contents.container,
+        "files": {"count": len(contents.files), "bytes": sum(contents.files.values())},
+        "model": {
+            "model_type": config.get("model_type"),
+            "blocks": config.get("num_hidden_layers") or config.get("n_layer"),
+            "hidden_size": config.get("hidden_size") or config.get("n_embd"),
+            "vocab_size": config.get("vocab_size"),
+            "parameters": count,
+            "bytes": total,
+            "bits_per_weight": 8 * total / count if count else None,
+            "tied": not any(part_of(weight.name) == "head" for weight in weights),
+        },
+        "quantization": _quantization(contents, weights),
+        "parts": _parts(weights),
+        "tensors": _tensors(weights),
+        "positions": places.record() | {"text": places.describe()},
+        "tokenizer": told,
+        "provenance": _provenance(contents),
+        "clients": clients.known(_facts(contents, weights)),
+        "integrity": integrity.of_headers(contents, weights, told),
+    }
+
+
+# ---- quantization
+
+
+def _layout(contents: Contents) -> str | None:
+    if contents.container == "gguf":
+        return "gguf"
+    return str(contents.quantization.get("quant_method") or "unnamed") if contents.quantization else None
+
+
+def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, Any] | None:
+    """None for a plain checkpoint."""
+    coded = [weight for weight in weights if weight.codes]
+    layout = _layout(contents)
+    if not coded and (layout is None or layout == "gguf"):
+        return None
+    nbytes = sum(weight.code_bytes + weight.scale_bytes for weight in coded)
+    count = sum(weight.parameters for weight in coded)
+    kept = [weight for weight in weights if is_linear(weight.name, weight.shape) and not weight.codes]
+    return {
+        "layout": layout,
+        "method": (contents.manifest or {}).get("method"),
+        "file_type": _file_type(contents),
+        "linears": len(coded),
+        "stored": _counted(weight.stored for weight in coded),
+        "bits": sorted({weight.codes.bits for weight in coded}),
+        "group_sizes": sorted({weight.codes.group_size or -1 for weight in coded}),
+        "symmetric": _symmetric(contents),
+        "desc_act": bool(contents.quantization.get("desc_act", False)),
+        "activations": _activations(contents),
+        "bits_per_weight": 8 * nbytes / count if count else None,
+        "kept": _tensors(kept, _reasons(contents)),
+    }
+
+
+def _file_type(contents: Contents) -> str | None:
+    """`Q4_K_M`, as a GGUF file calls its mixture of types."""
+    code = contents.metadata.get("general.file_type")
+    if code is None:
+        return None
+    from gguf import LlamaFileType
+
+    known = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
+    return known.get(code, f"file type {code}")
+
+
+def _counted(words: Iterable[str]) -> dict[str, int]:
+    """How often each occurs, the most frequent first."""
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word] = counts.get(word, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _groups(contents: Contents) -> list[dict[str, Any]]:
+    """The config groups of compressed-tensors."""
+    groups = contents.quantization.get("config_groups")
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+
+
+def _symmetric(contents: Contents) -> bool | None:
+    config = contents.quantization
+    if "sym" in config:
+        return bool(config["sym"])
+    if "zero_point" in config:
+        return not config["zero_point"]
+    told = [group["weights"] for group in _groups(contents) if isinstance(group.get("weights"), dict)]
+    return all(weights.get("symmetric", True) for weights in told) if told else None
+
+
+def _activations(contents: Contents) -> str | None:
+    """How activations are quantized as the model runs; None where they are not."""
+    config = contents.quantization
+    if config.get("load_in_8bit"):
+        threshold = config.get("llm_int8_threshold", 6.0)
+        return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
+    for group in _groups(contents):
+        told = group.get("input_activations")
+        if isinstance(told, dict):
+            return f"{told.get('type', 'int')}{told.get('num_bits', 8)}"
+    return str(config["activation_scheme"]) if config.get("activation_scheme") else None
+
+
+def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
+    """What clients.yaml asks for."""
+    coded = [weight.codes for weight in weights if weight.codes]
+    config = contents.quantization
+    infos = contents.infos
+    if contents.container == "gguf":
+        forms = {info.dtype for info in infos.values()}
+    else:
+        forms = {codes.form for codes in coded}
+    linears = [name.removesuffix(".qweight") for name in infos if name.endswith(".qweight")]
+    return {
+        "layout": {_layout(contents) or "none"},
+        "model_type": {contents.text_config.get("model_type")},
+        "form": forms,
+        "bits": {codes.bits for codes in coded},
+        "group_size": {codes.group_size or -1 for codes in coded},
+        "symmetric": {_symmetric(contents)},
+        "desc_act": {bool(config.get("desc_act", False))},
+        "version": {config.get("checkpoint_format") or config.get("format") or "gptq"},
+        "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
+        "activations": {_activations(contents) is not None},
+        "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
+        "kept": {
+            any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)
+            and bool(coded)
+        },
+    }
+
+
+# ---- tables
+
+
+def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
+    """Parameters and bytes by part, in the order in which a model uses them."""
+    order = ("embeddings", "attention", "mlp", "norms", "head", "other")
+    rows = {part: {"parameters": 0, "bytes": 0, "code_bytes": 0, "scale_bytes": 0} for part in order}
+    for weight in weights:
+        row = rows[part_of(weight.name)]
+        row["parameters"] += weight.parameters
+        row["bytes"] += weight.nbytes
+        row["code_bytes"] += weight.code_bytes
+        row["scale_bytes"] += weight.scale_bytes
+    return [{"part": part} | row for part, row in rows.items() if row["bytes"]]
+
+
+def _tensors(weights: Sequence[Weight], reasons: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Like kinds over blocks in one row: name inside the block, shape, how it is stored; with `reasons`,
+    by name, why a linear was kept."""
+    rows: dict[tuple, dict[str, Any]] = {}
+    for weight in sorted(weights, key=_place):
+        block, local = split(weight.name)
+        shape = list(weight.shape) if weight.shape is not None else None
+        why = None if reasons is None else reasons.get(weight.name.removesuffix(".weight"))
+        key = local, block is None, tuple(shape or ()), weight.stored, why
+        row = rows.setdefault(key, {"name": local, "blocks": [], "shape": shape, "stored": weight.stored})
+        row.update({} if reasons is None else {"why": why})
+        row["blocks"] += [] if block is None else [block]
+        row["count"] = row.get("count", 0) + 1
+        row["bytes"] = row.get("bytes", 0) + weight.nbytes
+    kinds = list(dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values()))
+    return sorted(rows.values(), key=lambda row: kinds.index((row["name"], not row["blocks"])))
+
+
+def _place(weight: Weight) -> tuple:
+    """Embeddings, then the blocks in order, then what follows them."""
+    block, local = split(weight.name)
+    outside = -1 if part_of(weight.name) == "embeddings" else math.inf
+    return outside if block is None else block, natural(local)
+
+
+def _reasons(contents: Contents) -> dict[str, str]:
+    """Why quantkit kept a linear, by its name."""
+    rows = (contents.manifest or {}).get("linears")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return {str(row.get("name")): str(row["kept"]) for row in rows if row.get("kept")}
+
+
+# ---- provenance
+
+
+def _provenance(contents: Contents) -> dict[str, Any] | None:
+    """From quantkit's manifest; without one, what other tools leave."""
+    manifest = contents.manifest
+    if manifest:
+        job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
+        linears = manifest.get("linears") if isinstance(manifest.get("linears"), list) else []
+        errors = [row["error"] for row in linears if isinstance(row, dict) and row.get("error") is not None]
+        return {
+            "tool": f"quantkit {manifest.get('quantkit')}",
+            "method": manifest.get("method"),
+            "source": manifest.get("source"),
+            "options": job.get("options"),
+            "calibration": job.get("calibration"),
+            "error": sum(errors) / len(errors) if errors else None,
+        }
+    meta = contents.quantization.get("meta")
+    named = meta.get("quantizer") if isinstance(meta, dict) else None
+    tool = ", ".join(map(str, named)) if isinstance(named, list) else named
+    tool = tool or contents.metadata.get("general.quantized_by")
+    return {"tool": str(tool)} if tool else None

@@ -1,0 +1,81 @@
+"""What the values say: every weight is read and decoded, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.skeleton import Skeleton
+
+Listener = Callable[[str, int, int], None]  # what, done, of how many
+
+
+def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> None:
+    """Add to the record's `integrity` what is wrong with values: tensors that the model needs and the
+    checkpoint lacks, shapes, weights that cannot be decoded, scales and weights that are not finite.
+
+    Where transformers cannot build the model, each tensor is read as it is stored, and `notes` say so.
+    """
+    found = record["integrity"]
+    problems, notes = found["problems"], []
+    try:
+        skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
+    except QuantkitError as error:
+        notes.append(f"not compared with the shapes of a model: {error.message}")
+        readers = {name: _reader(checkpoint, name) for name in checkpoint.names}
+    else:
+        problems += [f"{name} is absent" for name in skeleton.missing()]
+        readers = {
+            skeleton.stored_name(name): _model_reader(skeleton, name, parameter)
+            for name, parameter in skeleton.named_parameters()
+            if skeleton.holds(name)
+        }
+        unused = [name for name in checkpoint.names if name not in readers]
+        notes += [f"{name} is no part of the model" for name in unused]
+    for done, (name, read) in enumerate(readers.items(), start=1):
+        problems += _check_scales(checkpoint, name) or _errors_of(read)
+        listen("reading the weights", done, len(readers))
+    if record["tokenizer"]:
+        problems += _errors_of(lambda: checkpoint.tokenizer)
+    found.update(deep=True, notes=notes)
+
+
+def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], None]:
+    def read() -> None:
+        values = checkpoint.read(name)
+        if values.is_floating_point() and not values.float().isfinite().all():
+            raise QuantkitError(f"{name} holds NaN or infinite values")
+
+    return read
+
+
+def _model_reader(skeleton: Skeleton, name: str, parameter: torch.Tensor) -> Callable[[], Any]:
+    return lambda: skeleton.read(name, parameter)
+
+
+def _errors_of(read: Callable[[], Any]) -> list[str]:
+    try:
+        read()
+    except QuantkitError as error:
+        return [error.message]
+    return []
+
+
+def _check_scales(checkpoint: Checkpoint, name: str) -> list[str]:
+    """Which of a packed linear's tensors hold values that are no numbers."""
+    if not checkpoint.is_quantized(name):
+        return []
+    linear = name.removesuffix(".weight")
+    try:
+        parts = checkpoint.parts(name)
+    except QuantkitError as error:
+        return [error.message]
+    return [
+        f"{linear}.{part} holds NaN or infinite values"
+        for part, tensor in parts.items()
+        if tensor.is_floating_point() and not tensor.float().isfinite().all()
+    ]

@@ -1,0 +1,223 @@
+"""What single headers and configurations tell: forms of codes, positions, parts, clients."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.inspection import clients, names, positions
+from quantkit.inspection.contents import Contents
+from quantkit.inspection.stored import NF4, weights_of
+
+# ---- codes, as other tools write them, too
+
+
+def stored(**tensors: tuple[str, list[int]]) -> dict[str, TensorInfo]:
+    """Headers of one linear, `x`."""
+    return {
+        f"x.{part.replace('__', '.')}": TensorInfo(
+            f"x.{part.replace('__', '.')}", dtype, tuple(shape), Path("f"), 0, 8
+        )
+        for part, (dtype, shape) in tensors.items()
+    }
+
+
+def codes_of(infos: dict[str, TensorInfo], config: dict | None = None):
+    config = {"quantization_config": config} if config else {}
+    (weight,) = weights_of(Contents("x", "safetensors", {}, config, infos, lambda name: None))
+    return weight.codes
+
+
+QWEIGHT = stored(qweight=("I32", [16, 64]), scales=("F16", [1, 64]))
+GROUPS = {"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}}}
+
+
+@pytest.mark.parametrize(
+    ("infos", "config", "told"),
+    [
+        (  # GPTQ without zero points, of 3 bit
+            stored(qweight=("I32", [12, 64]), scales=("F16", [4, 64])),
+            {"bits": 3, "group_size": 32},
+            ("3 bit, groups of 32", (64, 128)),
+        ),
+        (
+            stored(qweight=("I32", [128, 8]), qzeros=("I32", [1, 8]), scales=("F16", [1, 64])),
+            {"quant_method": "awq"},
+            ("4 bit, whole rows", (64, 128)),
+        ),
+        (  # without weight_shape's values, as a hub's headers are
+            stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [64, 4]), weight_shape=("I64", [2])),
+            GROUPS,
+            ("4 bit, groups of 32", (64, 128)),
+        ),
+        (
+            stored(weight_packed=("U8", [64, 64]), weight_scale=("F8_E4M3", [64, 8]),
+                   weight_global_scale=("F32", [1])),
+            None,
+            ("nvfp4, groups of 16", (64, 128)),
+        ),
+        (
+            stored(weight_packed=("U8", [64, 64]), weight_scale=("U8", [64, 4])),
+            None,
+            ("mxfp4, groups of 32", (64, 128)),
+        ),
+        (
+            stored(weight=("F8_E4M3", [64, 128]), weight_scale=("F32", [64, 1])),
+            None,
+            ("float8, whole rows", (64, 128)),
+        ),
+        (
+            stored(weight=("F8_E4M3", [64, 128]), weight_scale_inv=("F32", [1, 1])),
+            {"weight_block_size": [128, 128]},
+            ("float8, groups of 128", (64, 128)),
+        ),
+        (stored(weight=("I8", [64, 128]), SCB=("F32", [64])), None, ("int8, whole rows", (64, 128))),
+    ],
+)  # fmt: skip
+def test_forms_that_others_write(infos, config, told):
+    codes = codes_of(infos, config)
+    assert (codes.describe(), codes.shape, codes.weights, codes.problem) == (*told, 64 * 128, "")
+
+
+@pytest.mark.parametrize(
+    ("infos", "words"),
+    [
+        (stored(qweight=("I32", [16, 64])), "absent"),
+        (stored(qweight=("I32", [16, 64]), scales=("F16", [0, 64])), "absent"),
+        (QWEIGHT | stored(qzeros=("I32", [2, 8])), "qzeros"),
+        (QWEIGHT | stored(qzeros=("I32", [1, 9])), "qweight (4.5 bit)"),
+        (QWEIGHT | stored(qzeros=("I32", [1, 8]), g_idx=("I32", [127])), "g_idx do not fit"),
+        (stored(weight=("I8", [64, 128]), SCB=("F32", [63])), "SCB [63] does not fit"),
+        (stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [63, 4])), "weight_scale"),
+        (stored(weight_packed=("I32", [64, 17]), weight_scale=("F16", [64, 4])), "weight_packed [64, 17]"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_told(infos, words):
+    assert words in codes_of(infos, GROUPS).problem
+
+
+def test_headers_of_any_size_are_survived():
+    """Names, types and shapes come from strangers: whatever they say, a sentence comes out."""
+    source = random.Random(0)
+    parts = ["qweight", "qzeros", "scales", "g_idx", "weight", "SCB", "weight_packed", "weight_scale",
+             "weight_shape", "weight_scale_inv", "weight.absmax", NF4]  # fmt: skip
+    for _ in range(2000):
+        infos = {}
+        for part in source.sample(parts, source.randint(1, 6)):
+            shape = tuple(source.choice((0, 1, 3, 64, 2**62)) for _ in range(source.randint(0, 3)))
+            infos[f"x.{part}"] = TensorInfo(
+                f"x.{part}", source.choice(("I32", "F16", "U8")), shape, Path("f"), 0, 64
+            )
+        method = source.choice(("gptq", "awq", "compressed-tensors"))
+        groups = {"a": source.choice(({}, None, {"weights": {"num_bits": source.choice((0, 4, "x", 99))}}))}
+        config = {"quant_method": method, "bits": source.choice((0, 4, None)), "config_groups": groups}
+        contents = Contents("x", "safetensors", {}, {"quantization_config": config}, infos, lambda name: None)
+        assert sum(weight.nbytes for weight in weights_of(contents)) == 64 * len(infos)
+
+
+# ---- positions
+
+
+ROPE = {"model_type": "llama", "rope_theta": 10000.0, "max_position_embeddings": 4096}
+ATTENTION = {"model.layers.0.self_attn.q_proj.weight": (8, 8)}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "context", "trained", "warned"),
+    [
+        (ROPE, "rope", 4096, None, None),
+        (ROPE | {"max_position_embeddings": 131072}, "rope", 131072, None, "not scaled"),
+        (ROPE | {"max_position_embeddings": 131072, "rope_theta": 500000.0}, "rope", 131072, None, None),
+        (ROPE | {"original_max_position_embeddings": 2048}, "rope", 4096, 2048, "nonsense beyond 2048"),
+        (ROPE | {"max_position_embeddings": 16384, "rope_scaling": YARN}, "rope", 16384, 4096, None),
+        (ROPE | {"max_position_embeddings": 32768, "rope_scaling": YARN}, "rope", 32768, 4096, "to 16384"),
+        (
+            {"model_type": "llama", "max_position_embeddings": 8192,
+             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope", 8192, None, None,
+        ),
+        (
+            {"model_type": "gemma3_text", "max_position_embeddings": 8192, "sliding_window": 512,
+             "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "rope", 8192, None, None,
+        ),
+        ({"model_type": "bloom"}, "alibi", None, None, None),
+        (
+            {"model_type": "mpt", "max_seq_len": 2048, "attn_config": {"alibi": True}},
+            "alibi", 2048, None, None,
+        ),
+    ],
+)  # fmt: skip
+def test_positions(config, kind, context, trained, warned):
+    found = positions.positions(config, ATTENTION)
+    assert (found.kind, found.context, found.trained) == (kind, context, trained)
+    assert bool(found.warnings) == bool(warned) and all(warned in words for words in found.warnings)
+
+
+def test_learned_positions_are_as_many_as_are_stored():
+    found = positions.positions({"n_positions": 1024}, {"wpe.weight": (1024, 8)}, 1024)
+    assert (found.kind, found.context, found.warnings) == ("learned", 1024, [])
+    found = positions.positions({"n_positions": 2048}, {"transformer.wpe.weight": (1024, 8)}, 4096)
+    assert "the tokenizer takes 4096 tokens, the model 2048" in found.warnings
+    assert "positions are stored for 1024" in found.warnings[1]
+
+
+# ---- clients
+
+
+FACTS = {"layout": {"gptq"}, "model_type": {"llama"}, "form": {"gptq"}, "bits": {4}, "group_size": {128},
+         "symmetric": {True}, "desc_act": {False}, "version": {"gptq"}, "g_idx": {True},
+         "activations": {False}, "mixed": {False}, "kept": {False}}  # fmt: skip
+CT = {"layout": {"compressed-tensors"}, "form": {"pack-quantized"}, "g_idx": set()}
+
+
+@pytest.mark.parametrize(
+    ("facts", "loads"),
+    [
+        ({}, "transformers GPTQModel vLLM AutoGPTQ"),
+        ({"bits": {3}}, "transformers GPTQModel AutoGPTQ"),
+        ({"bits": {4, 8}, "mixed": {True}}, "transformers GPTQModel"),
+        ({"symmetric": {False}}, "transformers AutoGPTQ"),
+        ({"symmetric": {False}, "version": {"gptq_v2"}}, "transformers GPTQModel"),
+        ({"desc_act": {True}}, "transformers GPTQModel AutoGPTQ"),
+        ({"group_size": {96}}, "transformers vLLM AutoGPTQ"),
+        ({"g_idx": {False}}, "GPTQModel vLLM AutoGPTQ"),
+        ({"model_type": {"gpt2"}}, "GPTQModel vLLM AutoGPTQ"),
+        ({"layout": {"awq"}, "symmetric": {False}}, "transformers GPTQModel vLLM AutoAWQ"),
+        ({"layout": {"awq"}, "model_type": {"bloom"}}, "GPTQModel vLLM AutoAWQ"),
+        ({"layout": {"bitsandbytes"}, "form": {"nf4"}}, "transformers"),
+        (CT, "transformers vLLM"),
+        (CT | {"symmetric": {False}}, "vLLM"),
+        (CT | {"mixed": {True}}, "vLLM"),
+        (CT | {"form": {"int8"}, "activations": {True}, "bits": {8}}, "transformers vLLM"),
+        (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
+        ({"layout": {"none"}, "form": set(), "bits": set()}, "transformers vLLM"),
+        ({"layout": {"gguf"}, "form": {"Q8_0", "F32"}}, "transformers llama.cpp"),
+        ({"layout": {"gguf"}, "form": {"Q4_K", "F32"}}, "llama.cpp"),
+    ],
+)
+def test_clients_known_to_load(facts, loads):
+    """As FORMATS and docs/clients.md have it."""
+    rows = clients.known(FACTS | facts)
+    assert {row["client"] for row in rows if row["loads"]} == set(loads.split())
+    assert all(row["note"] for row in rows if row["loads"] is False)
+
+
+def test_parts_of_the_families():
+    told = {
+        "transformer.h.0.attn.c_attn.weight": "attention", "transformer.wpe.weight": "embeddings",
+        "transformer.h.3.ln_1.weight": "norms",
+        "gpt_neox.layers.0.attention.query_key_value.weight": "attention",
+        "embed_out.weight": "head", "gpt_neox.embed_in.weight": "embeddings", "lm_head.weight": "head",
+        "transformer.word_embeddings_layernorm.weight": "norms",
+        "model.layers.0.self_attn.q_norm.weight": "norms",
+        "model.decoder.layers.0.fc1.weight": "mlp", "transformer.h.0.mlp.dense_h_to_4h.weight": "mlp",
+        "blk.0.attn_norm.weight": "norms", "blk.0.ffn_up.weight": "mlp", "output.weight": "head",
+        "output_norm.weight": "norms", "token_embd.weight": "embeddings", "rope_freqs.weight": "other",
+        "model.layers.0.block_sparse_moe.experts.3.w1.weight": "mlp",
+    }  # fmt: skip
+    assert {name: names.part_of(name) for name in told} == told

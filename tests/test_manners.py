@@ -1,0 +1,260 @@
+"""What all commands have in common, command by command."""
+
+import io
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+
+from quantkit import cli, errors
+from quantkit.cli import manners
+from quantkit.cli.progress import Lines, Live, Quiet, listener
+from quantkit.errors import EXIT_CODES, QuantkitError, printable
+from quantkit.tables import print_facts
+
+GROUP = typer.main.get_command(cli.app).commands
+COMMANDS = {name: command for name, command in GROUP.items() if not hasattr(command, "commands")} | {
+    f"{group} {name}": command
+    for group, commands in GROUP.items()
+    for name, command in getattr(commands, "commands", {}).items()
+}
+NO_RESULT = {"recipes show", "recipes init", "report"}  # they write or print a file
+NO_PROGRESS = {"recipes list", "recipes show", "recipes init", "plan"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_the_same_manners(quantkit, name):
+    short, long = (quantkit(*name.split(), flag) for flag in ("-h", "--help"))
+    assert short == long and short.code == 0 and short.err == ""
+    assert "\x1b" not in short.out
+    assert re.search(rf"Examples:\s+quantkit {name}\b", short.out)
+    flags = {flag for option in COMMANDS[name].params for flag in option.opts}
+    assert {"--verbose", "-v"} <= flags
+    assert "--json" in flags or name in NO_RESULT
+    assert {"--quiet", "-q"} <= flags or name in NO_PROGRESS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_means_the_same_everywhere(name):
+    """One letter, one meaning; and no flag whose help says nothing."""
+    letters = {
+        "-h": "--help", "-v": "--verbose", "-q": "--quiet", "-o": "--output", "-p": "--prompt",
+        "-n": "--tokens", "-t": "--type",
+    }  # fmt: skip
+    for option in COMMANDS[name].params:
+        for flag in option.opts:
+            if re.fullmatch("-[a-z]", flag):
+                assert letters[flag] in option.opts
+        assert option.help
+
+
+def test_the_exit_codes_stand_in_help_and_readme(quantkit):
+    help_text = " ".join(quantkit("--help").out.split())
+    assert manners.exit_codes() in help_text
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| (.*?) \|$", readme, re.MULTILINE))
+    assert {int(code): words for code, words in rows.items()} == EXIT_CODES
+    named = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
+    assert named | {0} == EXIT_CODES.keys()
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("eval nowhere --text x --json", 3, "no such folder: nowhere"),
+        ("inspect nowhere --json", 3, "no such folder: nowhere"),
+        ("gptq model --bits four --json", 2, "invalid value for '--bits'"),
+        ("gtpq --json", 2, "no such command 'gtpq'"),
+    ],
+)
+def test_errors_are_json_where_json_was_asked_for(quantkit, arguments, code, words):
+    done = quantkit(*arguments.split())
+    error = json.loads(done.out)["error"]
+    assert error.keys() == {"message", "hint", "exit_code"}
+    assert done.code == error["exit_code"] == code and words in error["message"]
+    assert done.err == f"error: {error['message']}\nhint: {error['hint']}\n"
+
+
+def test_json_after_a_separator_is_no_flag(quantkit):
+    assert quantkit("inspect", "--", "--json").out == ""
+
+
+@pytest.fixture
+def fails(monkeypatch, quantkit):
+    """`fails(error, ...)`: `quantkit inspect` meets this error."""
+
+    def run(error: BaseException, *arguments):
+        def fail(*_, **__):
+            raise error
+
+        monkeypatch.setattr("quantkit.inspection.contents.open_contents", fail)
+        return quantkit("inspect", "x", *arguments)
+
+    return run
+
+
+def test_verbose_shows_where_an_error_comes_from(fails):
+    cause = OSError("the cause")
+    error = QuantkitError("it failed", "try again", 4)
+    error.__cause__ = cause
+    done = fails(error)
+    assert (done.code, done.err) == (4, "error: it failed\nhint: try again\n")
+    done = fails(error, "-v")
+    assert done.code == 4 and done.err.endswith("\nerror: it failed\nhint: try again\n")
+    assert done.err.startswith("OSError: the cause\n") and "Traceback (most recent call last)" in done.err
+
+
+def test_our_own_mistakes_keep_their_traceback(fails):
+    done = fails(KeyError("x"), "--json")
+    assert done.code == 1 and done.err.startswith("Traceback") and "report" in done.err.splitlines()[-1]
+    assert json.loads(done.out)["error"]["message"] == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_memory_that_runs_out_has_its_code(fails, error):
+    done = fails(error)
+    assert done.code == 5 and "error: memory ran out: " in done.err
+
+
+def test_an_interrupt_says_so_in_one_line(fails):
+    assert fails(KeyboardInterrupt()) == (130, "", "error: interrupted\n")
+    done = fails(KeyboardInterrupt(), "--json")
+    assert done.err == "error: interrupted\n" and json.loads(done.out)["error"]["exit_code"] == 130
+
+
+def test_interrupted_while_it_loads(tmp_path):
+    """A real signal, to a real process."""
+    script = "import time, sys; from quantkit import cli; from quantkit.inspection import contents\n" \
+             "def wait(*_): print('ready', flush=True); time.sleep(60)\n" \
+             "contents.open_contents = wait\nsys.argv = ['quantkit', 'inspect', 'x']\ncli.main()"  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"error: interrupted\n")
+
+
+def test_what_strangers_write_cannot_steer_the_terminal(fails):
+    assert printable("a\x1b[2Jb\tc\nd\x9b\x00é안") == "a\ufffd[2Jb\tc\nd\ufffd\ufffdé안"
+    assert fails(QuantkitError("a\x1bb", "c\x07d")).err == "error: a\ufffdb\nhint: c\ufffdd\n"
+
+
+def test_long_facts_are_wrapped_on_terminals_alone():
+    """Between words, below where they began; a path that is too long stays whole."""
+    path = "/a/path/that/has-no-place-to-be-cut/because-it-is-one"
+    facts = {"words": "one two three four five six seven", "path": f"in {path}"}
+    for width, expected in (
+        (30, ["words        one two three", " " * 13 + "four five six", " " * 13 + "seven",
+              "path         in", " " * 13 + path]),
+        (None, ["words        one two three four five six seven", f"path         in {path}"]),
+    ):  # fmt: skip
+        out = io.StringIO()
+        print_facts(Console(file=out, width=width, force_terminal=width is not None, no_color=True), facts)
+        assert [line.rstrip() for line in out.getvalue().splitlines()] == expected
+
+
+def test_verbose_lets_the_libraries_speak(fails):
+    """They read their levels when they are imported: here, in a process of its own."""
+    levels = ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY")
+    fails(QuantkitError("it failed"))
+    assert not set(levels) & os.environ.keys()
+    fails(QuantkitError("it failed"), "-v")
+    assert [os.environ[name] for name in levels] == ["info", "info"]
+    script = "import quantkit.checkpoint, transformers; print(transformers.logging.get_verbosity())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == logging.INFO
+
+
+# ---- progress
+
+
+def lines(capsys, silence: float) -> list[str]:
+    """What a log hears of a job that hashes for a while, and then waits in a block."""
+    progress = Lines(silence)
+    progress.phase("hashing the source")
+    time.sleep(0.25)
+    progress.start(3, 0)
+    progress.block(0, replayed=False)
+    time.sleep(0.25)
+    progress.counting("reading the weights", 2, 9)
+    time.sleep(0.25)
+    progress.close()
+    time.sleep(0.1)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_log_hears_that_the_job_is_alive(capsys):
+    heard = lines(capsys, 0.1)
+    assert heard[0] == "hashing the source"
+    for words in (
+        "still hashing the source (00:00)",
+        "still in block 2/3 (00:00)",
+        "still reading the weights: 2 of 9 done (00:00)",
+    ):
+        assert 1 <= heard.count(words) <= 3, heard
+    assert len(lines(capsys, 30)) == 2
+
+
+@pytest.mark.parametrize(
+    ("tty", "term", "quiet", "kind"),
+    [
+        (True, "xterm", False, Live),
+        (True, "dumb", False, Lines),
+        (False, "xterm", False, Lines),
+        (True, "xterm", True, Quiet),
+    ],
+)
+def test_the_listener_fits_the_place(monkeypatch, tty, term, quiet, kind):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: tty, raising=False)
+    with listener(quiet) as progress:
+        assert type(progress) is kind
+
+
+# ---- completion
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("re", {"recipes", "report"} & COMMANDS.keys() | {"recipes"}),
+        ("insp", {"inspect"}),
+        ("gptq --solv", {"--solver"}),
+        ("gptq --solver ", {"gptq", "rtn"}),
+        ("run int", {"int8"}),
+        ("recipes init nf", {"nf4"}),
+        ("gptq model --recipe gptq-w3", {"gptq-w3"}),
+    ],
+)
+def test_shells_complete_commands_flags_and_recipes(quantkit, monkeypatch, words, offered):
+    line = f"quantkit {words}".split(" ")
+    monkeypatch.setenv("_QUANTKIT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(line))
+    monkeypatch.setenv("COMP_CWORD", str(len(line) - 1))
+    done = quantkit()
+    assert set(done.out.split()) == offered and done.err == ""
+
+
+def test_completion_is_in_the_help(quantkit):
+    assert {"--install-completion", "--show-completion"} <= set(quantkit("--help").out.split())
