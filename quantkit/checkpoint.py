@@ -7,7 +7,6 @@ file holds packed codes, so evaluation and inspection see one kind of model.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -69,7 +68,7 @@ class Checkpoint:
             from quantkit.llamacpp.checkpoint import GgufCheckpoint
 
             return GgufCheckpoint.open_file(source, folder)
-        raw_config = _read_config(folder)
+        raw_config = safetensors_folder.read_config(folder / "config.json")
         infos = safetensors_folder.read_folder(folder)
         layout = layouts.detect(raw_config, infos)
         layouts.refuse_headless(layout, infos)
@@ -224,23 +223,6 @@ class _Parts(dict[str, torch.Tensor]):
         raise QuantkitError(
             f"{self.linear} is quantized, but {self.linear}.{part} is absent", hint="download it again"
         )
-
-
-def _read_config(folder: Path) -> dict:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise QuantkitError(
-            f"{folder} holds no config.json",
-            hint="give a Hugging Face checkpoint folder or hub id",
-            exit_code=NOT_FOUND,
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
-    if not isinstance(config, dict):
-        raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
-    return config
 
 
 def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from quantkit.capacity.job import BATCH_TOKENS, Shapes, peak_memory
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
 from quantkit.methods import Method
@@ -18,7 +20,6 @@ from quantkit.options import RunOptions
 from quantkit.skeleton import Skeleton
 from quantkit.spec import LinearSpec
 
-BATCH_TOKENS = 4096  # tokens per forward pass: matrix products run at full rate, activations stay small
 GIB = 1 << 30
 ENCODING = 1 << 24  # temporaries of an encoder
 
@@ -145,28 +146,40 @@ def plan(
 def _memory(
     skeleton: Skeleton, specs: Sequence[LinearSpec], method: Method, tokens: int, batch_tokens: int, mode: str
 ) -> int:
-    """Peak bytes: those of the forward pass, and the working copies of a block's largest site.
-
-    A transform looks at the whole block: the Hessians of all its sites, and its weights in float32.
-    """
+    """Peak bytes above the interpreter."""
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         tensors = skeleton.checkpoint.infos.values()
         encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
         return max(encode, forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0)
-    element = skeleton.dtype.itemsize
-    first = [spec for spec in specs if spec.block == 0]
-    hidden = min(spec.in_features for spec in first)
-    widest = max(spec.in_features for spec in first)
-    largest = max(spec.weights for spec in first)
-    suspended = mode == "suspend" and method.needs and not method.transform
-    live = tokens * (2 * hidden + widest) * element if suspended else 0
-    solve = 4 * 6 * largest  # W, its transpose, errors, baseline
-    if "hessian" in method.needs:
-        solve += 4 * 4 * widest * widest  # H, its factor, and copies
-    if method.transform:
-        widths = {spec.local.rpartition(".")[0]: spec.in_features**2 for spec in first}
-        solve += 4 * (sum(widths.values()) + widest * widest + sum(spec.weights for spec in first))
-    return forward_memory(skeleton, specs, tokens, batch_tokens) + live + solve
+    shapes = Shapes(
+        linears=[(spec.local, spec.out_features, spec.in_features) for spec in specs if spec.block == 0],
+        rest=_rest(skeleton),
+        largest=_largest_outside(skeleton),
+        element=skeleton.dtype.itemsize,
+        tokens=tokens,
+        batch_tokens=batch_tokens,
+    )
+    return peak_memory(
+        shapes,
+        calibrated=bool(method.needs),
+        hessian="hessian" in method.needs,
+        transform=method.transform is not None,
+        suspend=mode == "suspend",
+    )
+
+
+def _rest(skeleton: Skeleton) -> int:
+    """Parameters outside the blocks."""
+    inside = skeleton.blocks_name + "."
+    outside = (p for name, p in skeleton.model.named_parameters() if not name.startswith(inside))
+    return sum(parameter.numel() for parameter in outside)
+
+
+def _largest_outside(skeleton: Skeleton) -> int:
+    """Bytes of the largest stored tensor that belongs to no block."""
+    inside = re.compile(rf"(^|\.){re.escape(skeleton.blocks_name.rpartition('.')[2])}\.\d+\.")
+    infos = skeleton.checkpoint.infos.values()
+    return max((info.nbytes for info in infos if not inside.search(info.name)), default=0)
 
 
 def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> int:
@@ -174,15 +187,10 @@ def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int,
     element = skeleton.dtype.itemsize
     first = [spec for spec in specs if spec.block == 0]
     block = sum(spec.weights for spec in first)
-    rest = sum(
-        parameter.numel()
-        for name, parameter in skeleton.model.named_parameters()
-        if not name.startswith(skeleton.blocks_name + ".")
-    )
     states = tokens * min(spec.in_features for spec in first) * element
     batch = batch_tokens * sum(spec.out_features for spec in first) * element
     batch += batch_tokens * max(spec.in_features for spec in first) * 4
-    return (rest + 2 * block) * element + states + batch
+    return (_rest(skeleton) + 2 * block) * element + states + batch
 
 
 def available_memory(device: torch.device) -> int:

@@ -8,9 +8,11 @@ import sys
 import typer
 
 from quantkit import __version__, methods
-from quantkit.cli import doctor, evaluate, generate, imatrix, inspect, manners, quantize, recipes
+from quantkit.cli import doctor, evaluate, generate, imatrix, inspect, manners, plan, quantize, recipes
 
 EPILOG = f"""Examples:
+
+  quantkit plan org/name --gpu rtx-3090     (will it fit? nothing is loaded)
 
   quantkit gptq ./model               (4 bit, the shipped calibration text)
 
@@ -34,6 +36,7 @@ for name in methods.available():
 app.command("run", help="Run the job of a recipe.", epilog=quantize.RUN_EPILOG)(quantize.run_command())
 app.add_typer(recipes.app, name="recipes")
 app.command("imatrix", help=imatrix.HELP, epilog=imatrix.EPILOG)(imatrix.command())
+app.command("plan", epilog=plan.EPILOG)(plan.command)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)

@@ -107,6 +107,23 @@ def _broken(path: Path, why: str) -> QuantkitError:
     )
 
 
+def read_config(path: Path) -> dict:
+    """A config.json. Raises QuantkitError (exit code 3 if it is absent) for anything but a JSON object."""
+    if not path.is_file():
+        raise QuantkitError(
+            f"{path.parent} holds no {path.name}",
+            hint="give a Hugging Face checkpoint folder or hub id",
+            exit_code=NOT_FOUND,
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
+    if not isinstance(config, dict):
+        raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
+    return config
+
+
 def read_folder(folder: Path) -> dict[str, TensorInfo]:
     """All tensors of a checkpoint folder, single-file or sharded.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.layouts import Layout, of_linear
+from quantkit.layouts import Layout, _sizes, of_linear
 from quantkit.layouts._packing import pack, unpack
 
 if TYPE_CHECKING:
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 BITS = 4
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PER_WORD = len(ORDER)
-
-
-# Where transformers replaces an activation by a scaled one (integrations/awq.py, AWQ_SCALES_MAPPINGS).
-ACTIVATION_SCALES = (
-    "starcoder2", "RefinedWebModel", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ class AwqLayout(Layout):
 
     def check_model(self, model_type: str) -> str | None:
         """Refuses the families in which transformers looks for scales of an activation."""
-        if model_type in ACTIVATION_SCALES:
+        if model_type in _sizes.ACTIVATION_SCALES:
             return (
                 f"awq checkpoints of {model_type} hold scales of activations for transformers, which "
                 "quantkit folds into weights: use --layout compressed-tensors"
@@ -72,8 +66,7 @@ class AwqLayout(Layout):
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the three tensors of one linear."""
-        groups = spec.in_features // spec.grid.group_size
-        return spec.weights * BITS // 8 + groups * spec.out_features * (16 + BITS) // 8
+        return _sizes.awq(spec.out_features, spec.in_features, BITS, spec.grid.group_size)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three tensors of one linear."""

@@ -33,7 +33,7 @@ from quantkit.grids.nf4 import (
     table,
     unpack,
 )
-from quantkit.layouts import Layout
+from quantkit.layouts import Layout, _sizes
 
 if TYPE_CHECKING:
     from quantkit.spec import LinearSpec
@@ -55,7 +55,7 @@ class Int8Layout(Layout):
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the three tensors of one linear."""
-        return spec.weights + 4 * spec.out_features + 1
+        return _sizes.int8(spec.out_features, spec.in_features)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three tensors of one linear."""
@@ -135,11 +135,7 @@ class Nf4Layout(Layout):
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the tensors of one linear; that of the JSON text within a few digits."""
-        blocks = spec.weights // BLOCK
-        scales = blocks + 4 * -(-blocks // NESTED_BLOCK) + 1024 if self.double_quant else 4 * blocks
-        offset = 0.12345678901234567 if self.double_quant else None
-        text = len(_state(spec.out_features, spec.in_features, offset))
-        return spec.weights // 2 + 4 * len(table()) + scales + text
+        return _sizes.nf4(spec.out_features, spec.in_features, self.double_quant)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear."""
@@ -158,7 +154,7 @@ class Nf4Layout(Layout):
             }
         else:
             tensors["weight.absmax"] = params.absmax.flatten()
-        text = _state(*weight.codes.shape, offset)
+        text = _sizes.nf4_state(*weight.codes.shape, offset)
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -230,19 +226,6 @@ def detect(config: dict) -> Layout | None:
 def _skipped(specs: Sequence[LinearSpec]) -> list[str] | None:
     kept = [spec.name for spec in specs if spec.grid is None]
     return [*kept, "lm_head"] if kept else None
-
-
-def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
-    """The JSON text of a weight's quantization state."""
-    state = {
-        "quant_type": "nf4",
-        "blocksize": BLOCK,
-        "dtype": "float16",
-        "shape": [out_features, in_features],
-    }
-    if offset is not None:
-        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
-    return json.dumps(state).encode()
 
 
 def _read_state(tensor: Tensor) -> dict:

@@ -21,7 +21,7 @@ from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.layouts import Layout, fusions, of_linear
+from quantkit.layouts import Layout, _sizes, fusions, of_linear
 from quantkit.layouts._packing import WORD, pack, unpack, whole_words
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ class GptqLayout(Layout):
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the four tensors of one linear."""
         assert spec.grid is not None
-        codes = spec.weights * spec.grid.bits // 8
-        groups = spec.in_features // spec.grid.group_size
-        return codes + groups * spec.out_features * (16 + spec.grid.bits) // 8 + 4 * spec.in_features
+        return _sizes.gptq(spec.out_features, spec.in_features, spec.grid.bits, spec.grid.group_size)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The four tensors of one linear."""

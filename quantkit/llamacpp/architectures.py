@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # llama.cpp has the tanh form for all of them
 SILU = ("silu", "swish")

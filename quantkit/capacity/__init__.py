@@ -1,0 +1,17 @@
+"""Capacity: what a model takes, in memory and in time, before anything is loaded; `quantkit plan` prints it.
+
+Everything follows from config.json and the headers of the weight files. No module of this package imports
+torch or transformers, so that an answer takes less than a second.
+
+    source.py        what there is to read: a folder, a hub id, a config.json, or a number of parameters
+    settings.py      values of config.json, checked, under whichever name a family has for them
+    parameters.py    the tensors of a model: from headers, or from the templates of families.py
+    attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes
+    formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
+    devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
+    job.py           peak memory and disk of a quantization job; job_time.py how long it takes
+    forecast.py      all of it as one record; tables.py for people
+
+The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/plan.py) builds the model's modules and so
+knows more; its memory comes from the same formula.
+"""

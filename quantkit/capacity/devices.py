@@ -1,0 +1,125 @@
+"""Devices by name: memory, bandwidth, and FLOPS of dense 16-bit matrix products.
+
+NVIDIA: data sheets, tensor cores that add up in float32, without sparsity; memory as the driver shows it.
+Apple: the full chip with the most memory sold, bandwidth as stated, FLOPS of its GPU in float32 (16 bit is
+no faster there) as others computed them from clocks. `cpu` is a desktop of eight cores and two channels of
+DDR5-5600. Say --vram, --bandwidth and --tflops for another.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from quantkit.errors import USAGE, QuantkitError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """memory_gib: of it `usable` may be filled; bandwidth in GB/s, tflops in 10^12 operations a second.
+
+    kind: cuda, apple or cpu. None: not known.
+    """
+
+    name: str
+    kind: str
+    memory_gib: float | None
+    bandwidth_gbs: float | None
+    tflops: float | None
+
+    @property
+    def usable(self) -> float:
+        """Share of the memory for weights and cache: vLLM's default, and macOS's limit for its GPU."""
+        return 0.75 if self.kind == "apple" else 0.9
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory_gib is None else round(self.memory_gib * GIB)
+
+
+_CUDA = {
+    "v100-16g": (16, 900, 125),
+    "v100-32g": (32, 900, 125),
+    "t4": (15, 320, 65),
+    "a10": (22.5, 600, 125),
+    "a100-40g": (40, 1555, 312),
+    "a100-80g": (80, 2039, 312),
+    "a6000": (48, 768, 155),
+    "h100-80g": (80, 3350, 989),
+    "h100-pcie-80g": (80, 2000, 756),
+    "h200": (140, 4800, 989),
+    "b200": (179, 8000, 2250),
+    "l4": (22.5, 300, 121),
+    "l40s": (45, 864, 362),
+    "rtx-3060": (12, 360, 25),
+    "rtx-3090": (24, 936, 71),
+    "rtx-4080": (16, 717, 97.5),
+    "rtx-4090": (24, 1008, 165),
+    "rtx-5090": (32, 1792, 209),
+}
+_APPLE = {
+    "m1": (16, 68, 2.6),
+    "m1-pro": (32, 200, 5.2),
+    "m1-max": (64, 400, 10.4),
+    "m1-ultra": (128, 800, 20.8),
+    "m2": (24, 100, 3.6),
+    "m2-pro": (32, 200, 6.8),
+    "m2-max": (96, 400, 13.5),
+    "m2-ultra": (192, 800, 27),
+    "m3": (24, 100, 3.5),
+    "m3-pro": (36, 150, 6.4),
+    "m3-max": (128, 400, 14.3),
+    "m3-ultra": (512, 819, 28.6),
+    "m4": (32, 120, 4.3),
+    "m4-pro": (64, 273, 8.6),
+    "m4-max": (128, 546, 17.2),
+}
+DEVICES = {
+    name: Device(name, kind, *numbers)
+    for kind, table in (("cuda", _CUDA), ("apple", _APPLE), ("cpu", {"cpu": (32, 90, 1)}))
+    for name, numbers in table.items()
+}
+
+
+def find(name: str) -> Device:
+    """The device a user names, `RTX 3090` as well as `rtx-3090`.
+
+    Raises QuantkitError with the nearest names for an unknown one.
+    """
+    spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
+    spelled = re.sub(r"^(nvidia|geforce|tesla|apple)-", "", spelled)
+    spelled = re.sub(r"^(nvidia|geforce|tesla|apple)-", "", spelled)
+    spelled = re.sub(r"(\d+)-?gi?b$", r"\1g", spelled)
+    for candidate in (spelled, f"rtx-{spelled}", re.sub(r"^rtx(\d)", r"rtx-\1", spelled)):
+        if candidate in DEVICES:
+            return DEVICES[candidate]
+    near = [known for known in DEVICES if known.startswith(f"{spelled}-")]
+    near = near or difflib.get_close_matches(spelled, DEVICES, 3, 0.5)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise QuantkitError(
+        f"no device {name!r}",
+        hint=f"{meant}known: {', '.join(DEVICES)}; or say --vram, --bandwidth and --tflops",
+        exit_code=USAGE,
+    )
+
+
+def choose(
+    name: str | None, vram: float | None, bandwidth: float | None, tflops: float | None
+) -> Device | None:
+    """The named device with what is said otherwise put in its place; None where nothing is said.
+
+    vram in GiB, bandwidth in GB/s. Raises QuantkitError for numbers that are not positive.
+    """
+    said = {"memory_gib": vram, "bandwidth_gbs": bandwidth, "tflops": tflops}
+    flags = {"memory_gib": "--vram", "bandwidth_gbs": "--bandwidth", "tflops": "--tflops"}
+    said = {key: value for key, value in said.items() if value is not None}
+    for key, value in said.items():
+        if not 0 < value < 1e9:
+            raise QuantkitError(f"{flags[key]} {value:g} makes no sense", "give a positive number", USAGE)
+    if name is None and not said:
+        return None
+    base = find(name) if name else Device("custom", "cuda", None, None, None)
+    return replace(base, **said)

@@ -1,0 +1,101 @@
+"""Bytes of a model's tensors in a GGUF file of each type: llama-quantize's choice, tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+
+from quantkit.capacity.parameters import Parameters, Tensor
+from quantkit.capacity.settings import Settings
+from quantkit.llamacpp import architectures, mixtures
+from quantkit.llamacpp.file_types import BLOCKS, Model
+from quantkit.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
+
+ALIGNMENT = 32
+FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
+# What llama.cpp calls the modules that its mixtures treat apart; other names do not matter to them.
+MODULES = {
+    "attn_v": r"v_proj",
+    "attn_k": r"k_proj",
+    "attn_qkv": r"qkv_proj|c_attn|query_key_value|Wqkv",
+    "attn_output": r"o_proj|(self_attn|self_attention|attention|attn)\.(dense|out_proj|c_proj)",
+    "ffn_down": r"down_proj|mlp\.c_proj|dense_4h_to_h|fc2|fc_out",
+}
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
+
+
+class Unfit(Exception):
+    """Why there is no GGUF file of a model."""
+
+
+def base_bits(file_type: str) -> float:
+    """Bits per weight of a file type's base type."""
+    weights, nbytes = BLOCKS[ALL_FILE_TYPES[file_type].base]
+    return 8 * nbytes / weights
+
+
+def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tuple[int, int]:
+    """Bytes of all tensors, padded as they lie in the file, and of the blocks' linears alone.
+
+    Raises Unfit for a family that llama.cpp, or quantkit's exporter, does not know.
+    """
+    rows = [row for row in architectures.TABLE if settings.model_type in row.model_types]
+    if not rows:
+        raise Unfit(f"{settings.model_type} has no GGUF architecture that quantkit knows")
+    row = rows[0]
+    model = Model(row.name, settings.layers, settings.heads, settings.kv_heads)
+    tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
+    named = _named(parameters, tied)
+    if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
+        embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
+        named.append((mixtures.OUTPUT, embedding))
+    named.sort(key=lambda pair: _order(pair[0]))
+    total, packed = _factors(settings), 0
+    for choice, (name, shape) in zip(mixtures.choose(file_type, model, named), named, strict=True):
+        nbytes = mixtures.nbytes(choice.type, shape)
+        total += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if name.startswith("blk.") and choice.type != "F32":
+            packed += nbytes
+    return total, packed
+
+
+def _named(parameters: Parameters, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """`(GGUF name, shape)` of every tensor in the file, a tied head left out."""
+    named = [(_name(tensor), _shape(tensor)) for tensor in parameters.tensors]
+    return [(name, shape) for name, shape in named if not (tied and name == mixtures.OUTPUT)]
+
+
+def _name(tensor: Tensor) -> str:
+    """A name that the mixtures understand as they do llama.cpp's own."""
+    module, _, leaf = tensor.name.rpartition(".")
+    if tensor.block is None:
+        last = module.rpartition(".")[2]
+        for names, name in ((EMBEDDINGS, "token_embd"), (POSITIONS, "position_embd"), (HEADS, "output")):
+            if last in names:
+                return f"{name}.{leaf}"
+        return f"{last}_norm.{leaf}"
+    local = tensor.local.removesuffix(f".{leaf}")
+    for name, pattern in MODULES.items():
+        if re.search(rf"(^|\.)({pattern})$", local):
+            return f"blk.{tensor.block}.{name}.{leaf}"
+    return f"blk.{tensor.block}.{local}.{leaf}"
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape
+
+
+def _order(name: str) -> tuple[int, str]:
+    block = re.match(r"blk\.(\d+)\.", name)
+    return int(block[1]) if block else -1, name
+
+
+def _factors(settings: Settings) -> int:
+    """Bytes of the divisors of rotary frequencies, which two kinds of scaling add."""
+    rope = settings.get("rope_scaling", "rope_parameters", default={})
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if kind == "llama3":
+        return -(-settings.head_dim * 2 // ALIGNMENT) * ALIGNMENT
+    if kind in ("longrope", "su"):
+        return 2 * -(-4 * len(rope.get("long_factor") or ()) // ALIGNMENT) * ALIGNMENT
+    return 0

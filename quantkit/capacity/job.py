@@ -1,0 +1,215 @@
+"""What a quantization job takes: peak memory and disk, from shapes; quantkit/plan.py asks here, too.
+
+The loop (pipeline.py) holds what lies outside the blocks, one block, and the hidden states of all
+calibration tokens. Its peak is in one of three places: where a batch runs through the block, where the
+largest site is solved, or where the result is read back and run with the first batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.capacity import formats, job_time
+from quantkit.capacity.devices import Device
+from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
+from quantkit.capacity.settings import Settings
+
+SAMPLES, SEQLEN = 128, 512  # calibration where nothing is said: the shipped text
+BATCH_TOKENS = 4096  # tokens per forward pass: matrix products run at full rate, activations stay small
+MIB = 1 << 20
+FLOAT32 = 4
+# Python with torch for CPUs, transformers and what they load before a job begins; measured, like the next.
+INTERPRETER_BYTES = 300 * MIB
+LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}  # on the way: code and tables; with calibration more
+CALIBRATED = ("awq", "gguf", "gptq")  # with default options: by second moments of the inputs
+TRANSFORMED = ("awq",)
+GGUF_TYPE = "Q4_K_M"  # the default of `quantkit gguf`
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What peak memory depends on.
+
+    linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside the
+    blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
+    pass. tokens: of the calibration; batch_tokens: of one forward pass.
+    """
+
+    linears: Sequence[tuple[str, int, int]]
+    rest: int
+    largest: int
+    element: int
+    tokens: int
+    batch_tokens: int
+
+    @property
+    def block(self) -> int:
+        """Weights of one block."""
+        return sum(out_features * in_features for _, out_features, in_features in self.linears)
+
+    @property
+    def hidden(self) -> int:
+        return min(in_features for *_, in_features in self.linears)
+
+    @property
+    def widest(self) -> int:
+        return max(in_features for *_, in_features in self.linears)
+
+    @property
+    def largest_linear(self) -> int:
+        return max(out_features * in_features for _, out_features, in_features in self.linears)
+
+    @property
+    def sites(self) -> dict[tuple[str, int], int]:
+        """Weights of linears that may share an input: those of one module and width. Key: (module, width)."""
+        found: dict[tuple[str, int], int] = {}
+        for name, out_features, in_features in self.linears:
+            key = name.rpartition(".")[0], in_features
+            found[key] = found.get(key, 0) + out_features * in_features
+        return found
+
+
+def peak_memory(shapes: Shapes, calibrated: bool, hessian: bool, transform: bool, suspend: bool) -> int:
+    """Peak bytes of a job above the interpreter.
+
+    calibrated: statistics are gathered at all; hessian: second moments are among them; transform: they are
+    of all sites of a block at once; suspend: every batch is held at a site until that is solved.
+    """
+    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
+    later, rest = LOADED_LATER_BYTES[calibrated], shapes.rest * element
+    narrow = element < FLOAT32
+    if not calibrated:
+        copies = FLOAT32 * 4 * shapes.largest_linear + (shapes.block * element if narrow else 0)
+        return later + 2 * rest + max(shapes.largest, shapes.block * element + copies)
+    states = shapes.tokens * hidden * element
+    suspend = suspend and not transform
+    live = shapes.tokens * (2 * hidden + widest) * element if suspend else 0
+    # a batch: residual, normed and projected states, four tensors of the widest, its copy in float32
+    batch = shapes.batch_tokens * ((3 * hidden + 4 * widest) * element + narrow * widest * FLOAT32)
+    moments = [FLOAT32 * width**2 for _, width in shapes.sites] if hessian else [0]
+    block = shapes.block * (FLOAT32 if transform else element)
+    running = block + states + live + batch - (live and shapes.batch_tokens * (2 * hidden + widest) * element)
+    running += sum(moments) if transform else max(moments)
+    if transform:
+        solving = sum(moments) + 2 * max(moments) + FLOAT32 * 3 * shapes.largest_linear
+    else:
+        solving = max(
+            max(5 * FLOAT32 * width**2, FLOAT32 * (3 * width**2 + 4.25 * weights))
+            + narrow * FLOAT32 * weights
+            for (_, width), weights in shapes.sites.items()
+        )
+        if not hessian:
+            solving = FLOAT32 * 4 * shapes.largest_linear
+    solving += block + states + live + shapes.block // 2  # the last: what is staged, at 4 bit
+    verifying = (
+        rest
+        + states
+        + max(shapes.largest, shapes.block * element + batch + FLOAT32 * 4 * shapes.largest_linear)
+    )
+    return int(later + rest + max(running, solving, verifying))
+
+
+def of_model(
+    parameters: Parameters, settings: Settings, device: Device | None, samples: int, seqlen: int
+) -> dict[str, Any]:
+    """Method -> what its job takes with default options, or why quantkit refuses it."""
+    return {
+        method: _of_method(method, parameters, settings, device, samples, seqlen) for method in job_time.WORK
+    }
+
+
+def _of_method(
+    method: str,
+    parameters: Parameters,
+    settings: Settings,
+    device: Device | None,
+    samples: int,
+    seqlen: int,
+) -> dict[str, Any]:
+    weights = formats.weights(GGUF_TYPE if method == "gguf" else method, parameters, settings)
+    if reason := _refused(parameters) or weights.reason:
+        return {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None, "reason": reason}
+    on_gpu = device is not None and device.kind == "cuda"
+    seqlen = min(seqlen, settings.context or seqlen)
+    dtype = compute_dtype(settings.stored_dtype, on_gpu)
+    shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen)
+    needs, transform = method in CALIBRATED, method in TRANSFORMED
+
+    def peak(suspend: bool) -> int:
+        return peak_memory(shapes, needs, needs, transform, suspend)
+
+    base = 0 if on_gpu else INTERPRETER_BYTES
+    memory = device.memory_bytes if on_gpu else _free_memory()
+    suspend = needs and not transform and (memory is None or peak(True) < 0.8 * memory)
+    seconds, basis = job_time.seconds(method, parameters, settings, device, samples, seqlen, suspend)
+    return {
+        "peak_memory_bytes": peak(suspend) + base,
+        "above_interpreter_bytes": peak(suspend),
+        "fits": None if memory is None else peak(suspend) <= memory,
+        "device": device.name if on_gpu else "cpu",
+        "dtype": dtype,
+        "sequential": ("suspend" if suspend else "repeat") if needs and not transform else None,
+        "calibration_tokens": samples * seqlen if needs else 0,
+        "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks, then the files beside them
+        "output_bytes": weights.bytes,
+        "seconds": seconds,
+        "basis": basis,
+    }
+
+
+def of_block(parameters: Parameters, element: int, samples: int, seqlen: int) -> Shapes:
+    """The shapes of a job over `samples` sequences of `seqlen` tokens."""
+    outside = [tensor for tensor in parameters.tensors if tensor.block is None]
+    copy = parameters.head_copy
+    batch = min(max(1, BATCH_TOKENS // seqlen), samples)
+    return Shapes(
+        linears=[
+            (tensor.local.removesuffix(".weight"), tensor.out_features, tensor.in_features)
+            for tensor in parameters.linears
+            if tensor.block == 0
+        ],
+        rest=sum(tensor.size for tensor in outside) - (copy.size if copy else 0),
+        largest=max((tensor.nbytes for tensor in outside), default=0),
+        element=element,
+        tokens=samples * seqlen,
+        batch_tokens=batch * seqlen,
+    )
+
+
+def _refused(parameters: Parameters) -> str:
+    """Why the loop would refuse a model, as far as names and shapes tell."""
+    if any(tensor.is_expert for tensor in parameters.tensors):
+        return "mixtures of experts are not compressed yet"
+    return _uncovered(
+        tensor.local for tensor in parameters.rest if tensor.block == 0 and len(tensor.shape) > 1
+    )
+
+
+def _uncovered(names: Iterable[str]) -> str:
+    lost = [name for name in names if "norm" not in name]
+    return f"no linear covers {lost[0]}" if lost else ""
+
+
+def compute_dtype(stored: str, on_gpu: bool) -> str:
+    """Precision of forward passes: the stored one where the hardware computes in it, else float32."""
+    if on_gpu:
+        return stored
+    return "bfloat16" if stored == "bfloat16" and _cpu_has_bfloat16() else "float32"
+
+
+def _cpu_has_bfloat16() -> bool:
+    if sys.platform != "linux":
+        return False
+    flags = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    return "avx512_bf16" in flags or "amx_tile" in flags
+
+
+def _free_memory() -> int:
+    """Free bytes of this machine."""
+    import psutil
+
+    return psutil.virtual_memory().available

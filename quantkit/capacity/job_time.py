@@ -1,0 +1,110 @@
+"""How long a quantization job takes: a range, and what it rests on.
+
+On a CPU: floating-point operations, counted, at the rate that cores reach in matrix products, plus what
+each weight costs besides; measured by scripts/check_plan.py and scripts/bench_*.py. On a GPU nothing was
+measured with quantkit: the range is that of published runs of the same algorithms, scaled by FLOPS.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from quantkit.capacity.devices import Device
+from quantkit.capacity.parameters import Parameters
+from quantkit.capacity.settings import Settings
+
+CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
+START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text
+A100_TFLOPS = 312
+BYTES_PER_SECOND = (1e9, 1e8)  # read, hashed, encoded and written, where calibration is not needed
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a method does besides running blocks.
+
+    forwards: passes of all tokens through a block. products: multiples of `out · in²` multiplications and
+    additions spent on each linear. seconds: per weight and core, quick and slow, for all that is no matrix
+    product. a100_minutes: per billion parameters, quick and slow, and whose.
+    """
+
+    forwards: float
+    products: float
+    seconds: tuple[float, float]
+    a100_minutes: tuple[float, float] | None = None
+    published: str = ""
+
+
+GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor, 8B in half an hour"
+WORK = {
+    "int8": Work(0, 0, (10e-9, 40e-9)),
+    "nf4": Work(0, 0, (15e-9, 60e-9)),
+    "gptq": Work(1, 9, (0.2e-6, 0.8e-6), (1.4, 4), GPTQ_PUBLISHED),
+    "gguf": Work(1, 9, (0.3e-6, 1.5e-6), (1.4, 8), GPTQ_PUBLISHED),
+    "awq": Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour"),
+}
+OVERHEAD = 1.6  # of a block's forward pass over its linears' products: attention, norms, activations
+
+
+def seconds(
+    method: str,
+    parameters: Parameters,
+    settings: Settings,
+    device: Device | None,
+    samples: int,
+    seqlen: int,
+    suspend: bool,
+) -> tuple[list[float] | None, str]:
+    """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
+    work = WORK[method]
+    if device is not None and device.kind == "apple":
+        return None, "nothing was measured on Apple's processors"
+    if device is not None and device.kind == "cuda":
+        return _on_gpu(work, parameters, device)
+    cores = _cores()
+    tokens = samples * seqlen
+    times = [
+        start + (_operations(work, parameters, tokens, suspend) / rate + each * _weights(parameters)) / cores
+        for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
+    ]
+    return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
+
+
+def _on_gpu(work: Work, parameters: Parameters, device: Device) -> tuple[list[float] | None, str]:
+    if work.a100_minutes is None:
+        rates = zip(START_SECONDS, BYTES_PER_SECOND, strict=True)
+        times = [start + parameters.stored_bytes / rate for start, rate in rates]
+        return times, "the source at 0.1 to 1 GB/s"
+    if not device.tflops:
+        return None, "no FLOPS are known"
+    minutes = parameters.count / 1e9
+    quick, slow = (60 * each * minutes for each in work.a100_minutes)
+    slower = max(1.0, A100_TFLOPS / device.tflops) ** 0.5  # much of it is no matrix product
+    faster = min(1.0, A100_TFLOPS / device.tflops) ** 0.5
+    return [quick * faster, slow * slower], f"others' runs on one A100, nothing measured: {work.published}"
+
+
+def _weights(parameters: Parameters) -> int:
+    return sum(tensor.size for tensor in parameters.linears)
+
+
+def _operations(work: Work, parameters: Parameters, tokens: int, suspend: bool) -> float:
+    """Floating-point operations of forward passes, second moments and the solver."""
+    if not work.forwards:
+        return 0.0
+    forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # run again up to each of a few sites
+    sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in parameters.linears}
+    moments = sum(width**2 for *_, width in sites) * tokens
+    products = sum(tensor.size * tensor.in_features for tensor in parameters.linears)
+    return (
+        forwards * OVERHEAD * 2 * _weights(parameters) * tokens + moments + 2 * work.products * products / 2
+    )
+
+
+def _cores() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or usable, usable)

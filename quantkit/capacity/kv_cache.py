@@ -1,0 +1,75 @@
+"""The cache of keys and values: bytes per sequence, and what allocators waste on top of it.
+
+    bytes = 2 · bytes_per_value · layers · kv_heads · head_dim · tokens · batch
+
+where every layer keeps a key and a value of every token. In general the layers differ (attention.py).
+Blocks of a paged cache: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from quantkit.capacity.attention import LayerCache
+
+# Bytes per value. llama.cpp's types hold 32 values and a 16-bit scale.
+DTYPES: dict[str, Fraction] = {
+    "float32": Fraction(4),
+    "bfloat16": Fraction(2),
+    "float16": Fraction(2),
+    "fp8": Fraction(1),
+    "int8": Fraction(1),
+    "q8_0": Fraction(34, 32),
+    "q4_0": Fraction(18, 32),
+    "int4": Fraction(1, 2),
+}
+ALIASES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "float8": "fp8",
+    "auto": "bfloat16",
+}
+CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, states in float32
+PAGE = 16  # tokens per block of a paged cache, vLLM's default
+
+
+def uniform(
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int,
+    batch: int = 1,
+    bytes_per_value: Fraction | int = 2,
+) -> int:
+    """Bytes where all layers keep keys and values of all tokens."""
+    return int(2 * bytes_per_value * layers * kv_heads * head_dim * tokens * batch)
+
+
+def values(caches: Sequence[LayerCache], tokens: int) -> int:
+    """Numbers that keys and values of a sequence of `tokens` take in all layers."""
+    return sum(cache.values * cache.tokens(tokens) for cache in caches)
+
+
+def sequence_bytes(
+    caches: Sequence[LayerCache], tokens: int, bytes_per_value: Fraction, page: int = 1
+) -> int:
+    """Bytes that one sequence takes; with `page` in blocks of so many tokens, the last one filled or not."""
+    paged = sum(cache.values * -(-cache.tokens(tokens) // page) * page for cache in caches)
+    states = sum(CONV_BYTES * cache.conv + STATE_BYTES * cache.state for cache in caches)
+    return int(paged * bytes_per_value) + states
+
+
+def fitting(free_bytes: int, bytes_per_sequence: int) -> int:
+    """How many sequences fit into what the weights leave free."""
+    return max(0, free_bytes // bytes_per_sequence)
+
+
+def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:
+    """Bytes of one layer's scores `softmax(Q Kᵀ) [heads, N, N]` of one sequence where they are written out.
+
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never does; this is what it saves.
+    """
+    return heads * bytes_per_value * tokens**2

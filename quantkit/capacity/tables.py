@@ -1,0 +1,182 @@
+"""A forecast for people: what it is, what fits, what it takes to make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+GIB = 1 << 30
+SHOWN = ("bf16", "int8", "nf4", "gptq", "awq", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+MISSING = "–"
+Record = dict[str, Any]
+
+
+def show(record: Record) -> None:
+    """Print a record of forecast.py."""
+    console = Console(highlight=False)
+    _facts(console, _about(record))
+    console.print(_weights(record))
+    _facts(console, _cache(record))
+    if record["job"]:
+        console.print(_jobs(record))
+    for line in _remarks(record):
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+    for note in record["notes"]:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def gigabytes(nbytes: float) -> str:
+    """Decimal units, as disks and hubs count."""
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
+
+
+def gibibytes(nbytes: float) -> str:
+    """Binary units, as memory is counted: `3.125 GiB`."""
+    value, unit = (nbytes / GIB, "GiB") if nbytes >= GIB else (nbytes / (1 << 20), "MiB")
+    digits = f"{value:,.3f}" if value < 10 else f"{value:,.1f}"
+    return digits.rstrip("0").rstrip(".") + f" {unit}"
+
+
+def count(number: float) -> str:
+    """`13.02 billion`."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.2f} {word}"
+    return f"{number:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _facts(console: Console, facts: dict[str, str]) -> None:
+    for name, fact in facts.items():
+        console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
+
+
+def _about(record: Record) -> dict[str, str]:
+    parameters, shape, device = record["parameters"], record["architecture"], record["device"]
+    facts = {"model": record["model"]} if record["model"] else {}
+    certain = "exact, from" if parameters["exact"] else "estimate from"
+    facts["parameters"] = f"{count(parameters['count'])} ({certain} {parameters['basis']})"
+    if parameters["active"] != parameters["count"]:
+        facts["parameters"] += f", {count(parameters['active'])} of them active"
+    if shape:
+        facts["shape"] = f"{shape['model_type']}, {shape['layers']} layers of width {shape['hidden']:,}"
+        heads, pairs = shape["heads"], shape["kv_heads"]
+        if heads:
+            kind = "MHA" if pairs == heads else "MQA" if pairs == 1 else "GQA"
+            facts["shape"] += f", {heads} heads, {pairs} of keys and values ({kind})"
+    if device:
+        numbers = [gibibytes(device["memory_bytes"])] if device["memory_bytes"] else []
+        numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []
+        numbers += [f"{device['flops'] / 1e12:,.0f} TFLOPS"] if device["flops"] else []
+        facts["device"] = f"{device['name']}, {', '.join(numbers)}"
+        if device["usable_bytes"]:
+            facts["device"] += f"; {gibibytes(device['usable_bytes'])} for weights and cache"
+    return facts
+
+
+def _weights(record: Record) -> Table:
+    """One row per format; columns of the device where there is one."""
+    device = record["device"] or {}
+    columns: dict[str, Callable[[Record], str]] = {
+        "size": lambda row: gigabytes(row["bytes"]),
+        "GiB": lambda row: f"{row['bytes'] / GIB:,.2f}",
+        "bits": lambda row: f"{row['bits_per_weight']:.2f}",
+    }
+    if device.get("memory_bytes"):
+        columns["fits"] = lambda row: "yes" if row["fits"] else "no"
+        columns["requests"] = _requests
+    if device.get("bandwidth"):
+        columns["tokens/s"] = _speed
+    if device.get("bandwidth") and device.get("flops"):
+        columns["best batch"] = lambda row: f"{row['optimal_batch']:,.0f}"
+    table = _table("weights", *columns)
+    for name in SHOWN:
+        row = record["weights"][name]
+        known = row["bytes"] is not None
+        table.add_row(name, *(cell(row) if known else MISSING for cell in columns.values()))
+    return table
+
+
+def _requests(row: Record) -> str:
+    return MISSING if row["requests_that_fit"] is None else f"{row['requests_that_fit']:,}"
+
+
+def _speed(row: Record) -> str:
+    return MISSING if row["fits"] is False else f"≤ {row['tokens_per_second']:,.0f}"
+
+
+def _cache(record: Record) -> dict[str, str]:
+    cache = record["kv_cache"]
+    if cache["bytes_per_sequence"] is None:
+        return {"KV cache": f"{'unsupported' if record['model'] else 'unknown'}: {cache['unsupported']}"}
+    each = gibibytes(cache["bytes_per_sequence"])
+    facts = {"KV cache": f"{each} per sequence of {cache['tokens']:,} tokens ({cache['dtype']})"}
+    if cache["batch"] > 1:
+        facts["KV cache"] += f", {gibibytes(cache['bytes'])} for {cache['batch']}"
+    kinds = record["architecture"]["layer_types"]
+    if set(kinds) != {"full"}:
+        facts["layers"] = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    if cache["what_if"]:
+        facts["what if"] = ", ".join(
+            f"{name.upper()} ({row['kv_heads']}) {gibibytes(row['bytes_per_sequence'])}"
+            for name, row in cache["what_if"].items()
+        )
+    pages = [
+        f"{gibibytes(row['most_wasted_bytes'])} in pages of {page}" for page, row in cache["paged"].items()
+    ]
+    facts["waste"] = f"at most {', '.join(pages)} tokens"
+    reserved = cache["reserved"]
+    if reserved["tokens"] > cache["tokens"]:
+        facts["waste"] += f"; {gibibytes(reserved['wasted_bytes'])} if {reserved['tokens']:,} are reserved"
+    if cache["attention_scores_bytes"]:
+        scores = gibibytes(cache["attention_scores_bytes"])
+        facts["attention"] = f"{scores} of scores per layer without FlashAttention"
+    return facts
+
+
+def _jobs(record: Record) -> Table:
+    table = _table("to make it", "peak memory", "disk", "time", "runs on")
+    for method, job in record["job"].items():
+        if job["peak_memory_bytes"] is None:
+            table.add_row(method, *[MISSING] * 4)
+            continue
+        seconds = job["seconds"]
+        time = f"{duration(seconds[0])} to {duration(seconds[1])}" if seconds else "unknown"
+        memory = gibibytes(job["peak_memory_bytes"]) + (", too much" if job["fits"] is False else "")
+        table.add_row(method, memory, gigabytes(job["disk_bytes"]), time, f"{job['device']}, {job['dtype']}")
+    return table
+
+
+def _remarks(record: Record) -> Iterator[str]:
+    """Why formats and jobs are refused, and what times rest on: once each, behind the names it is about."""
+    remarks: dict[str, list[str]] = {}
+    for name in SHOWN:
+        row = record["weights"][name]
+        if row["bytes"] is None:
+            remarks.setdefault(f"not possible: {row['reason']}", []).append(name)
+    for method, job in record["job"].items():
+        if job["peak_memory_bytes"] is not None:
+            remarks.setdefault(f"time from {job['basis']}", []).append(method)
+        elif f"not possible: {job['reason']}" not in remarks:
+            remarks.setdefault(f"refused: {job['reason']}", []).append(method)
+    for remark, names in remarks.items():
+        yield f"{', '.join(names)}: {remark}"
+    if not record["device"]:
+        yield "add --gpu NAME for what fits and how fast it can be"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=True)
+    return table

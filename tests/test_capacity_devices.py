@@ -1,0 +1,86 @@
+"""Devices by name, and what their numbers allow."""
+
+import pytest
+
+from quantkit.capacity import devices, roofline
+from quantkit.errors import QuantkitError
+
+GIB = 1 << 30
+
+
+def test_the_roofline_of_an_a100():
+    """The published 100.3 at one byte per weight. 102.7 comes out where 1024 stands for 1000 in between."""
+    a100 = devices.find("a100-40g")
+    flops, bandwidth = a100.tflops * 1e12, a100.bandwidth_gbs * 1e9
+    assert roofline.optimal_batch(flops, bandwidth, 1) == pytest.approx(100.3, abs=0.05)
+    assert roofline.optimal_batch(flops, bandwidth, 2) == pytest.approx(200.6, abs=0.1)
+    assert roofline.optimal_batch(1.024 * flops, bandwidth, 1) == pytest.approx(102.7, abs=0.05)
+
+
+def test_reading_and_computing_take_equally_long_at_the_optimal_batch():
+    flops, bandwidth, weights = 312e12, 1555e9, 7e9
+    batch = roofline.optimal_batch(flops, bandwidth, 0.5)
+    assert 2 * weights * batch / flops == pytest.approx(0.5 * weights / bandwidth)
+    assert roofline.tokens_per_second(bandwidth, 0.5 * weights) == pytest.approx(
+        1 / (0.5 * weights / bandwidth)
+    )
+    assert roofline.tokens_per_second(1e12, 6e9, 4e9) == 100
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("a100-40g", "a100-40g"),
+        ("NVIDIA A100 40GB", "a100-40g"),
+        ("RTX 3090", "rtx-3090"),
+        ("3090", "rtx-3090"),
+        ("rtx4090", "rtx-4090"),
+        ("GeForce RTX 5090", "rtx-5090"),
+        ("Tesla T4", "t4"),
+        ("Apple M3 Max", "m3-max"),
+        ("h100_80GiB", "h100-80g"),
+        ("CPU", "cpu"),
+    ],
+)
+def test_spellings(text, name):
+    assert devices.find(text).name == name
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a100", "did you mean a100-40g or a100-80g?"),
+        ("h200-80g", "did you mean h100-80g"),
+        ("rtx-3080", "rtx-3090"),
+        ("abacus", "known: v100-16g"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_nearest(text, words):
+    with pytest.raises(QuantkitError, match="no device") as refused:
+        devices.find(text)
+    assert words in refused.value.hint and "--vram" in refused.value.hint and refused.value.exit_code == 2
+
+
+def test_numbers_of_a_device_can_be_said():
+    mine = devices.choose("l4", 20, None, None)
+    assert (mine.memory_bytes, mine.bandwidth_gbs, mine.tflops) == (20 * GIB, 300, 121)
+    custom = devices.choose(None, 48, 960, None)
+    assert (custom.name, custom.memory_bytes, custom.bandwidth_gbs, custom.tflops) == (
+        "custom",
+        48 * GIB,
+        960,
+        None,
+    )
+    assert devices.choose(None, None, None, None) is None
+    for flags in ((0, None, None), (None, -1, None), (None, None, float("nan")), (float("inf"), None, None)):
+        with pytest.raises(QuantkitError, match="makes no sense"):
+            devices.choose("t4", *flags)
+
+
+def test_all_the_usual_devices_are_there():
+    wanted = "a100-40g a100-80g h100-80g h200 b200 l4 l40s t4 v100-16g v100-32g rtx-3090 rtx-4090 rtx-5090"
+    assert {*wanted.split(), "m1", "m2", "m3", "m4", "cpu"} <= devices.DEVICES.keys()
+    for device in devices.DEVICES.values():
+        assert (
+            1 < device.memory_gib < 1000 and 10 < device.bandwidth_gbs < 10_000 and 0.5 < device.tflops < 3000
+        )

@@ -1,0 +1,110 @@
+"""What a job takes: the forecast from headers is the plan from the model's modules."""
+
+import pytest
+from families import FAMILIES, save_model, save_tokenizer
+from published import CONFIGS, gated
+
+from quantkit import job as jobs
+from quantkit import methods, plan
+from quantkit.capacity import devices, job, job_time, parameters, source
+from quantkit.capacity.settings import Settings
+from quantkit.errors import QuantkitError
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.progress import Progress
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+GIB = 1 << 30
+
+
+def forecast(folder, device=None, samples=8, seqlen=64):
+    found = source.read(str(folder))
+    return job.of_model(found.parameters, found.settings, device, samples, seqlen)
+
+
+def of_config(name: str, device=None, **arguments):
+    settings = Settings.of(CONFIGS[name])
+    return job.of_model(
+        parameters.from_config(settings), settings, device, **{"samples": 128, "seqlen": 512} | arguments
+    )
+
+
+@pytest.mark.parametrize("method", ["int8", "nf4", "gptq", "awq"])
+@pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "gpt2", "phi3", "opt", "falcon", "gpt_neox"])
+def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
+    """To the byte: memory, disk and output. The plan knows shapes from the modules of the model."""
+    monkeypatch.chdir(tmp_path)
+    tied, family = family == "tied", "llama" if family == "tied" else family
+    sizes = {"ffn_dim": 512, "word_embed_proj_dim": 256} if family == "opt" else {}
+    sizes |= {key: value for key, value in WIDE.items() if key in FAMILIES[family][1]}
+    folder = save_model(tmp_path / family, family, dtype="float16", tie_word_embeddings=tied, **sizes)
+    save_tokenizer(folder)
+    options = methods.load(method).Options()
+    text = CalibrationOptions(samples=8, seqlen=64)
+    request = jobs.Request(str(folder), method, options, text, RunOptions(threads=1, batch_size=8))
+    found = forecast(folder)[method]
+    if found["peak_memory_bytes"] is None:
+        assert method == "awq"
+        with pytest.raises(QuantkitError):
+            jobs.prepare(request, Progress(), dry_run=True)
+        return
+    expected = jobs.prepare(request, Progress(), dry_run=True).plan
+    assert found["above_interpreter_bytes"] == expected.memory_bytes
+    assert found["peak_memory_bytes"] == expected.memory_bytes + job.INTERPRETER_BYTES
+    assert (found["disk_bytes"], found["output_bytes"]) == (expected.disk_bytes, expected.output_bytes)
+    assert found["dtype"] == expected.execution.dtype
+    assert found["sequential"] in (expected.execution.sequential, None)
+
+
+def test_precision_of_the_forward_pass_is_the_plan_s(monkeypatch):
+    import torch
+
+    chosen = plan.choose_dtype("auto", "BF16", torch.device("cpu"))
+    assert job.compute_dtype("bfloat16", on_gpu=False) == chosen
+    assert job.compute_dtype("float16", on_gpu=False) == plan.choose_dtype("auto", "F16", torch.device("cpu"))
+    assert job.compute_dtype("float16", on_gpu=True) == "float16"
+    monkeypatch.setattr(job, "_cpu_has_bfloat16", lambda: True)
+    assert job.compute_dtype("bfloat16", on_gpu=False) == "bfloat16"
+
+
+def test_every_method_has_a_forecast():
+    assert job_time.WORK.keys() == set(methods.available())
+
+
+def test_memory_does_not_grow_with_depth():
+    shallow, deep = (Settings.of(gated("llama", 4096, 11008, layers, 32, 32, 32000)) for layers in (8, 64))
+    for method in methods.available():
+        peaks = {
+            job.of_model(parameters.from_config(s), s, None, 8, 512)[method]["peak_memory_bytes"]
+            for s in (shallow, deep)
+        }
+        assert len(peaks) == 1
+
+
+def test_a_gpu_that_is_short_of_memory_repeats_the_forward_pass():
+    roomy = of_config("Llama-2-7b", devices.find("h100-80g"))["gptq"]
+    tight = of_config("Llama-2-7b", devices.find("h100-80g"), samples=8192)["gptq"]
+    assert (roomy["sequential"], tight["sequential"]) == ("suspend", "repeat")
+    assert roomy["dtype"] == "bfloat16" and roomy["device"] == "h100-80g" and roomy["fits"]
+    none = of_config("Llama-2-70b", devices.find("rtx-3060"), samples=1024)["gptq"]
+    assert none["fits"] is False
+
+
+def test_times_are_ranges_with_a_basis():
+    here = of_config("Llama-2-7b")
+    for row in here.values():
+        quick, slow = row["seconds"]
+        assert 0 < quick < slow and "GFLOPS a core" in row["basis"]
+    assert here["nf4"]["seconds"][1] < here["gptq"]["seconds"][0] < here["awq"]["seconds"][0]
+    # published: 13B in 21 minutes
+    quick, slow = of_config("Llama-2-13b", devices.find("a100-80g"))["gptq"]["seconds"]
+    assert quick <= 21 * 60 <= slow
+    quick, slow = of_config("bloom", devices.find("a100-80g"))["gptq"]["seconds"]
+    assert quick <= 4.2 * 3600 <= slow
+    unknown = of_config("Llama-2-7b", devices.find("m3-max"))["gptq"]
+    assert unknown["seconds"] is None and "Apple" in unknown["basis"] and unknown["device"] == "cpu"
+
+
+def test_what_quantkit_refuses_has_no_forecast():
+    for row in of_config("Mixtral-8x7B").values():
+        assert row["peak_memory_bytes"] is None and "experts" in row["reason"]
+    assert "Conv1D" in of_config("gpt2")["awq"]["reason"] and of_config("gpt2")["gptq"]["seconds"]

@@ -1,0 +1,289 @@
+"""The cache of keys and values: textbook cases, and the tensors that transformers really keeps."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+import transformers as hf
+from families import FAMILIES, GROUPED, REFUSED, save_model
+from published import CONFIGS
+
+from quantkit.capacity import attention, kv_cache, source
+from quantkit.capacity.attention import LayerCache, Unsupported, layer_caches
+from quantkit.capacity.settings import Settings
+
+GIB = 1 << 30
+TOKENS = 40  # longer than the windows of the tests
+
+
+def caches(name: str, **changes) -> list[LayerCache]:
+    return layer_caches(Settings.of(CONFIGS[name] | changes))
+
+
+# ---- textbook
+
+
+def test_llama_2_13b_takes_3_125_gib_at_4096_tokens():
+    assert kv_cache.uniform(40, 40, 128, 4096) == 3.125 * GIB
+    assert kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, Fraction(2)) == 3.125 * GIB
+    assert kv_cache.uniform(40, 40, 128, 4096, batch=8) == 25 * GIB
+
+
+def test_octocoder_at_16000_tokens():
+    """With a key and a value per head, and with the one it has."""
+    full = caches("octocoder", multi_query=False)
+    assert kv_cache.values(full, 16000) == 7_864_320_000
+    assert kv_cache.sequence_bytes(full, 16000, Fraction(2)) == 15_728_640_000
+    single = kv_cache.sequence_bytes(caches("octocoder"), 16000, Fraction(2))
+    assert single == 15_728_640_000 // 48 == 327_680_000 < 400e6
+
+
+def test_grouped_heads_share():
+    """Llama 2 70B has 64 heads and keeps 8."""
+    grouped = kv_cache.sequence_bytes(caches("Llama-2-70b"), 4096, Fraction(2))
+    assert grouped == 1.25 * GIB
+    assert (
+        kv_cache.sequence_bytes(caches("Llama-2-70b", num_key_value_heads=64), 4096, Fraction(2))
+        == 8 * grouped
+    )
+
+
+def test_a_window_bounds_the_cache():
+    mistral = caches("Mistral-7B")
+    assert kv_cache.values(mistral, 4096) == kv_cache.values(mistral, 100_000) == 4096 * 32 * 2 * 8 * 128
+    gemma = caches("gemma-2-9b")  # every other layer slides
+    assert [cache.kind for cache in gemma[:3]] == ["sliding", "full", "sliding"]
+    assert kv_cache.values(gemma, 8192) == 21 * 2 * 8 * 256 * (4096 + 8192)
+
+
+@pytest.mark.parametrize(
+    "dtype, factor", [("float32", 2), ("fp8", 0.5), ("q8_0", 34 / 64), ("q4_0", 18 / 64)]
+)
+def test_precision_of_the_cache(dtype, factor):
+    found = kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, kv_cache.DTYPES[dtype])
+    assert found == factor * 3.125 * GIB
+
+
+def test_attention_scores_of_16000_tokens_take_19_gib():
+    assert kv_cache.attention_scores(40, 16_000) == 20_480_000_000
+    assert kv_cache.attention_scores(40, 16_000) / GIB == pytest.approx(19.07, abs=0.01)
+
+
+@pytest.mark.parametrize("page, tokens, wasted", [(16, 1000, 8), (32, 1000, 24), (16, 1024, 0), (32, 1, 31)])
+def test_pages_waste_less_than_one_page(page, tokens, wasted):
+    """vLLM's allocator: blocks of `page` tokens, the last one perhaps not full."""
+    llama = caches("Llama-2-13b")
+    each = kv_cache.sequence_bytes(llama, 1, Fraction(2))
+    paged = kv_cache.sequence_bytes(llama, tokens, Fraction(2), page)
+    assert paged - kv_cache.sequence_bytes(llama, tokens, Fraction(2)) == wasted * each
+    assert paged == len(range(0, tokens, page)) * page * each
+
+
+def test_how_many_fit():
+    assert kv_cache.fitting(10 * GIB, GIB) == 10 and kv_cache.fitting(10 * GIB - 1, GIB) == 9
+    assert kv_cache.fitting(-GIB, GIB) == 0
+
+
+# ---- the tensors that transformers keeps
+
+HYBRID = {
+    **GROUPED,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+LATENT = {
+    **{key: value for key, value in GROUPED.items() if key != "num_key_value_heads"},
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MORE = {
+    "qwen2 sliding": (
+        hf.Qwen2Config,
+        {**GROUPED, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "olmo3": (hf.Olmo3Config, {**GROUPED, "sliding_window": 16, "num_hidden_layers": 5}),
+    "cohere2": (hf.Cohere2Config, {**GROUPED, "sliding_window": 16, "num_hidden_layers": 5}),
+    "gpt_oss": (hf.GptOssConfig, {**GROUPED, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
+    "smollm3": (hf.SmolLM3Config, {**GROUPED, "pad_token_id": 0}),
+    "gemma3n": REFUSED["gemma3n"],
+    "gemma3n shared": (
+        hf.Gemma3nTextConfig,
+        REFUSED["gemma3n"][1]
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": [128] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 16,
+        },
+    ),
+    "mixtral": REFUSED["mixtral"],
+    "deepseek_v2": (hf.DeepseekV2Config, {**LATENT, "topk_method": "greedy"}),
+    "deepseek_v3": (hf.DeepseekV3Config, LATENT),
+    "qwen3_next": (
+        hf.Qwen3NextConfig,
+        {**HYBRID, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    ),
+    "bamba": (hf.BambaConfig, {**GROUPED, **MAMBA, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        hf.GraniteMoeHybridConfig,
+        {
+            **GROUPED,
+            **MAMBA,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+        },
+    ),
+    "falcon_h1": (hf.FalconH1Config, {**GROUPED, **MAMBA, "mamba_d_ssm": 128}),
+    "nemotron_h": (
+        hf.NemotronHConfig,
+        {
+            **{key: value for key, value in GROUPED.items() if key != "num_hidden_layers"},
+            "head_dim": 16,
+            "layers_block_type": ["mamba", "mlp", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+    ),
+    "jamba": (
+        hf.JambaConfig,
+        {
+            **GROUPED,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2": (
+        hf.Lfm2Config,
+        {**GROUPED, "layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "mamba": (hf.MambaConfig, {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}),
+    "mamba2": (
+        hf.Mamba2Config,
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": 512,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 2,
+        },
+    ),
+}
+CASES = FAMILIES | MORE
+
+
+def kept_by_transformers(config) -> list[int]:
+    """Numbers that each layer of a random model keeps of TOKENS tokens; of windows one token more.
+
+    A sliding layer drops the token that the next one pushes out before that one comes.
+    """
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(TOKENS)[None] % 500, use_cache=True)
+    cache = getattr(cache, "past_key_values", None) or cache.cache_params
+    found = []
+    for layer in cache.layers:
+        count = 0
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name, None)
+            if tensor is not None and tensor.numel():
+                window = getattr(layer, "is_sliding", False) and tensor.shape[-2] < TOKENS
+                count += tensor.numel() * (tensor.shape[-2] + window) // tensor.shape[-2]
+        for states in (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None)):
+            each = states.values() if isinstance(states, dict) else states or []
+            count += sum(tensor.numel() for tensor in each if tensor is not None)
+        found.append(count)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_keep_what_transformers_keeps(name):
+    make, arguments = CASES[name]
+    config = make(**arguments)
+    found = layer_caches(Settings.of(config.to_dict()))
+    counts = [cache.values * cache.tokens(TOKENS) + cache.conv + cache.state for cache in found]
+    assert counts == kept_by_transformers(config)
+
+
+# ---- refused rather than guessed
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (REFUSED["gemma4"], "global_head_dim|num_kv_shared"),
+        ((hf.RecurrentGemmaConfig, {"num_hidden_layers": 3}), "recurrent_gemma is not known"),
+        ((hf.RwkvConfig, {"num_hidden_layers": 3}), "rwkv is not known|says no"),
+        ((hf.Zamba2Config, {}), "zamba2 is not known"),
+    ],
+)
+def test_unknown_kinds_of_attention_are_refused(config, words):
+    make, arguments = config
+    with pytest.raises(Unsupported, match=words):
+        layer_caches(Settings.of(make(**arguments).to_dict()))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"layer_types": ["full_attention"] * 31}, "types of other layers than its 32"),
+        ({"layer_types": ["new_attention"] * 32}, "layers of type new_attention are not known"),
+        ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "no sliding_window"),
+        ({"model_type": "strange", "sliding_window": 64}, "which layers of strange slide"),
+        ({"model_type": "strange", "sliding_window": None}, "strange is not known"),
+        ({"model_type": "strange", "sliding_window": None, "kv_lora_rank": 64}, "says kv_lora_rank"),
+    ],
+)
+def test_half_known_layers_are_refused(changes, words):
+    with pytest.raises(Unsupported, match=words):
+        caches("Mistral-7B", **changes)
+
+
+def test_an_unknown_family_is_known_by_its_projections(tmp_path):
+    folder = save_model(tmp_path / "m", "qwen3")
+    found = source.read(str(folder))
+    strange = Settings(found.settings.values | {"model_type": "strange"})
+    assert layer_caches(strange, found.parameters) == layer_caches(found.settings, found.parameters)
+    fused = source.read(str(save_model(tmp_path / "f", "phi3")))
+    with pytest.raises(Unsupported, match="no k_proj and v_proj show its heads"):
+        layer_caches(Settings(fused.settings.values | {"model_type": "strange"}), fused.parameters)
+
+
+def test_weights_of_another_shape_than_the_configuration_says(tmp_path):
+    found = source.read(str(save_model(tmp_path / "m", "llama")))
+    other = Settings(found.settings.values | {"num_key_value_heads": 4})
+    with pytest.raises(
+        Unsupported, match="config.json says 128 numbers a token and layer, k_proj and v_proj 64"
+    ):
+        layer_caches(other, found.parameters)
+
+
+def test_families_without_rules_have_no_row():
+    assert not attention.FAMILIES.keys() & (attention.MAMBA2.keys() | set(attention.LATENT))

@@ -1,0 +1,165 @@
+"""Tensors of the known families, against the modules that transformers builds of the same config.json."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers as hf
+from families import FAMILIES, GATED, GROUPED, SHAPE, save_model
+from published import CONFIGS, PARAMETERS
+
+from quantkit.capacity import parameters, source
+from quantkit.capacity.families import FAMILIES as TEMPLATES
+from quantkit.capacity.settings import Settings
+from quantkit.containers import safetensors_folder
+from quantkit.errors import QuantkitError
+
+FURTHER = {
+    "gemma": (hf.GemmaConfig, {**GROUPED, "head_dim": 16}),
+    "ministral": (hf.MinistralConfig, {**GROUPED, "head_dim": 16}),
+    "smollm3": (hf.SmolLM3Config, {**GROUPED, "pad_token_id": 0}),
+    "olmo": (hf.OlmoConfig, GROUPED),
+    "olmo3": (hf.Olmo3Config, GROUPED),
+    "phi": (hf.PhiConfig, GATED),
+    "gptj": (hf.GPTJConfig, {**SHAPE, "rotary_dim": 8}),
+    "mpt": (
+        hf.MptConfig,
+        {"d_model": 64, "n_heads": 4, "n_layers": 3, "vocab_size": 512, "max_seq_len": 256},
+    ),
+}
+VARIANTS = {  # switches that add or leave out tensors
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24},
+    "qwen3": {"attention_bias": True, "head_dim": 32},
+    "cohere": {"use_qk_norm": True},
+    "stablelm": {"use_qkv_bias": True, "use_parallel_residual": True},
+    "starcoder2": {"use_bias": False, "tie_word_embeddings": False},
+    "gpt2": {"n_inner": 160},
+    "gpt_bigcode": {"multi_query": False, "n_inner": 160},
+    "gpt_neox": {"attention_bias": False, "tie_word_embeddings": True},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "opt": {"enable_bias": False, "word_embed_proj_dim": 32},
+    "gemma3": {"head_dim": 32},
+    "phi3": {"tie_word_embeddings": True},
+}
+CASES = [(name, {}) for name in FAMILIES | FURTHER] + list(VARIANTS.items())
+
+
+def shapes(make, arguments: dict) -> tuple[dict, dict[str, tuple[int, ...]]]:
+    """A configuration as it is saved, and the parameters of its model."""
+    config = make(**arguments)
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    return json.loads(config.to_json_string()), {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name, variant", CASES)
+def test_a_configuration_gives_the_names_and_shapes_of_its_model(name, variant):
+    make, arguments = (FAMILIES | FURTHER)[name]
+    config, expected = shapes(make, arguments | variant)
+    found = parameters.from_config(Settings.of(config))
+    if name == "gpt_neox" and "lm_head.weight" in expected:  # the module's name, since transformers 5
+        expected["embed_out.weight"] = expected.pop("lm_head.weight")
+    assert {tensor.name: tensor.shape for tensor in found.tensors} == expected
+    assert found.count == sum(map(math.prod, expected.values())) and not found.exact
+
+
+@pytest.mark.parametrize(
+    "make, arguments",
+    [
+        (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
+        (
+            hf.Qwen3MoeConfig,
+            {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        ),
+    ],
+)
+def test_experts_are_counted(make, arguments):
+    """transformers fuses them as it loads; the hub's files hold them one by one."""
+    config, expected = shapes(make, arguments)
+    settings = Settings.of(config)
+    found = parameters.from_config(settings)
+    assert found.count == sum(map(math.prod, expected.values()))
+    experts = sum(tensor.size for tensor in found.tensors if ".experts." in tensor.name)
+    assert found.active(settings) == found.count - experts // 2
+    routers = [t for t in found.tensors if t.name.endswith("gate.weight")]
+    assert len(routers) == 3 and not any(t.is_linear for t in routers)
+
+
+def test_every_template_is_compared():
+    tested = {make.model_type for make, _ in (FAMILIES | FURTHER).values()} | {"mixtral", "qwen3_moe"}
+    assert tested == TEMPLATES.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_published_counts(name):
+    assert parameters.from_config(Settings.of(CONFIGS[name])).count == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_headers_and_configuration_agree(family, tmp_path):
+    folder = save_model(tmp_path / family, family)
+    found = source.read(str(folder))
+    assert found.basis == "safetensors headers" and found.parameters.exact
+    computed = source.read(str(folder / "config.json"))
+    assert computed.basis == "config.json" and not computed.parameters.exact
+    assert found.parameters.count == computed.parameters.count
+    assert found.parameters.stored_bytes == computed.parameters.stored_bytes
+    linears = {(t.local, t.block, t.out_features, t.in_features) for t in found.parameters.linears}
+    assert linears == {(t.local, t.block, t.out_features, t.in_features) for t in computed.parameters.linears}
+
+
+def test_buffers_and_copies_of_a_tied_head_are_no_parameters(tmp_path):
+    folder = save_model(tmp_path / "m", "gpt2")
+    infos = list(safetensors_folder.read_folder(folder).values())
+    settings = source.read(str(folder)).settings
+    count = parameters.from_headers(infos, settings).count
+    wte = next(info for info in infos if info.name.endswith("wte.weight"))
+    stray = [
+        safetensors_folder.TensorInfo(name, "F32", shape, wte.file, 0, 4 * math.prod(shape))
+        for name, shape in {
+            "transformer.h.0.attn.bias": (1, 1, 256, 256),
+            "transformer.h.0.attn.masked_bias": (),
+            "lm_head.weight": wte.shape,
+        }.items()
+    ]
+    found = parameters.from_headers(infos + stray, settings)
+    assert found.count == count
+    assert found.stored_bytes == sum(i.nbytes for i in infos) + wte.nbytes
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"num_hidden_layers": 5}, "5 blocks, no lists of so many are stored"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers is 'three'"),
+        ({"num_hidden_layers": 10**9}, "not a number from 1 to 10000"),
+        ({"hidden_size": None}, "says no hidden_size"),
+        ({"model_type": None}, "names no model_type"),
+    ],
+)
+def test_a_broken_configuration_is_refused(change, words, tmp_path):
+    folder = save_model(tmp_path / "m", "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(QuantkitError, match=words):
+        read = source.read(str(folder))
+        parameters.from_config(read.settings)
+
+
+def test_an_unknown_family_needs_headers(tmp_path):
+    folder = save_model(tmp_path / "m", "llama")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "strange"}))
+    assert source.read(str(folder)).parameters.exact
+    with pytest.raises(QuantkitError, match="parameters of strange cannot be computed") as refused:
+        source.read(str(path))
+    assert refused.value.exit_code == 4 and "--params" in refused.value.hint
+
+
+def test_counts_in_words():
+    found = [source.parse_count(text) for text in ("175B", "1.5b", "350M", "12,000")]
+    assert found == [175 * 10**9, 1_500_000_000, 350 * 10**6, 12000]
+    for text in ("", "B", "7e9", "-7B", "0", "1e99", "9" * 40):
+        with pytest.raises(QuantkitError, match="no number of parameters"):
+            source.parse_count(text)

@@ -1,0 +1,133 @@
+"""Bytes of weights: against the plans of real jobs, llama-quantize's tensors, and published sizes."""
+
+import json
+
+import pytest
+import transformers as hf
+from families import FAMILIES, GATED, GROUPED
+from published import CONFIGS, PARAMETERS
+
+from quantkit.capacity import formats, gguf, parameters, source
+from quantkit.capacity.settings import Settings
+from quantkit.llamacpp import architectures, mixtures, tensors
+from quantkit.llamacpp.architectures import kv_heads
+from quantkit.llamacpp.file_types import Model
+
+GIB = 1 << 30
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+def of_config(name: str, format: str) -> formats.Weights:
+    settings = Settings.of(CONFIGS[name])
+    return formats.weights(format, parameters.from_config(settings), settings)
+
+
+# ---- published sizes: two bytes per parameter
+
+
+@pytest.mark.parametrize(
+    "params, gigabytes", [("175B", 350), ("176B", 352), ("70B", 140), ("40B", 80), ("30B", 60), ("15.5B", 31)]
+)
+def test_two_bytes_per_parameter(params, gigabytes):
+    """GPT-3, BLOOM, Llama 2 70B, Falcon 40B, MPT 30B, StarCoder."""
+    assert formats.by_count("bf16", source.parse_count(params)).bytes == gigabytes * 10**9
+
+
+@pytest.mark.parametrize("name, gigabytes", [("bloom", 352), ("Llama-2-70b", 138), ("octocoder", 31)])
+def test_two_bytes_per_parameter_of_a_configuration(name, gigabytes):
+    found = of_config(name, "bf16")
+    assert found.bytes == 2 * PARAMETERS[name] and round(found.bytes / 1e9) == gigabytes
+
+
+def test_octocoder():
+    """Published as measured peaks of a generation: 29.0, 15.2 and 9.5 GiB (the last with 32-bit scales).
+
+    Weights are most of that. With 4 bit a linear is decoded to 16 bit before it multiplies.
+    """
+    assert of_config("octocoder", "bf16").bytes / GIB == pytest.approx(29.03, rel=0.01)
+    assert of_config("octocoder", "int8").bytes / GIB == pytest.approx(15.22, rel=0.04)
+    nested = of_config("octocoder", "nf4").bytes
+    linears = parameters.from_config(Settings.of(CONFIGS["octocoder"])).linears
+    plain = nested + sum(tensor.size for tensor in linears) * (32 - 8 - 1 / 8) / 64 / 8
+    decoded = 2 * max(tensor.size for tensor in linears)
+    assert (plain + decoded) / GIB == pytest.approx(9.54, rel=0.08)
+    assert nested / GIB == pytest.approx(8.0, rel=0.01)
+
+
+def test_parameters_alone():
+    """As if every one were packed; GGUF at the bits of the base type."""
+    assert formats.by_count("int8", 10**9).bytes == 10**9
+    assert formats.by_count("nf4", 10**9).bits_per_weight == pytest.approx(4.127, abs=1e-3)
+    assert formats.by_count("gptq", 10**9).bits_per_weight == 4 + 20 / 128
+    assert formats.by_count("Q4_K_M", 10**9).bits_per_weight == 4.5
+
+
+# ---- GGUF
+
+ROWS = {
+    "llama3": (
+        hf.LlamaConfig,
+        {
+            **GROUPED,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "tied": (hf.LlamaConfig, {**GROUPED, "tie_word_embeddings": True}),
+    "odd": (hf.LlamaConfig, {**GATED, "hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 3}),
+    "deep": (hf.LlamaConfig, {**GATED, "num_hidden_layers": 80, "num_key_value_heads": 1}),
+}
+CASES = {name: row for name, row in FAMILIES.items() if name != "opt"} | ROWS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gguf_tensors_are_those_of_the_exporter(name):
+    make, arguments = CASES[name]
+    wide = {key: value for key, value in WIDE.items() if key in arguments and name not in ROWS}
+    if "layer_types" in arguments:
+        wide["num_hidden_layers"] = len(arguments["layer_types"])
+    config = make(**arguments | wide)
+    targets = tensors.of_config(config)
+    row = architectures.of_config(config)
+    model = Model(row.name, config.num_hidden_layers, config.num_attention_heads, kv_heads(config))
+    settings = Settings.of(json.loads(config.to_json_string()))
+    found = parameters.from_config(settings)
+    for file_type in ("Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "IQ4_XS"):
+        choices = mixtures.choose(file_type, model, [(target.name, target.shape) for target in targets])
+        sizes = [mixtures.nbytes(c.type, t.shape) for c, t in zip(choices, targets, strict=True)]
+        blocks = zip(sizes, targets, choices, strict=True)
+        packed = sum(size for size, t, c in blocks if c.type != "F32" and t.name.startswith("blk."))
+        total = sum(-(-size // 32) * 32 for size in sizes)
+        assert gguf.file_bytes(file_type, found, settings) == (total, packed)
+
+
+def test_llama_2_7b_in_gguf():
+    """TheBloke's files: 4,081,004,224 bytes as Q4_K_M and 7,161,089,728 as Q8_0, metadata included."""
+    assert of_config("Llama-2-7b", "Q4_K_M").bytes == pytest.approx(4_081_004_224, rel=2e-4)
+    assert of_config("Llama-2-7b", "Q8_0").bytes == pytest.approx(7_161_089_728, rel=2e-4)
+
+
+# ---- refused
+
+
+def test_what_a_format_cannot_hold_is_said():
+    settings = Settings.of(CONFIGS["gpt2"])
+    gpt2 = parameters.from_config(settings)
+    assert formats.weights("gptq", gpt2, settings).bytes
+    refused = formats.weights("awq", gpt2, settings)
+    assert refused.bytes is None and refused.reason == "clients do not replace a Conv1D (48 linears)"
+    narrow = Settings.of(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
+    found = formats.weights("gptq", parameters.from_config(narrow), narrow)
+    assert found.reason == "in_features 11000 is no multiple of 128 (32 linears)"
+    assert formats.weights("int8", parameters.from_config(narrow), narrow).bytes
+    mixtral = Settings.of(CONFIGS["Mixtral-8x7B"])
+    assert (
+        "mixtral has no GGUF architecture"
+        in formats.weights("Q4_0", parameters.from_config(mixtral), mixtral).reason
+    )
