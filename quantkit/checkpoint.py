@@ -26,6 +26,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
+MANIFEST = "quantkit.json"
 COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
     "tokenizer*",
     "special_tokens_map.json",
@@ -112,6 +113,18 @@ class Checkpoint:
     def disk_bytes(self) -> int:
         """Bytes of all files of the folder."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+
+    def manifest(self) -> str | None:
+        """How quantkit made this checkpoint, as it recorded it; None where it did not."""
+        path = self.folder / MANIFEST
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+    def coded_bytes(self) -> dict[str, int]:
+        """Bytes of every weight that is stored as codes, scales and the like included, by `X.weight`."""
+        return {
+            f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
+            for linear, parts in self._quantized.items()
+        }
 
     @property
     def packed(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Perplexity and KL divergence of checkpoints, streamed block by block: no model is ever held whole.
+"""Perplexity and divergence of checkpoints, streamed block by block: no model is ever held whole.
 
 All evaluation tokens advance through a model one block at a time, so memory does not grow with depth.
 The base model's final hidden states are kept (hidden-size, not vocabulary-size); logits of base and
@@ -7,64 +7,87 @@ candidate are formed chunk by chunk from them, so the KL divergence is exact and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.comparable import check_comparable
 from quantkit.heap import map_large_blocks
+from quantkit.layer_errors import LayerErrors, read_layer_errors
+from quantkit.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.plan import BATCH_TOKENS
-from quantkit.skeleton import Skeleton, check_complete
-from quantkit.tokenizer_hash import tokenizer_sha256
+from quantkit.skeleton import Skeleton
+from quantkit.stream import Listener, StreamedModel
+from quantkit.tasks import Tasks, TaskScores
 from quantkit.trial import Trial
 from quantkit.windows import Windows, check_context
 
-SCHEMA = "quantkit.eval/1"
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
+FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight times as long for each
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Means over scored tokens, in nats. Standard errors treat tokens as independent."""
+class Size:
+    """weight_bytes: all tensors; disk_bytes: all files of the folder; bits over the whole model, and over
+    the weights that are stored quantized (scales and the like included), None where none is."""
 
-    nll: float
-    nll_stderr: float
-    kld: float | None
-
-    def record(self) -> dict:
-        """The JSON of one model; perplexity's standard error follows from nll's by the delta method."""
-        ppl = math.exp(self.nll)
-        return {
-            "nll": {"value": self.nll, "stderr": self.nll_stderr},
-            "ppl": {"value": ppl, "stderr": ppl * self.nll_stderr},
-            "kld": {"mean": self.kld},
-        }
+    disk_bytes: int
+    weight_bytes: int
+    bits_per_weight: float
+    bits_per_quantized_weight: float | None
 
 
 @dataclass(frozen=True)
 class Result:
-    """One model of a comparison. weight_bytes: its tensors; disk_bytes: all files of its folder."""
+    """One model of a comparison. layers: what its maker recorded about each linear, where that is known.
+
+    tasks: task -> metric -> value and standard error; None where none were run.
+    """
 
     source: str
-    disk_bytes: int
-    weight_bytes: int
-    bits_per_weight: float
+    size: Size
+    metrics: Metrics
+    layers: LayerErrors | None
+    tasks: TaskScores | None = None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The noise floor: the base against itself in another precision, over its first `tokens` tokens."""
+
+    dtype: torch.dtype
+    tokens: int
     metrics: Metrics
 
 
-Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
+@dataclass(frozen=True)
+class Evaluation:
+    """Results in the order asked for, the base first. floor: None where it was not asked for."""
+
+    results: list[Result]
+    floor: Floor | None
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A model that has run: final hidden states `[batch, ctx, hidden]`, a batch of windows each."""
+
+    model: StreamedModel
+    states: list[Tensor]
+
+    def log_probs(self, chunk: _Chunk) -> Tensor:
+        return self.model.log_probs(chunk.pick(self.states))
 
 
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
-) -> list[Result]:  # fmt: skip
-    """Perplexity of every checkpoint and its KL divergence to the first; then that of the first as
-    data-free methods (`trials`) would leave it.
+    chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None,
+) -> Evaluation:  # fmt: skip
+    """Metrics of every checkpoint and its divergence from the first; then those of the first as data-free
+    methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as well.
 
     Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
     """
@@ -74,70 +97,75 @@ def evaluate(
     map_large_blocks()
     candidates: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
     candidates += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
-    results, base = [], None
-    for checkpoint, trial in candidates:
-        skeleton = Skeleton(checkpoint, dtype, device)
-        check_complete(skeleton)
-        skeleton.load_rest()
-        states = _stream(skeleton, windows.ids, listen, trial)
-        metrics = _measure(skeleton, states, windows, base)
-        results.append(_result(checkpoint, skeleton, metrics, trial))
-        base = base or (skeleton, states)
-    return results
+    recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial in candidates]
+    context = _context(windows)
+    results, base, base_scores, floor = [], None, None, None
+    for (checkpoint, trial), layers in zip(candidates, recorded, strict=True):
+        model = StreamedModel.open(checkpoint, dtype, device, trial)
+        measured = _run(model, windows, listen)
+        scores = _score(measured, windows, base, chosen)
+        metrics = summarize(scores, base_scores, context, chosen)
+        layers = LayerErrors("weight", model.errors) if trial else layers
+        scored = tasks.measure(model, listen) if tasks else None
+        results.append(Result(model.name, _size(checkpoint, model.skeleton, trial), metrics, layers, scored))
+        if base is None:
+            base, base_scores = measured, scores
+            if "floor" in chosen and len(candidates) > 1:
+                floor = _measure_floor(base, base_scores, windows, chosen, listen)
+    return Evaluation(results, floor)
 
 
-def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
-    first, *others = checkpoints
-    tokenizers = [tokenizer_sha256(c.tokenizer, c.config.vocab_size) for c in checkpoints] if others else []
-    for other, tokenizer in zip(others, tokenizers[1:], strict=True):
-        if tokenizer != tokenizers[0]:
-            raise QuantkitError(
-                f"{other.source} and {first.source} have different tokenizers",
-                hint="perplexities over different tokens cannot be compared: evaluate them one by one",
-                exit_code=UNSUPPORTED,
-            )
-        sizes = first.config.vocab_size, other.config.vocab_size
-        if sizes[0] != sizes[1]:
-            raise QuantkitError(
-                f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}",
-                hint="a divergence over different vocabularies is not defined: evaluate them one by one",
-                exit_code=UNSUPPORTED,
-            )
+def _run(model: StreamedModel, windows: Windows, listen: Listener) -> _Measured:
+    """All windows through all blocks."""
+    batch = max(1, BATCH_TOKENS // windows.ids.shape[1])
+    return _Measured(model, model.states(windows.ids.split(batch), listen))
 
 
-def _stream(skeleton: Skeleton, ids: Tensor, listen: Listener, trial: Trial | None) -> list[Tensor]:
-    """Final hidden states, a batch of windows at a time, `[batch, ctx, hidden]`."""
-    source = _named(skeleton.checkpoint, trial)
-    batch = max(1, BATCH_TOKENS // ids.shape[1])
-    states = [skeleton.embed(part) for part in ids.split(batch)]
-    count = len(skeleton.blocks)
-    for index in range(count):
-        skeleton.load_block(index)
-        if trial:
-            trial.apply(skeleton, index)
-        for k, hidden in enumerate(states):
-            states[k] = skeleton.run_block(index, hidden)
-        skeleton.free_block(index)
-        listen(source, index + 1, count)
-    return states
+def _measure_floor(
+    base: _Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener
+) -> Floor:
+    """The base again, its first windows, in bfloat16, or in float32 where 16 bit was asked for.
+
+    That is what arithmetic alone changes: a candidate that differs less from the base than this cannot be
+    told from the base as it is served.
+    """
+    skeleton = base.model.skeleton
+    dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32
+    ctx = windows.ids.shape[1]
+    count = min(len(windows.ids), max(1, FLOOR_TOKENS // ctx))
+    tokens = sum(ctx - 1 - first for first in windows.first[:count])
+    head = Windows(windows.ids[:count], windows.first[:count], replace(windows.protocol, tokens=tokens))
+    model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
+    model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
+    others = _score(_run(model, head, listen), head, base, chosen)
+    metrics = summarize(others, Scores(scores.nll[:tokens]), _context(head), chosen)
+    return Floor(dtype, tokens, metrics)
 
 
-def _measure(
-    skeleton: Skeleton, states: list[Tensor], windows: Windows, base: tuple[Skeleton, list[Tensor]] | None
-) -> Metrics:
-    """Negative log likelihood of every scored token, and KL divergence to the base, chunk by chunk."""
-    losses, divergence = [], 0.0
-    for chunk in _chunks(states, windows, skeleton.model.config.vocab_size):
-        log_probs = _log_probs(skeleton, chunk.pick(states))
+def _score(measured: _Measured, windows: Windows, base: _Measured | None, chosen: frozenset[str]) -> Scores:
+    """Every scored token, chunk by chunk."""
+    nll, kld, agree = [], [], []
+    compared = base is not None and bool(chosen & {"kld", "top1"})
+    for chunk in _chunks(measured.states, windows, measured.model.chunk_tokens):
+        log_probs = measured.log_probs(chunk)
         targets = chunk.targets.to(log_probs.device)
-        losses.append(-log_probs.gather(1, targets[:, None])[:, 0].double().cpu())
-        if base:
-            expected = _log_probs(base[0], chunk.pick(base[1]))
-            divergence += torch.sum(expected.exp() * (expected - log_probs), dtype=torch.float64).item()
-    nll = torch.cat(losses)
-    stderr = (nll.std() / math.sqrt(len(nll))).item()
-    return Metrics(nll.mean().item(), stderr, divergence / len(nll) if base else None)
+        nll.append(-log_probs.gather(1, targets[:, None])[:, 0].cpu())
+        if compared:
+            expected = base.log_probs(chunk)
+            agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
+            apart = (expected - log_probs).mul_(expected.exp_())
+            kld.append(apart.sum(-1, dtype=torch.float64).float().cpu())
+    return Scores(
+        torch.cat(nll),
+        torch.cat(kld) if compared and "kld" in chosen else None,
+        torch.cat(agree) if compared and "top1" in chosen else None,
+    )
+
+
+def _context(windows: Windows) -> Tensor:
+    """How many tokens of its window each scored token was given, int64 `[tokens]`."""
+    last = windows.ids.shape[1] - 1
+    return torch.cat([torch.arange(first, last) + 1 for first in windows.first])
 
 
 @dataclass(frozen=True)
@@ -154,8 +182,7 @@ class _Chunk:
         return states[self.batch][self.row, self.start : self.end]
 
 
-def _chunks(states: list[Tensor], windows: Windows, vocab_size: int) -> Iterator[_Chunk]:
-    size = max(1, CHUNK_BYTES // (4 * vocab_size))
+def _chunks(states: list[Tensor], windows: Windows, size: int) -> Iterator[_Chunk]:
     window = 0
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):
@@ -166,47 +193,22 @@ def _chunks(states: list[Tensor], windows: Windows, vocab_size: int) -> Iterator
             window += 1
 
 
-def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
-    """float32 `[tokens, vocabulary]`."""
-    return torch.log_softmax(skeleton.logits(hidden).float(), -1)
-
-
-def _named(checkpoint: Checkpoint, trial: Trial | None) -> str:
-    return f"{checkpoint.source} as {trial.method.name}" if trial else checkpoint.source
-
-
-def _result(checkpoint: Checkpoint, skeleton: Skeleton, metrics: Metrics, trial: Trial | None) -> Result:
+def _size(checkpoint: Checkpoint, skeleton: Skeleton, trial: Trial | None) -> Size:
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
     if trial:  # what would be written
-        disk_bytes += trial.weight_bytes(checkpoint) - weight_bytes
-        weight_bytes = trial.weight_bytes(checkpoint)
+        packed_bytes, packed = trial.packed()
+        written = trial.weight_bytes(checkpoint)
+        disk_bytes, weight_bytes = disk_bytes + written - weight_bytes, written
+    else:
+        coded, counts = checkpoint.coded_bytes(), dict(skeleton.counts())
+        names = coded.keys() & counts.keys()
+        packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
     parameters = {id(p): p.numel() for p in skeleton.model.parameters()}
     count = sum(parameters.values()) + sum(p.numel() for b in skeleton.blocks for p in b.parameters())
-    return Result(
-        source=_named(checkpoint, trial),
+    return Size(
         disk_bytes=disk_bytes,
         weight_bytes=weight_bytes,
         bits_per_weight=8 * weight_bytes / count,
-        metrics=metrics,
+        bits_per_quantized_weight=8 * packed_bytes / packed if packed else None,
     )
-
-
-def record(windows: Windows, dtype: torch.dtype, results: Sequence[Result]) -> dict:
-    """The versioned JSON of a comparison."""
-    return {
-        "schema": SCHEMA,
-        "data": asdict(windows.protocol) | {"dtype": str(dtype).removeprefix("torch.")},
-        "models": [
-            {
-                "source": result.source,
-                "size": {
-                    "disk_bytes": result.disk_bytes,
-                    "weight_bytes": result.weight_bytes,
-                    "bits_per_weight": result.bits_per_weight,
-                },
-                "metrics": result.metrics.record(),
-            }
-            for result in results
-        ],
-    }

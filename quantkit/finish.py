@@ -20,7 +20,6 @@ from quantkit.skeleton import Skeleton, check_complete
 from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 
-MANIFEST = "quantkit.json"
 TIMINGS = "quantkit-timings.json"
 VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states
 # Relative difference of hidden states between the loop and the files read back. Both compute the same

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from quantkit import finish, imatrix_job, importance
@@ -29,11 +28,11 @@ from quantkit.capture import (
     refuse_not_finite,
 )
 from quantkit.containers.staging import disk_errors
-from quantkit.grids import by_rows
 from quantkit.heap import keep_freed_pages, map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.solvers import SiteStatistics, Solved
+from quantkit.solvers.loss import weight_error
 from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
 from quantkit.transforms import BlockView, Transformed
@@ -186,7 +185,7 @@ class _Work:
                     self.index, row.local, self.job.method.layout, parts, stored
                 )
             if result.error is None:
-                result = replace(result, error=_weight_error(weight, values))
+                result = replace(result, error=weight_error(weight, values))
             self.tensors.update({f"{row.name}.{part}": tensor for part, tensor in parts.items()})
             self.record.append(_recorded(row, result))
             self.progress.linear(row, result)
@@ -254,21 +253,6 @@ def _finished(sums: Statistics, site: Site, work: _Work) -> SiteStatistics:
         return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
     refuse_not_finite(statistics, work.specs[site.linears[0]].name, work.job.plan.execution.dtype)
     return statistics
-
-
-def _weight_error(weight: Tensor, values: Tensor) -> float:
-    """`|W - Ŵ|² / |W|²`, of what was stored."""
-    sums = torch.empty(len(weight), 2, device=weight.device)
-    by_rows(
-        lambda value, wanted: torch.stack(
-            [(value.float() - wanted).square_().sum(1), wanted.square().sum(1)], 1
-        ),
-        sums,
-        values,
-        weight,
-    )
-    lost, whole = sums.double().sum(0).tolist()
-    return lost / max(whole, 1e-30)
 
 
 def _recorded(row: LinearSpec, solved: Solved) -> dict:

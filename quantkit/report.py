@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from shlex import quote
 
 from rich.console import Console
 
+from quantkit.comparison.table import print_comparison
 from quantkit.finish import Summary
 from quantkit.job import Job
 from quantkit.tables import make_table, megabytes, print_facts, ranges
@@ -109,7 +109,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     for linear, reason in summary.fallbacks.items():
         console.print(f"  {linear}: {reason}", markup=False, soft_wrap=True)
     if evaluation:
-        print_evaluation(evaluation)
+        print_comparison(evaluation)
     else:
         console.print(
             f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)} --text TEXT",
@@ -143,27 +143,3 @@ def _print_outliers(console: Console, counts: dict[str, int]) -> None:
     for local, row in kinds.items():
         table.add_row(local, " ".join(map(str, row)))
     console.print(table)
-
-
-def print_evaluation(record: dict) -> None:
-    """The comparison table and the protocol it holds for."""
-    console, data = Console(highlight=False), record["data"]
-    table = make_table("model", "size", "bits/weight", "perplexity", "KL divergence")
-    for model in record["models"]:
-        size, metrics = model["size"], model["metrics"]
-        kld = metrics["kld"]["mean"]
-        table.add_row(
-            Path(model["source"]).name or model["source"],
-            megabytes(size["weight_bytes"]),
-            f"{size['bits_per_weight']:.2f}",
-            f"{metrics['ppl']['value']:.3f} ± {metrics['ppl']['stderr']:.3f}",
-            "–" if kld is None else f"{kld:.5f}",
-        )
-    console.print(table)
-    bos = "in every window" if data["bos"] else "none"
-    console.print(
-        f"{data['text']} (sha256 {data['sha256'][:12]}), {data['tokens']} tokens scored, "
-        f"context {data['ctx']}, stride {data['stride']}, BOS {bos}, {data['dtype']}",
-        markup=False,
-        soft_wrap=True,
-    )

@@ -65,6 +65,17 @@ class Skeleton:
         """The name under which the model's tensor `name` lies in the checkpoint."""
         return self._stored[name]
 
+    def counts(self) -> Iterator[tuple[str, int]]:
+        """Stored name and number of values of every parameter that the checkpoint holds."""
+        for index, block in enumerate(self.blocks):
+            names = self.block_names(index)
+            for local, parameter in block.named_parameters():
+                if stored := self._stored.get(names[local]):
+                    yield stored, parameter.numel()
+        for name, parameter in self.model.named_parameters():
+            if stored := self._stored.get(name):
+                yield stored, parameter.numel()
+
     def missing(self) -> list[str]:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         tied = self.model.all_tied_weights_keys  # either of two tied names provides the other

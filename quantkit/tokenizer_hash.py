@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 
+from quantkit.errors import name_all
 from quantkit.llamacpp import merges as bpe
 from quantkit.llamacpp.pre_tokenizers import cuts, is_byte_level
 from quantkit.llamacpp.token_models import BYTES, SPACE
@@ -32,26 +33,49 @@ def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
     Normalization shows only as far as it changes SAMPLE, so NFC does not. vocab_size: rows of the
     embedding; tokens beyond them do not count.
     """
+    vocabulary, sample, rules = _behaviour(tokenizer, vocab_size)
+    return hashlib.sha256(repr((vocabulary, sample, list(rules.values()))).encode()).hexdigest()
+
+
+def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
+    """In what two tokenizers of unlike hashes differ, `other` as seen from `first`."""
+    found = [_behaviour(tokenizer, size) for tokenizer, size in zip((first, other), vocab_sizes, strict=True)]
+    ours, theirs = ({text: number for number, text in vocabulary} for vocabulary, _, _ in found)
+    changes = {
+        "lacks": sorted(ours.keys() - theirs.keys(), key=ours.get),
+        "adds": sorted(theirs.keys() - ours.keys(), key=theirs.get),
+        "renumbers": sorted((t for t in ours.keys() & theirs.keys() if ours[t] != theirs[t]), key=ours.get),
+    }
+    named = [f"{verb} {name_all(map(repr, tokens), 3)}" for verb, tokens in changes.items() if tokens]
+    if named:
+        return f"the vocabulary has {len(theirs)} tokens instead of {len(ours)}, it " + ", ".join(named)
+    (_, _, rules), (_, _, others) = found
+    unlike = [name for name in rules | others if rules.get(name) != others.get(name)]
+    return f"the vocabulary is the same, but not its {' and '.join(unlike) or 'way to cut a text'}"
+
+
+def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
+    """Its vocabulary, what it makes of SAMPLE, and its rules by name."""
     size = math.inf if vocab_size is None else vocab_size
     vocabulary = sorted(
         (number, text.replace(SPACE, " ")) for text, number in tokenizer.get_vocab().items() if number < size
     )
     sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
-    rules: list = []
+    rules: dict = {}
     if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
         rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size)
-    return hashlib.sha256(repr((vocabulary, sample, rules)).encode()).hexdigest()
+    return vocabulary, sample, rules
 
 
-def _rules(stored: dict, size: float) -> list:
+def _rules(stored: dict, size: float) -> dict:
     """What tells tokenizers of one vocabulary apart, in a form that does not depend on how it is stated."""
     model, pre_tokenizer = stored["model"], stored["pre_tokenizer"]
     if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
-        return [stored["normalizer"], pre_tokenizer, model]
+        return {"normalizer": stored["normalizer"], "pre-tokenizer": pre_tokenizer, "model": model}
     apart = {entry["content"] for entry in stored["added_tokens"]} | {*BYTES, model["unk_token"]}
     known = {text for text, number in model["vocab"].items() if number < size and text not in apart}
     merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
     made = {a + b for a, b in merges}
     whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in known)
     words = (cuts(pre_tokenizer) or pre_tokenizer) if is_byte_level(pre_tokenizer) else None
-    return [bpe.canonical(merges), words, whole]
+    return {"merges": bpe.canonical(merges), "pre-tokenizer": words, "ignore_merges": whole}

@@ -11,6 +11,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.methods import Method
 from quantkit.skeleton import Skeleton
+from quantkit.solvers.loss import weight_error
 from quantkit.spec import LinearSpec
 
 
@@ -40,18 +41,29 @@ class Trial:
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
         return Trial(method, spec.resolve(skeleton, method.make_grid, method.layout, (), ()))
 
-    def apply(self, skeleton: Skeleton, index: int) -> None:
-        """Quantize block `index`, which is loaded, and make it compute as a client of the result would."""
+    def apply(self, skeleton: Skeleton, index: int) -> dict[str, float]:
+        """Quantize block `index`, which is loaded, and make it compute as a client of the result would.
+
+        Returns the relative squared error of each of its linears' weights.
+        """
+        errors = {}
         for row in self.specs:
             if row.block == index and row.grid is not None:
                 weight = skeleton.blocks[index].get_submodule(row.local).weight.float()
                 (solved,) = self.method.solver.solve([weight], [row.grid], None)
                 parts = self.method.layout.encode(solved.weight)
-                skeleton.install(index, row.local, self.method.layout, parts, f"{row.name}.weight")
+                values = skeleton.install(index, row.local, self.method.layout, parts, f"{row.name}.weight")
+                errors[row.name] = weight_error(weight, values)
+        return errors
+
+    def packed(self) -> tuple[int, int]:
+        """Bytes of the linears that would be quantized, and their number of weights."""
+        rows = [row for row in self.specs if row.grid is not None]
+        return sum(self.method.layout.nbytes(row) for row in rows), sum(row.weights for row in rows)
 
     def weight_bytes(self, checkpoint: Checkpoint) -> int:
         """Bytes of the tensors that would be written."""
         rows = [row for row in self.specs if row.grid is not None]
         replaced = {f"{row.name}.weight" for row in rows}
         kept = sum(info.nbytes for name, info in checkpoint.infos.items() if name not in replaced)
-        return kept + sum(self.method.layout.nbytes(row) for row in rows)
+        return kept + self.packed()[0]

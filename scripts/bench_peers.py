@@ -180,13 +180,14 @@ def bench_quality(bench: Bench) -> None:
             try:
                 measured, out = bench.run(tool, DEMO, tokens, method="gptq", bits=bits, **options)
                 written = Checkpoint.open(str(out))
-                result = evaluate.evaluate([base, written], windows, torch.float32, torch.device("cpu"))[1]
+                device = torch.device("cpu")
+                result = evaluate.evaluate([base, written], windows, torch.float32, device).results[1]
             except (Failed, QuantkitError) as error:
                 rows.append([label, "", "", f"failed: {error}"])
                 continue
-            losses[tool == "quantkit"].append(result.metrics.kld)
-            size = f"{result.weight_bytes:,}"
-            rows.append([label, size, f"{measured.cpu:.1f}", f"{result.metrics.kld:.5f}"])
+            kld = result.metrics.kld.mean
+            losses[tool == "quantkit"].append(kld)
+            rows.append([label, f"{result.size.weight_bytes:,}", f"{measured.cpu:.1f}", f"{kld:.5f}"])
         if all(losses.values()):
             ratio = losses[True][0] / min(losses[False])
             rows.append([f"**quantkit / best peer**, {bits} bit", "", "", f"{ratio:.2f}"])

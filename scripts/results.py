@@ -22,6 +22,7 @@ import torch
 from quantkit import evaluate, job, methods, pipeline, plan
 from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
+from quantkit.comparison import record as records
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
 
@@ -81,10 +82,12 @@ def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple
         made = [quantize(model, Path(folder), name, one) for name, one in jobs.items()]
         checkpoints = [Checkpoint.open(source) for source in (model, *made)]
         windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
-        results = evaluate.evaluate(checkpoints, windows, torch.float32, plan.choose_device("auto"))
-    record = evaluate.record(windows, torch.float32, results)
-    divergences = {name: result.metrics.kld for name, result in zip(jobs, results[1:], strict=True)}
-    return table(record, ["original", *jobs]), divergences
+        device, chosen = plan.choose_device("auto"), frozenset({"kld"})
+        measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, chosen=chosen)
+    record = records.record(windows.protocol, torch.float32, device, measured, chosen)
+    losses = [model["metrics"]["kld"]["mean"] for model in record["models"][1:]]
+    found = dict(zip(jobs, losses, strict=True))
+    return table(record, ["original", *jobs]), found
 
 
 def table(record: dict, names: list[str]) -> str:
@@ -95,7 +98,7 @@ def table(record: dict, names: list[str]) -> str:
     ]
     for name, model in zip(names, record["models"], strict=True):
         metrics, size = model["metrics"], model["size"]
-        kld = "–" if metrics["kld"]["mean"] is None else f"{metrics['kld']['mean']:.5f}"
+        kld = f"{metrics['kld']['mean']:.5f}" if metrics["kld"] else "–"
         lines.append(
             f"| {name} | {size['weight_bytes'] / 1e6:.2f} MB | {size['bits_per_weight']:.2f} "
             f"| {metrics['ppl']['value']:.2f} ± {metrics['ppl']['stderr']:.2f} "

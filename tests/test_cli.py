@@ -109,7 +109,7 @@ def test_help_imports_no_torch(arguments):
 def test_help_names_every_option_and_has_examples(quantkit, name):
     flags = {flag for option in COMMANDS[name].params for flag in option.opts if flag.startswith("-")}
     done = quantkit(*name.split(), "--help")
-    assert flags <= set(re.findall(r"(?<=[\s│])--?[a-z-]+\b", done.out))
+    assert flags <= set(re.findall(r"(?<=[\s│])--?[a-z0-9-]+\b", done.out))
     assert all(option.help for option in COMMANDS[name].params)
     assert re.search(rf"Examples:\s+quantkit {name}\b", done.out)
 
@@ -226,7 +226,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
-    assert done.err == f"evaluated {model}\nevaluated tiny-gptq-w4g128\n"
+    assert done.err == f"evaluated {model}\nevaluated {model} in bfloat16\nevaluated tiny-gptq-w4g128\n"
 
 
 def test_quiet_says_nothing_on_stderr(quantkit, model, small):
@@ -289,20 +289,22 @@ def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
 
 def test_eval_at_the_end_of_a_run(quantkit, make, model, small, tmp_path):
     done = quantkit("gptq", model, *small, "--eval", small[1])
-    rows = {row[0]: row for line in done.out.splitlines() if (row := line.split())}
-    size, bits, perplexity, kld = 1, 3, 4, 7
-    assert rows["tiny"][bits] == "32.00" and rows["tiny"][kld] == "–"
+    rows = {row[0]: row for line in done.out.splitlines() if (row := re.split(r"\s{2,}", line.strip()))}
+    size, bits, quantized, perplexity, kld = 1, 2, 3, 4, 6
+    assert rows["tiny"][bits] == "32.00" and rows["tiny"][quantized] == rows["tiny"][kld] == "–"
     record = make("eval", model, "tiny-gptq-w4g128", "--text", small[1])
     metrics = record["models"][1]["metrics"]
     result = rows["tiny-gptq-w4g128"]
-    assert result[perplexity] == f"{metrics['ppl']['value']:.3f}"
+    assert result[perplexity] == f"{metrics['ppl']['value']:.3f} ± {metrics['ppl']['stderr']:.3f}"
     assert result[kld] == f"{metrics['kld']['mean']:.5f}" != "0.00000"
-    assert result[size] == f"{record['models'][1]['size']['weight_bytes'] / 1e6:.2f}"
+    assert result[size] == f"{record['models'][1]['size']['weight_bytes'] / 1e6:.2f} MB"
     assert f"{record['data']['tokens']} tokens scored, context 256, stride 256, BOS none, float32" in done.out
     again = make("gptq", model, *small, "--overwrite", "--eval", small[1])
     for row in [*record["models"], *again["eval"]["models"]]:
         del row["size"]["disk_bytes"]  # the timings are not always as long
     assert again["eval"] == record
+    assert record["models"][1]["size"]["bits_per_quantized_weight"] == again["bits_per_weight"]
+    assert result[quantized] == f"{again['bits_per_weight']:.2f}"
 
 
 def test_a_missing_eval_text_is_noticed_before_the_work(refuse, model, small, tmp_path):

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import families
+import jsonschema
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,18 +17,27 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
 from typer.testing import CliRunner
 
-from quantkit import cli, evaluate
+from quantkit import cli, evaluate, metrics, stream
 from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.tokenizer_hash import tokenizer_sha256
 
 CPU = torch.device("cpu")
+ALL = metrics.select(None)
+NO_FLOOR = ALL - {"floor"}
 HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
 
 
-def measure(folders: list, windows: windows_of.Windows, dtype=torch.float32) -> list[evaluate.Result]:
-    return evaluate.evaluate([Checkpoint.open(str(folder)) for folder in folders], windows, dtype, CPU)
+def measure(
+    folders: list, windows: windows_of.Windows, dtype=torch.float32, chosen=NO_FLOOR
+) -> list[evaluate.Result]:
+    return evaluation(folders, windows, dtype, chosen).results
+
+
+def evaluation(folders: list, windows: windows_of.Windows, dtype=torch.float32, chosen=ALL, trials=()):
+    checkpoints = [Checkpoint.open(str(folder)) for folder in folders]
+    return evaluate.evaluate(checkpoints, windows, dtype, CPU, trials=trials, chosen=chosen)
 
 
 @functools.cache
@@ -84,18 +95,28 @@ def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
     targets = torch.cat([torch.tensor(ids[start + 1 : start + 128]) for start in (0, 128, 256)])
     for result, log in zip(results, logs, strict=True):
         losses = -log[torch.arange(len(targets)), targets]
-        metrics = result.metrics.record()
-        assert metrics["nll"]["value"] == pytest.approx(losses.mean().item(), abs=1e-4)
+        found = result.metrics
+        assert found.nll.value == pytest.approx(losses.mean().item(), abs=1e-4)
         stderr = losses.std(correction=1).item() / math.sqrt(len(losses))
-        assert metrics["nll"]["stderr"] == pytest.approx(stderr, abs=1e-4)
-        assert metrics["ppl"]["value"] == math.exp(metrics["nll"]["value"])
-        assert metrics["ppl"]["stderr"] == metrics["ppl"]["value"] * metrics["nll"]["stderr"]
-    kld = (logs[0].exp() * (logs[0] - logs[1])).sum(1).mean().item()
-    assert results[0].metrics.kld is None
-    assert results[1].metrics.kld == pytest.approx(kld, abs=1e-5) and kld > 0.01
-    assert (
-        results[0].metrics.nll < results[1].metrics.nll < 5
-    )  # trained: an untrained one has log(4096) = 8.3
+        assert found.nll.stderr == pytest.approx(stderr, abs=1e-4)
+        assert found.ppl.value == math.exp(found.nll.value)
+        assert found.ppl.stderr == found.ppl.value * found.nll.stderr
+    of_base, of_copy = (result.metrics for result in results)
+    assert (of_base.kld, of_base.dppl, of_base.top1) == (None, None, None)
+    assert of_base.nll.value < of_copy.nll.value < 5  # trained: an untrained one has log(4096) = 8.3
+    kld = (logs[0].exp() * (logs[0] - logs[1])).sum(1)
+    assert of_copy.kld.mean == pytest.approx(kld.mean().item(), abs=1e-5) and of_copy.kld.mean > 0.01
+    assert of_copy.kld.max == pytest.approx(kld.max().item(), rel=1e-3)
+    assert of_copy.kld.median == pytest.approx(np.median(kld.numpy()), rel=1e-3)
+    assert of_copy.kld.p99 == pytest.approx(np.percentile(kld.numpy(), 99), rel=1e-3)
+    assert of_copy.top1 == (logs[0].argmax(1) == logs[1].argmax(1)).double().mean().item() < 1
+    by_position = kld.view(3, 127)  # the k-th column was predicted from k + 1 tokens
+    found = {bucket.first: bucket for bucket in of_copy.kld.by_position}
+    assert list(found) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96] and found[96].last == 127
+    for bucket in found.values():
+        column = by_position[:, bucket.first - 1 : bucket.last]
+        assert bucket.tokens == column.numel() == 3 * (bucket.last - bucket.first + 1)
+        assert bucket.mean == pytest.approx(column.mean().item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -121,7 +142,7 @@ def test_windows_are_a_literal_sliding_window(tiny_model, text, bos, ctx, stride
     assert windows.protocol.tokens == len(scored)
     if step < ctx:  # without overlap or BOS, nothing predicts a window's first token
         assert scored == list(range(not bos, scored[-1] + 1)) and scored[-1] >= len(ids) - step
-    nll = measure([folder], windows)[0].metrics.nll
+    nll = measure([folder], windows)[0].metrics.nll.value
     assert nll == pytest.approx(sum(losses) / len(losses), abs=1e-4)
 
 
@@ -131,12 +152,16 @@ def test_long_windows_are_measured_in_chunks(tiny_model, text, monkeypatch):
     other = perturbed(folder, folder.with_name("other"))
     windows = windows_of.load(Checkpoint.open(str(folder)), text, 64, 48, 400)
     whole = measure([folder, other], windows)
-    monkeypatch.setattr(evaluate, "CHUNK_BYTES", 4 * 512 * 7)
+    monkeypatch.setattr(stream, "CHUNK_BYTES", 4 * 512 * 7)
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", 3 * 64)
     pieces = measure([folder, other], windows)
     for one, two in zip(whole, pieces, strict=True):
-        assert two.metrics.nll == pytest.approx(one.metrics.nll, abs=1e-6)
-    assert pieces[1].metrics.kld == pytest.approx(whole[1].metrics.kld, abs=1e-6) and whole[1].metrics.kld > 0
+        assert two.metrics.nll.value == pytest.approx(one.metrics.nll.value, abs=1e-6)
+    apart, together = pieces[1].metrics.kld, whole[1].metrics.kld
+    assert apart.mean == pytest.approx(together.mean, abs=1e-6) and together.mean > 0
+    for piece, bucket in zip(apart.by_position, together.by_position, strict=True):
+        assert (piece.first, piece.last, piece.tokens) == (bucket.first, bucket.last, bucket.tokens)
+        assert piece.mean == pytest.approx(bucket.mean, abs=1e-6)
 
 
 def test_several_models_are_compared_to_the_first(tiny_model, text):
@@ -146,15 +171,15 @@ def test_several_models_are_compared_to_the_first(tiny_model, text):
     windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 300)
     results = measure([base, near, copy, far], windows)
     assert [Path(result.source).name for result in results] == ["llama", "0.1", "copy", "0.5"]
-    assert results[0].metrics.kld is None and results[2].metrics.kld == 0
-    assert results[2].metrics.nll == results[0].metrics.nll
-    assert 0 < results[1].metrics.kld < results[3].metrics.kld
+    of_base, of_near, of_copy, of_far = (result.metrics for result in results)
+    assert of_base.kld is None and (of_copy.kld.mean, of_copy.kld.max, of_copy.top1) == (0, 0, 1)
+    assert of_copy.nll == of_base.nll and of_copy.dppl == metrics.Increase(0, 0, 0, 0)
+    assert 0 < of_near.kld.mean < of_far.kld.mean and 1 > of_near.top1 > of_far.top1
     alone = measure([far], windows)[0].metrics
-    assert (alone.nll, alone.kld) == (results[3].metrics.nll, None)
-    reverse = measure([far, base], windows)
-    assert (
-        reverse[1].metrics.nll == results[0].metrics.nll and reverse[1].metrics.kld != results[3].metrics.kld
-    )
+    assert (alone.nll, alone.kld) == (of_far.nll, None)
+    reverse = measure([far, base], windows)[1].metrics
+    assert reverse.nll == of_base.nll and reverse.kld.mean != of_far.kld.mean
+    assert reverse.dppl.value == -of_far.dppl.value and reverse.dppl.stderr == of_far.dppl.stderr
 
 
 @pytest.mark.parametrize("options", ["--bits 4", "--bits 3 --no-sym --act-order full --exclude q_proj"])
@@ -171,22 +196,113 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
     windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 300)
     of_base, of_packed, of_dense = measure([base, packed, dense], windows)
-    assert of_packed.metrics == of_dense.metrics and of_packed.metrics.kld > 0
-    assert of_packed.bits_per_weight < 32 == of_dense.bits_per_weight == of_base.bits_per_weight
-    assert of_packed.weight_bytes == sum(
-        tensor.nbytes for tensor in load_file(packed / "model.safetensors").values()
+    assert of_packed.metrics == of_dense.metrics and of_packed.metrics.kld.mean > 0
+    assert (
+        of_packed.size.bits_per_weight < 32 == of_dense.size.bits_per_weight == of_base.size.bits_per_weight
     )
+    stored = load_file(packed / "model.safetensors")
+    assert of_packed.size.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
+    assert of_dense.size.bits_per_quantized_weight is None
+    kinds = ("qweight", "qzeros", "scales", "g_idx")
+    packed_bytes = sum(tensor.nbytes for name, tensor in stored.items() if name.endswith(kinds))
+    linears = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
+    weights = sum(tensors[f"{name}.weight"].numel() for name in linears)
+    assert of_packed.size.bits_per_quantized_weight == 8 * packed_bytes / weights
+    manifest = json.loads((packed / "quantkit.json").read_text())
+    errors = {row["name"]: row["error"] for row in manifest["linears"] if "error" in row}
+    assert (of_packed.layers.measure, of_packed.layers.linears) == ("output", errors)
+    assert errors.keys() == set(linears) and of_dense.layers is None
 
 
 def test_sixteen_bit_passes_are_the_models_own(tiny_model, text):
     folder = tiny_model("llama", tokenizer=True)
     windows = windows_of.load(Checkpoint.open(str(folder)), text, 64, None, 128)
-    half = measure([folder], windows, torch.bfloat16)[0].metrics.nll
+    half = measure([folder], windows, torch.bfloat16)[0].metrics.nll.value
     with torch.no_grad():
         logs = log_softmax(load(folder, torch.bfloat16)(windows.ids).logits[:, :-1].float(), -1)
     expected = -logs.gather(2, windows.ids[:, 1:, None]).double().mean().item()
     assert half == pytest.approx(expected, abs=1e-4)
-    assert half != measure([folder], windows)[0].metrics.nll
+    assert half != measure([folder], windows)[0].metrics.nll.value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_noise_floor_is_the_base_in_the_other_precision(tiny_model, text, monkeypatch, dtype):
+    """As if the base, computed in the other precision, were a candidate; its first windows only."""
+    base = tiny_model("llama", tokenizer=True)
+    shutil.copytree(base, copy := base.with_name("copy"))
+    monkeypatch.setattr(evaluate, "FLOOR_TOKENS", 130)
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 64)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, 24, 400)
+    found = evaluation([base, copy], windows, dtype)
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    assert found.floor.dtype == other and found.floor.tokens == 31 + 3 * 24
+    logs = {
+        kind: log_softmax(load(base, kind)(windows.ids[:4]).logits[:, :-1].float(), -1).double()
+        for kind in (dtype, other)
+    }
+    scored = torch.ones(4, 31, dtype=torch.bool)
+    scored[1:, :7] = False
+    kld = (logs[dtype].exp() * (logs[dtype] - logs[other])).sum(2)[scored]
+    assert found.floor.metrics.kld.mean == pytest.approx(kld.mean().item(), rel=0.02)
+    assert 0 < found.floor.metrics.kld.mean < 1e-3 and found.results[1].metrics.kld.mean == 0
+    same = (logs[dtype].argmax(2) == logs[other].argmax(2))[scored]
+    assert found.floor.metrics.top1 == pytest.approx(same.double().mean().item(), abs=0.011)
+    assert evaluation([base], windows, dtype).floor is None  # nothing to compare with it
+    assert evaluation([base, copy], windows, dtype, NO_FLOOR).floor is None
+
+
+def test_only_what_is_chosen_is_measured(tiny_model, text):
+    base = tiny_model("llama", tokenizer=True)
+    other = perturbed(base, base.with_name("other"))
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 200)
+    whole = measure([base, other], windows)[1].metrics
+    for chosen in ({"ppl"}, {"dppl"}, {"kld"}, {"top1"}):
+        found = measure([base, other], windows, chosen=frozenset(chosen))[1].metrics
+        assert (found.nll, found.ppl) == (whole.nll, whole.ppl)
+        for name in ("dppl", "kld", "top1"):
+            assert getattr(found, name) == (getattr(whole, name) if name in chosen else None)
+
+
+def test_a_trial_measures_like_what_it_would_write(tiny_model, text):
+    base = tiny_model("llama", tokenizer=True, hidden_size=64)
+    written = base.with_name("written")
+    done = CliRunner().invoke(cli.app, ["nf4", str(base), "-o", str(written), "--dtype", "float32"])
+    assert done.exit_code == 0, done.exception
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 200)
+    found = evaluation([base, written], windows, chosen=NO_FLOOR, trials=["nf4"]).results
+    assert found[2].source == f"{base} as nf4"
+    assert found[2].metrics == found[1].metrics
+    planned, stored = found[2].size, found[1].size  # the JSON inside a tensor has a digit more or less
+    assert planned.weight_bytes == pytest.approx(stored.weight_bytes, rel=1e-4)
+    planned, stored = planned.bits_per_quantized_weight, stored.bits_per_quantized_weight
+    assert planned == pytest.approx(stored, rel=1e-3) and stored < 7
+    assert found[2].layers == found[1].layers and found[2].layers.measure == "weight"
+
+
+def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
+    """Its manifest lies inside it; what it stores in blocks of codes are linears and embeddings."""
+    path = tmp_path / "demo.gguf"
+    words = f"gguf {demo_model} -t Q8_0 --solver rtn --imatrix none -o {path} -q --json"
+    assert CliRunner().invoke(cli.app, words.split()).exit_code == 0
+    windows = windows_of.load(Checkpoint.open(str(demo_model)), HELDOUT, 128, None, 256)
+    found = evaluation([demo_model, path], windows, chosen=NO_FLOOR).results[1]
+    assert 0 < found.metrics.kld.mean < 0.001
+    assert found.size.bits_per_quantized_weight == 8.5 and found.size.disk_bytes == path.stat().st_size
+    manifest = json.loads(Checkpoint.open(str(path)).manifest())
+    errors = {row["name"]: row["error"] for row in manifest["linears"] if row.get("error") is not None}
+    assert found.layers.linears == errors and len(errors) == 42 and found.layers.measure == "weight"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"linears": 5}', '{"linears": [{"error": 1}]}', '{"linears": [{"error": "a"}]}']
+)
+def test_a_broken_manifest_is_refused_before_the_work(tiny_model, text, content):
+    base = tiny_model("llama", tokenizer=True)
+    shutil.copytree(base, other := base.with_name("other"))
+    (other / "quantkit.json").write_text(content)
+    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 200)
+    message, hint = refused(1, measure, [base, other], windows)
+    assert f"the quantkit.json of {other} is not a manifest" in message and hint
 
 
 # ---- the record
@@ -199,10 +315,14 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
     done = CliRunner().invoke(cli.app, arguments)
     record = json.loads(done.stdout)
     weights = sum(tensor.numel() for tensor in load_file(base / "model.safetensors").values())
-    metrics = [row.pop("metrics") for row in record["models"]]
+    found = [row.pop("metrics") for row in record["models"]]
+    env, floor = record.pop("env"), record.pop("noise_floor")
+    assert env["device"] == "cpu" and env["torch"] == torch.__version__
+    assert (floor["dtype"], floor["tokens"]) == ("bfloat16", record["data"]["tokens"])
+    assert 0 < floor["metrics"]["kld"]["mean"] < 1e-3
     steps = (100 - 31) // 16
     assert record == {
-        "schema": "quantkit.eval/1",
+        "schema": "quantkit.eval/2",
         "data": {
             "text": "text.txt",
             "sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
@@ -220,21 +340,72 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
                     "disk_bytes": sum(path.stat().st_size for path in folder.iterdir()),
                     "weight_bytes": 4 * weights,
                     "bits_per_weight": 32.0,
+                    "bits_per_quantized_weight": None,
                 },
+                "layers": None,
+                "tasks": None,
             }
             for folder in (base, copy)
         ],
+        "pareto": {
+            "size": "size.weight_bytes",
+            "loss": "metrics.kld.mean",
+            "models": sorted(map(str, (base, copy))),
+        },
+        "gates": [],
+        "tasks": None,
     }
-    value = metrics[0]["nll"]["value"]
+    value = found[0]["nll"]["value"]
     assert 5.5 < value < 7.5  # log(512) = 6.2
-    stderr = metrics[0]["nll"]["stderr"]
+    stderr = found[0]["nll"]["stderr"]
     assert 0 < stderr < 0.2
-    assert metrics[0] == {
+    assert found[0] == {
         "nll": {"value": value, "stderr": stderr},
         "ppl": {"value": math.exp(value), "stderr": math.exp(value) * stderr},
-        "kld": {"mean": None},
+        "dppl": None,
+        "kld": None,
+        "top1": None,
     }
-    assert metrics[1] == metrics[0] | {"kld": {"mean": 0.0}}
+    by_position = found[1]["kld"].pop("by_position")
+    assert [(row["first"], row["last"]) for row in by_position[:4]] == [(1, 1), (2, 2), (3, 3), (4, 5)]
+    assert sum(row["tokens"] for row in by_position) == record["data"]["tokens"]
+    assert all(row["mean"] == 0 for row in by_position)
+    assert found[1] == found[0] | {
+        "dppl": {"value": 0, "stderr": 0, "relative": 0, "relative_stderr": 0},
+        "kld": {"mean": 0, "stderr": 0, "median": 0, "p99": 0, "max": 0},
+        "top1": 1,
+    }
+
+
+def test_what_is_printed_fits_the_shipped_schema(tiny_model, text):
+    """With everything in it that can be: a trial, its layers, the noise floor, gates."""
+    base = tiny_model("llama", tokenizer=True, hidden_size=64)
+    words = f"eval {base} --as nf4 --text {text} --ctx 32 --limit 200 --json -q"
+    for more in ("--max-kld 9 --max-ppl-increase 900%", "--metrics ppl", "--metrics dppl,top1"):
+        done = CliRunner().invoke(cli.app, f"{words} {more}".split())
+        record = json.loads(done.stdout)
+        schema = (Path(evaluate.__file__).parent / "schemas" / "eval-2.json").read_text()
+        jsonschema.validate(record, json.loads(schema), jsonschema.Draft202012Validator)
+        assert len(record["gates"]) == (2 if "max" in more else 0)
+        assert record["models"][1]["layers"]["measure"] == "weight"
+
+
+def test_a_model_that_broke_is_recorded_and_fails_its_gates(tiny_model, text):
+    """Its perplexity is beyond any number, which JSON writes as null."""
+    base = tiny_model("llama", tokenizer=True)
+    shutil.copytree(base, other := base.with_name("other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] *= 1e6
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    words = f"eval {base} {other} --text {text} --ctx 32 --limit 200 --json -q --max-ppl-increase 2%"
+    done = CliRunner().invoke(cli.app, words.split())
+    record = json.loads(done.stdout, parse_constant=pytest.fail)
+    broken = record["models"][1]["metrics"]
+    assert broken["nll"]["value"] > 1000
+    assert broken["ppl"] == {"value": None, "stderr": None}
+    assert broken["dppl"]["value"] is broken["dppl"]["relative"] is None
+    (verdict,) = record["gates"]
+    assert verdict["value"] is None and not verdict["pass"] and done.exception.exit_code == 7
 
 
 def test_the_protocol_follows_the_model_unless_told(tiny_model, text):
@@ -260,8 +431,25 @@ def one_merge_less(tokenizer: dict) -> None:
     tokenizer["model"]["merges"].pop()  # the same vocabulary, cut differently
 
 
-@pytest.mark.parametrize("change", [one_more_token, one_merge_less])
-def test_different_tokenizers_are_refused(tiny_model, text, change):
+def two_swapped(tokenizer: dict) -> None:
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def lowercase(tokenizer: dict) -> None:
+    tokenizer["normalizer"] = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (one_more_token, "the vocabulary has 513 tokens instead of 512, it adds 'never'"),
+        (two_swapped, "the vocabulary has 512 tokens instead of 512, it renumbers 'a', 'b'"),
+        (one_merge_less, "the vocabulary is the same, but not its merges"),
+        (lowercase, "the vocabulary is the same, but not its way to cut a text"),
+    ],
+)
+def test_different_tokenizers_are_refused(tiny_model, text, change, difference):
     base, other = (
         tiny_model("llama", tokenizer=True, name=name, vocab_size=576) for name in ("base", "other")
     )
@@ -269,10 +457,11 @@ def test_different_tokenizers_are_refused(tiny_model, text, change):
     change(content := json.loads(path.read_text()))
     path.write_text(json.dumps(content))
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (base, other))
-    assert (ours(text.read_text()) != theirs(text.read_text())) == (change is one_merge_less)
+    sample = text.read_text()
+    assert (ours(sample)["input_ids"] != theirs(sample)["input_ids"]) == (change is not one_more_token)
     windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, None)
     message, _ = refused(UNSUPPORTED, measure, [base, other], windows)
-    assert message == f"{other} and {base} have different tokenizers"
+    assert message == f"{other} and {base} have different tokenizers: {difference}"
 
 
 @pytest.mark.parametrize("sizes", [(512, 576), (576, 512)])

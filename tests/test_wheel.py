@@ -30,7 +30,8 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
     packed = zipfile.ZipFile(wheel)
     names = {name for name in packed.namelist() if ".dist-info/" not in name}
-    places = [(REPOSITORY / "quantkit", pattern, "quantkit") for pattern in ("**/*.py", "**/*.yaml")]
+    patterns = "**/*.py", "**/*.yaml", "schemas/*.json", "tasks/*.jsonl"
+    places = [(REPOSITORY / "quantkit", pattern, "quantkit") for pattern in patterns]
     places += [(REPOSITORY / name, "*", f"quantkit/data/{name}") for name in ("recipes", "calibration")]
     expected = {
         f"{place}/{path.relative_to(folder).as_posix()}": path
@@ -39,7 +40,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
         if path.is_file()
     }
     assert names == expected.keys()
-    assert {Path(name).suffix for name in names} == {".py", ".yaml", ".txt", ".md"}
+    assert {Path(name).suffix for name in names} == {".py", ".json", ".jsonl", ".yaml", ".txt", ".md"}
     assert all(packed.read(name) == path.read_bytes() for name, path in expected.items())
 
 

@@ -8,7 +8,18 @@ import sys
 import typer
 
 from quantkit import __version__, methods
-from quantkit.cli import doctor, evaluate, generate, imatrix, inspect, manners, plan, quantize, recipes
+from quantkit.cli import (
+    doctor,
+    evaluate,
+    generate,
+    imatrix,
+    inspect,
+    manners,
+    plan,
+    quantize,
+    recipes,
+    report,
+)
 
 EPILOG = f"""Examples:
 
@@ -38,6 +49,7 @@ app.add_typer(recipes.app, name="recipes")
 app.command("imatrix", help=imatrix.HELP, epilog=imatrix.EPILOG)(imatrix.command())
 app.command("plan", epilog=plan.EPILOG)(plan.command)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
+app.command("report", epilog=report.EPILOG)(report.command)
 app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
 app.command("generate", epilog=generate.EPILOG)(generate.command)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.command)

@@ -1,4 +1,4 @@
-"""`quantkit eval`: perplexity and KL divergence of several checkpoints over one text."""
+"""`quantkit eval`: several checkpoints compared over one text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ EPILOG = """Examples:
 
   quantkit eval ./model --as nf4 --as int8 --text test.txt     (nothing is written)
 
-  quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json"""
+  quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
+
+  quantkit eval ./model ./candidate --text test.txt --html report.html --plot plot.svg
+
+  quantkit eval ./model ./candidate --text test.txt --max-ppl-increase 2% --max-kld 0.05
+
+Exit code 7: a gate failed."""
+GATES = "Gates (exit code 7 when one fails)"
 
 
 def command(
@@ -36,6 +43,56 @@ def command(
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens between windows. (default: ctx)")] = None,
     limit: Annotated[int | None, typer.Option(help="Use the first N tokens of the text.")] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Tasks of lm-evaluation-harness as well, separated by commas (extra: tasks). cloze is here, "
+            "the others come from the hub.",
+        ),
+    ] = None,
+    task_limit: Annotated[int | None, typer.Option(help="Use the first N examples of every task.")] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Of ppl, dppl, kld, top1 and floor, separated by commas. Without kld and top1 the head runs "
+            "half as often. (default: all)",
+        ),
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIMIT",
+            help="2%: of the first model's perplexity; 0.5: a difference of perplexities.",
+            rich_help_panel=GATES,
+        ),
+    ] = None,
+    max_kld: Annotated[
+        str | None,
+        typer.Option(metavar="LIMIT", help="Mean KL divergence in nats.", rich_help_panel=GATES),
+    ] = None,
+    min_top1: Annotated[
+        str | None,
+        typer.Option(metavar="LIMIT", help="Top-1 agreement, 0.9 or 90%.", rich_help_panel=GATES),
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append gates and table as Markdown, as $GITHUB_STEP_SUMMARY takes it.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page of it, as quantkit report does.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the plots: .svg, or .png (extra: plot). All but the first get a suffix.",
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         typer.Option(help="Precision of the forward passes; 16 bit adds noise to small divergences."),
@@ -55,26 +112,43 @@ def command(
         bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")
     ] = False,
 ) -> None:
-    """Perplexity, and KL divergence to the first model, of checkpoints of any layout."""
+    """Perplexity, and divergence from the first model, of checkpoints of any layout."""
+    from quantkit import metrics as metrics_of
+    from quantkit.comparison import gates
+    from quantkit.comparison.files import Outputs
+
+    chosen = metrics_of.select(metrics)
+    limits = gates.parse(max_ppl_increase, max_kld, min_top1)
+    gates.check(limits, chosen, len(models) - 1 + len(trials or ()))
+    outputs = Outputs(html, plot, summary)
+    outputs.check()
+
     import torch
 
-    from quantkit import evaluate, plan, report
+    from quantkit import evaluate, plan
     from quantkit import windows as windows_of
     from quantkit.checkpoint import Checkpoint
     from quantkit.cli.progress import listener
+    from quantkit.comparison.record import record
+    from quantkit.comparison.table import print_comparison
+    from quantkit.tasks import Tasks
 
     checkpoints = [
         Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
         for position, model in enumerate(models)
     ]
-    precision = getattr(torch, dtype)
+    precision, place = getattr(torch, dtype), plan.choose_device(device)
     windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
+    harness = Tasks.prepare(tasks, task_limit) if tasks else None
     with listener(quiet) as progress:
-        results = evaluate.evaluate(
-            checkpoints, windows, precision, plan.choose_device(device), progress.evaluating, trials or ()
+        measured = evaluate.evaluate(
+            checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness
         )
-    record = evaluate.record(windows, precision, results)
+    given = harness.record() if harness else None
+    result = record(windows.protocol, precision, place, measured, chosen, limits, given)
+    if not as_json:
+        print_comparison(result)
+    outputs.write(result)
+    gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
-        print(json.dumps(record, indent=2))
-    else:
-        report.print_evaluation(record)
+        print(json.dumps(result, indent=2, allow_nan=False))

@@ -180,12 +180,14 @@ def _evaluate(jobs: Sequence[Any], windows: Any, progress: Any) -> Any:
 
     from quantkit import evaluate
     from quantkit.checkpoint import Checkpoint
+    from quantkit.comparison.record import record
+    from quantkit.metrics import select
 
     first = jobs[0]
     trusted = first.request.trust_remote_code
     made = [Checkpoint.open(str(one.staging.output), trust_remote_code=trusted) for one in jobs]
     device = first.plan.execution.torch_device
-    results = evaluate.evaluate(
+    measured = evaluate.evaluate(
         [first.checkpoint, *made], windows, torch.float32, device, progress.evaluating
     )
-    return evaluate.record(windows, torch.float32, results)
+    return record(windows.protocol, torch.float32, device, measured, select(None))

@@ -75,7 +75,17 @@ class GgufCheckpoint(Checkpoint):
     @property
     def quantized(self) -> bool:
         """Whether tensors are stored in blocks of codes."""
-        return any(info.dtype not in PLAIN for info in self.infos.values() if info.file == self.folder)
+        return bool(self.coded_bytes())
+
+    def coded_bytes(self) -> dict[str, int]:
+        """Bytes of every tensor that is stored in blocks of codes."""
+        stored = {name: info for name, info in self.infos.items() if info.file == self.folder}
+        return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
+
+    def manifest(self) -> str | None:
+        """The manifest that quantkit wrote into the file."""
+        found = self.metadata.get("quantkit.manifest")
+        return found if isinstance(found, str) else None
 
     @property
     def disk_bytes(self) -> int:

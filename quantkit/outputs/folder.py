@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit import model_card
+from quantkit.checkpoint import MANIFEST
 from quantkit.containers import safetensors_folder
-from quantkit.finish import MANIFEST, TIMINGS, Summary, manifest, merged
+from quantkit.finish import TIMINGS, Summary, manifest, merged
 from quantkit.outputs import Planned, Sizes
 
 if TYPE_CHECKING:

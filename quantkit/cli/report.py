@@ -1,0 +1,38 @@
+"""`quantkit report`: a page and plots of results that `quantkit eval --json` printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EPILOG = """Examples:
+
+  quantkit report result.json -o report.html     (of quantkit eval … --json > result.json)
+
+  quantkit report monday.json tuesday.json -o report.html --png     (same text, same first model)"""
+
+
+def command(
+    results: Annotated[
+        list[Path], typer.Argument(help="Files of quantkit eval --json; one protocol and one first model.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page: one file, no script, nothing from a network.")
+    ] = Path("report.html"),
+    png: Annotated[
+        bool, typer.Option("--png", help="Write the plots, too, beside the page (extra: plot).")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
+) -> None:
+    """An HTML page of evaluations: table, plots, errors by layer, protocol."""
+    from quantkit.comparison.files import Outputs
+    from quantkit.comparison.merge import merge, read
+
+    outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
+    outputs.check()
+    written = outputs.write(merge([read(path) for path in results]))
+    if not quiet:
+        for path in written:
+            print(path)

@@ -1,0 +1,139 @@
+"""Gates: limits on what a candidate may lose, for continuous integration.
+
+A gate judges the measured value itself; its standard error stands beside it in the table and decides nothing.
+What could not be measured as a number has not passed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import GATE, USAGE, QuantkitError
+
+OPERATORS = {"<=": operator.le, ">=": operator.ge}
+SIGNS = {"<=": "≤", ">=": "≥"}
+NAMES = {  # metric -> its name, and whether it is written as a percentage
+    "dppl.relative": ("perplexity increase", True),
+    "dppl.value": ("perplexity increase", False),
+    "kld.mean": ("KL divergence", False),
+    "top1": ("top-1 agreement", True),
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """metric: a path into the metrics of a model; needs: the name it is selected by."""
+
+    flag: str
+    needs: str
+    metric: str
+    op: str
+    limit: float
+
+    def passes(self, value: float | None) -> bool:
+        return value is not None and OPERATORS[self.op](value, self.limit)
+
+
+def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | None) -> list[Gate]:
+    """Gates as typed. Raises QuantkitError for what is no limit.
+
+    max_ppl_increase: `2%` of the base's perplexity, or `0.5`, a difference of perplexities. max_kld: nats.
+    min_top1: `0.9` or `90%`.
+    """
+    gates = []
+    if max_ppl_increase is not None:
+        metric = "dppl.relative" if max_ppl_increase.strip().endswith("%") else "dppl.value"
+        limit = _limit("--max-ppl-increase", max_ppl_increase, "2% or 0.5")
+        gates.append(Gate("--max-ppl-increase", "dppl", metric, "<=", limit))
+    if max_kld is not None:
+        gates.append(Gate("--max-kld", "kld", "kld.mean", "<=", _limit("--max-kld", max_kld, "0.05")))
+    if min_top1 is not None:
+        limit = _limit("--min-top1", min_top1, "0.9 or 90%", most=1.0)
+        gates.append(Gate("--min-top1", "top1", "top1", ">=", limit))
+    return gates
+
+
+def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
+    """A number, or a percentage as a share of 1."""
+    percent = text.strip().endswith("%")
+    try:
+        limit = float(text.strip().removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        limit = math.nan
+    if not (0 <= limit <= most and math.isfinite(limit)) or (percent and "%" not in example):
+        raise QuantkitError(f"{flag} {text!r} is no limit", f"for example {flag} {example}", USAGE)
+    return limit
+
+
+def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> None:
+    """Raise QuantkitError for gates that would have nothing to judge."""
+    for gate in gates:
+        if gate.needs not in chosen:
+            raise QuantkitError(
+                f"{gate.flag} judges {gate.needs}, which --metrics leaves out", f"add {gate.needs}", USAGE
+            )
+    if gates and not candidates:
+        raise QuantkitError(
+            f"{gates[0].flag} compares candidates to the first model, and there are none",
+            hint="give a second checkpoint, or --as METHOD",
+            exit_code=USAGE,
+        )
+
+
+def look_up(model: dict, path: str) -> float | None:
+    """`look_up(model, "metrics.kld.mean")`; None where it was not measured."""
+    value: Any = model
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
+    """The JSON of every gate for every candidate; `models` are records, the base first."""
+    return [
+        {
+            "metric": gate.metric,
+            "op": gate.op,
+            "limit": gate.limit,
+            "model": model["source"],
+            "value": (value := look_up(model["metrics"], gate.metric)),
+            "pass": gate.passes(value),
+        }
+        for gate in gates
+        for model in models[1:]
+    ]
+
+
+def in_words(verdict: dict) -> tuple[str, str, str]:
+    """What a gate looks at, the value found, and the limit: `("top-1", "87.35 %", "≥ 90 %")`."""
+    name, share = NAMES[verdict["metric"]]
+
+    def written(value: float | None) -> str:
+        if value is None:
+            return "not a number"
+        return f"{100 * value:.4g} %" if share else f"{value:.4g}"
+
+    return name, written(verdict["value"]), f"{SIGNS[verdict['op']]} {written(verdict['limit'])}"
+
+
+def describe(verdict: dict, label: str) -> str:
+    """`KL divergence of model is 0.0713, asked for is ≤ 0.05`."""
+    name, value, limit = in_words(verdict)
+    return f"{name} of {label} is {value}, asked for is {limit}"
+
+
+def refuse_failed(record: dict) -> None:
+    """Raise QuantkitError (exit code 7) naming every model and number that failed; it carries the record."""
+    verdicts = record["gates"]
+    failed = [describe(verdict, verdict["model"]) for verdict in verdicts if not verdict["pass"]]
+    if failed:
+        raise QuantkitError(
+            f"{len(failed)} of {len(verdicts)} gates failed: " + "; ".join(failed),
+            hint="use more bits or smaller groups, or another method; the result was written all the same",
+            exit_code=GATE,
+            found=record,
+        )

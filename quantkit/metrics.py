@@ -1,0 +1,171 @@
+"""From scores of single tokens to the metrics of a model, with standard errors. Pure tensor maths.
+
+Every metric is a mean over scored tokens, in nats, or follows from such means by the delta method.
+Standard errors treat tokens as independent. Differences to the base are paired: both models predict the
+same tokens, so most of what makes a token hard cancels, and the difference is known far better than
+either perplexity.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.errors import USAGE, QuantkitError
+
+SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of every scored token, in the order of the windows. nll: float32 `[tokens]`, in nats.
+
+    kld: float32 `[tokens]`, KL divergence of this model's prediction from the base's; agree: bool
+    `[tokens]`, whether both rank the same token first. None where not measured. 9 bytes a token in all.
+    """
+
+    nll: Tensor
+    kld: Tensor | None = None
+    agree: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error."""
+
+    value: float
+    stderr: float
+
+
+@dataclass(frozen=True)
+class Increase:
+    """Perplexity minus the base's; `relative`: the same as a share of the base's. Paired by token."""
+
+    value: float
+    stderr: float
+    relative: float
+    relative_stderr: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Mean KL divergence of tokens predicted from `first` to `last` tokens of context."""
+
+    first: int
+    last: int
+    tokens: int
+    mean: float
+    stderr: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL divergence from the base, over scored tokens. p99: 99th percentile, linearly interpolated."""
+
+    mean: float
+    stderr: float
+    median: float
+    p99: float
+    max: float
+    by_position: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What was measured of one model; None where there is no base, or it was not asked for."""
+
+    nll: Estimate
+    ppl: Estimate
+    dppl: Increase | None
+    kld: Divergence | None
+    top1: float | None
+
+
+def select(names: str | None) -> frozenset[str]:
+    """The metrics of a comma-separated list; all for None. Raises QuantkitError naming unknown ones."""
+    chosen = SELECTABLE if names is None else tuple(name.strip() for name in names.split(","))
+    unknown = [name for name in chosen if name not in SELECTABLE]
+    if unknown:
+        raise QuantkitError(
+            f"--metrics {names!r}: no metric is called {', '.join(map(repr, unknown))}",
+            hint=f"choose from {', '.join(SELECTABLE)}",
+            exit_code=USAGE,
+        )
+    return frozenset(chosen)
+
+
+def summarize(scores: Scores, base: Scores | None, context: Tensor, chosen: frozenset[str]) -> Metrics:
+    """The metrics of one model. context: int64 `[tokens]`, how many tokens each prediction was given.
+
+    base: scores of the same tokens; None for the base itself.
+    """
+    nll = estimate(scores.nll)
+    ppl = exp(nll.value)
+    return Metrics(
+        nll=nll,
+        ppl=Estimate(ppl, ppl * nll.stderr),
+        dppl=increase(scores.nll, base.nll) if base and "dppl" in chosen else None,
+        kld=divergence(scores.kld, context) if scores.kld is not None else None,
+        top1=scores.agree.double().mean().item() if scores.agree is not None else None,
+    )
+
+
+def estimate(values: Tensor) -> Estimate:
+    """Mean of `values [tokens]` and its standard error, in float64; one token has none."""
+    values = values.double()
+    spread = values.std().item() if len(values) > 1 else math.nan
+    return Estimate(values.mean().item(), spread / math.sqrt(len(values)))
+
+
+def increase(nll: Tensor, base_nll: Tensor) -> Increase:
+    """How much higher the perplexity of `nll [tokens]` is than that of `base_nll [tokens]`.
+
+    By the delta method the variance of `exp(mean a) - exp(mean b)` is that of the mean of
+    `exp(mean a) a - exp(mean b) b`; that of their ratio follows from the mean of `a - b`.
+    """
+    ours, theirs = nll.double(), base_nll.double()
+    ppl, base_ppl = exp(ours.mean().item()), exp(theirs.mean().item())
+    difference = estimate(ours - theirs)
+    ratio = exp(difference.value)
+    return Increase(
+        value=ppl - base_ppl,
+        stderr=estimate(ppl * ours - base_ppl * theirs).stderr,
+        relative=ratio - 1,
+        relative_stderr=ratio * difference.stderr,
+    )
+
+
+def divergence(kld: Tensor, context: Tensor) -> Divergence:
+    """Distribution of `kld [tokens]`, whole and by the length of the context."""
+    whole = estimate(kld)
+    values = kld.double().numpy()  # torch.quantile takes no more than 16 million values
+    median, p99 = np.quantile(values, (0.5, 0.99)).tolist()
+    return Divergence(whole.value, whole.stderr, median, p99, values.max().item(), _buckets(kld, context))
+
+
+def _buckets(kld: Tensor, context: Tensor) -> tuple[Bucket, ...]:
+    """Two to an octave of context, those without tokens left out: 1, 2, 3, 4-5, 6-7, 8-11, 12-15, …"""
+    longest = int(context.max())
+    starts = [start for k in range(longest.bit_length()) for start in (2**k, 3 * 2**k // 2)]
+    edges = torch.tensor(sorted(set(starts)))
+    place = torch.bucketize(context, edges, right=True) - 1
+    ends = [*(edges[1:] - 1).tolist(), longest]
+    buckets = []
+    for index in place.unique().tolist():
+        inside = kld[place == index]
+        mean = estimate(inside)
+        last = min(ends[index], longest)
+        buckets.append(Bucket(int(edges[index]), last, len(inside), mean.value, mean.stderr))
+    return tuple(buckets)
+
+
+def exp(value: float) -> float:
+    """`math.exp`, infinite where that overflows: a broken model's perplexity."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

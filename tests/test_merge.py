@@ -1,0 +1,153 @@
+"""Result files of quantkit eval: read back, checked, put together, or refused naming what is wrong."""
+
+import json
+
+import pytest
+import records
+
+from quantkit.comparison import merge
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+
+
+@pytest.fixture
+def save(tmp_path):
+    def save(record):
+        path = tmp_path / "result.json"
+        path.write_text(record if isinstance(record, str) else json.dumps(record))
+        return path
+
+    return save
+
+
+def refused(code: int, call, *arguments) -> str:
+    with pytest.raises(QuantkitError) as error:
+        call(*arguments)
+    assert error.value.exit_code == code and error.value.hint
+    return error.value.message
+
+
+def test_a_result_is_read_as_it_was_written(save):
+    record = records.record()
+    name, found = merge.read(save(record))
+    assert found == record and name.endswith("result.json")
+    assert merge.merge([(name, found)]) == record
+
+
+def without_size(record):
+    del record["models"][1]["size"]["weight_bytes"]
+
+
+def text_for_a_number(record):
+    record["models"][1]["metrics"]["ppl"]["value"] = "20<b>"
+
+
+def negative_size(record):
+    record["models"][0]["size"]["weight_bytes"] = -1
+
+
+def no_models(record):
+    record["models"] = []
+
+
+def one_key_more(record):
+    record["models"][0]["onload"] = "x"
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (without_size, "$.models[1].size"),
+        (text_for_a_number, "$.models[1].metrics.ppl.value"),
+        (negative_size, "$.models[0].size.weight_bytes"),
+        (no_models, "$.models"),
+        (one_key_more, "$.models[0]"),
+    ],
+)
+def test_a_file_that_is_no_result_is_refused_with_the_place(save, change, place):
+    change(record := records.record())
+    message = refused(USAGE, merge.read, save(record))
+    assert "result.json is no result of quantkit eval" in message and f"({place}: " in message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1, 2]", "no result"),
+        ('{"schema": "quantkit.eval/2", "data": NaN}', "NaN"),
+        ('{"schema": "quantkit.eval/2", "data": 1e999}', "1e999"),
+        ('{"schema": "quantkit.eval/2", "data": ' + "9" * 5000 + "}", "99999"),
+    ],
+)
+def test_malformed_files(save, content, words):
+    assert words in refused(USAGE, merge.read, save(content))
+
+
+def test_files_that_are_absent_binary_or_of_another_version(save, tmp_path):
+    assert "nowhere.json" in refused(NOT_FOUND, merge.read, tmp_path / "nowhere.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe{}")
+    assert "not UTF-8" in refused(USAGE, merge.read, tmp_path / "binary.json")
+    old = save(records.record() | {"schema": "quantkit.eval/1"})
+    assert "is quantkit.eval/1, this quantkit reads quantkit.eval/2" in refused(UNSUPPORTED, merge.read, old)
+
+
+def test_two_results_become_one():
+    """The front is drawn anew: what was best of one file may be beaten by another's."""
+    base = records.model("org/base", 16_000_000)
+    weak, strong = records.model("weak", 4_000_000, 0.5), records.model("strong", 3_000_000, 0.1)
+    one, two = records.record(base, weak), records.record(base, strong)
+    gate = {"metric": "top1", "op": ">=", "limit": 0.5, "model": "weak", "value": 0.9, "pass": True}
+    one["gates"], two["noise_floor"] = [gate], None
+    one["error"] = {"message": "1 of 1 gates failed", "hint": "", "exit_code": 7}
+    two["env"] = {"quantkit": "9.9", "torch": "2.12", "gpu": "H200"}
+    two["data"]["text"] = "the same text under another name"
+    assert one["pareto"]["models"] == ["weak", "org/base"]
+    found = merge.merge([("a", one), ("b", two), ("a again", one)])
+    assert [model["source"] for model in found["models"]] == ["org/base", "weak", "strong"]
+    assert found["pareto"]["models"] == ["strong", "org/base"] and "error" not in found
+    assert found["gates"] == [gate] and found["noise_floor"] == one["noise_floor"]
+    assert found["env"] == {"quantkit": "9.9", "torch": "2.13.0 / 2.12", "device": "cpu", "gpu": "H200"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ctx", 512, "ctx 256 and 512"),
+        ("stride", 64, "stride 128 and 64"),
+        ("bos", True, "bos False and True"),
+        ("dtype", "bfloat16", "dtype float32 and bfloat16"),
+        ("tokens", 4001, "tokens 4000 and 4001"),
+        ("sha256", "ffff" * 16, "sha256 0123456789ab… and ffffffffffff…"),
+        ("tokenizer", "0" * 64, "tokenizer fedcba987654… and 000000000000…"),
+    ],
+)
+def test_unlike_protocols_are_refused_naming_the_difference(key, value, words):
+    other = records.record(**{key: value})
+    message = refused(UNSUPPORTED, merge.merge, [("a.json", records.record()), ("b.json", other)])
+    assert message == f"a.json and b.json were measured under different protocols: {words}"
+
+
+def test_unlike_bases_and_two_results_of_one_model_are_refused():
+    one, two = records.record(), records.record()
+    two["models"][0]["metrics"]["nll"]["value"] += 1e-3
+    message = refused(UNSUPPORTED, merge.merge, [("a", one), ("b", two)])
+    assert "different models: org/base (nll 3.0, 16000000 bytes) and org/base (nll 3.001" in message
+    two = records.record()
+    two["models"][1]["metrics"]["kld"]["mean"] *= 1.01
+    assert "out/four" in refused(USAGE, merge.merge, [("a", one), ("b", two)])
+
+
+def test_tasks_of_one_harness_and_length_are_put_together():
+    one, two, none = records.record(), records.record(records.model("org/base", 16_000_000)), records.record()
+    one["tasks"] = two["tasks"] = {"limit": 100, "lm_eval": "0.4.13"}
+    one["models"][0]["tasks"] = one["models"][1]["tasks"] = {"cloze": {"acc": records.estimate(0.5)}}
+    two["models"][0]["tasks"] = {"lambada": {"acc": records.estimate(0.6)}}
+    found = merge.merge([("two", two), ("one", one)])
+    assert found["tasks"] == one["tasks"]
+    assert found["models"][0]["tasks"] == {**two["models"][0]["tasks"], **one["models"][0]["tasks"]}
+    assert found["models"][1]["tasks"] == one["models"][1]["tasks"] and found["models"][2]["tasks"] is None
+    two["tasks"] = {"limit": None, "lm_eval": "0.4.13"}
+    message = refused(UNSUPPORTED, merge.merge, [("one", one), ("two", two)])
+    assert message == "one and two were measured under different protocols: limit 100 and None"
+    assert merge.merge([("none", none), ("none", none)])["tasks"] is None

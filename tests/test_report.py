@@ -1,0 +1,217 @@
+"""quantkit report: the page in a parser and in a browser, and the command around it."""
+
+import copy
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import families
+import pytest
+import records
+from records import NASTY
+
+from quantkit import cli
+from quantkit.comparison import figures, page, png, svg
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE
+
+
+@pytest.fixture
+def result(tmp_path):
+    """A file as quantkit eval --json leaves it."""
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(records.record()))
+    return path
+
+
+class Page(html.parser.HTMLParser):
+    """Everything a browser would fetch or run, the visible text, and whether tags are closed."""
+
+    VOID = {"meta"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.references, self.text, self.open = [], [], "", []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.open += [] if tag in self.VOID else [tag]
+        for key, value in attributes:
+            if key.startswith("on") or key in ("src", "href", "srcset", "data", "action", "xlink:href"):
+                self.references.append((tag, key, value))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_the_page_is_self_contained_and_says_it_all():
+    gate = {
+        "metric": "kld.mean",
+        "op": "<=",
+        "limit": 0.05,
+        "model": "out/three",
+        "value": 0.08,
+        "pass": False,
+    }
+    record = records.record(gates=[gate])
+    text = page.page(record)
+    found = Page(text)
+    assert not set(found.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+    assert found.references == []
+    urls = set(re.findall(r"https?://[^\"' )]+|url\(|@import", text))
+    assert urls == {"http://www.w3.org/2000/svg"}  # the name of a format
+    for words in ("base against four, three", "1 of 1 gates failed", "0.08000", "+0.500 ± 0.050"):
+        assert words in found.text
+    for value in (record["data"]["sha256"], record["data"]["tokenizer"], "2.13.0", "layers.2.mlp.up_proj"):
+        assert value in found.text
+    assert text.count("<svg") == 2 * 3 and len(text) < 100_000
+    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
+
+
+def test_names_cannot_break_out():
+    record = records.record(records.model("base", 9), records.model(NASTY, 5, 0.1), text=NASTY, dtype=NASTY)
+    record["models"][1]["layers"]["linears"][f"model.layers.0.{NASTY}"] = 0.5
+    record["env"][NASTY] = NASTY
+    record["gates"] = [
+        {"metric": "top1", "op": ">=", "limit": 0.5, "model": NASTY, "value": 0.9, "pass": True},
+        {"metric": "top1", "op": ">=", "limit": 0.5, "model": "nobody" + NASTY, "value": 0.9, "pass": True},
+    ]
+    text = page.page(record)
+    found = Page(text)
+    assert "script" not in found.tags and found.references == []
+    shown = (
+        "<script>alert(1)</script>\"'&amp;\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} ]]> --> $x_1$"
+    )
+    assert shown in found.text
+    text.encode("utf-8")
+    for figure in figures.figures(record):
+        ElementTree.fromstring(svg.document(figure))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_writes_page_and_plots(run, result, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run("report", result, "-o", "a.html", "--png") == (
+        0,
+        "a.html\na.png\na-position.png\na-layers-output.png\n",
+        "",
+    )
+    assert (tmp_path / "a.html").read_text() == page.page(records.record())
+    assert run("report", result, result, "-q") == (0, "", "")
+    assert (tmp_path / "report.html").read_text() == page.page(records.record())
+
+
+def test_the_command_imports_no_torch(result, tmp_path):
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "quantkit",
+        "report",
+        result,
+        "-o",
+        tmp_path / "r.html",
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "quantkit" in imported and not imported & {"torch", "transformers", "numpy", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nowhere.json"], NOT_FOUND, "nowhere.json cannot be read"),
+        (["nowhere.json", "-o", "no/folder.html"], USAGE, "no/folder.html"),
+        (["nowhere.json", "-o", "."], USAGE, ". is a folder"),
+    ],
+)
+def test_what_the_command_refuses(run, arguments, code, words):
+    found, out, err = run("report", *arguments)
+    assert (found, out) == (code, "") and err.startswith("error: ") and words in err and "\nhint: " in err
+
+
+def test_without_matplotlib_png_is_refused_before_the_work(run, monkeypatch):
+    monkeypatch.setattr(png, "find_spec", lambda name: None)
+    code, _, err = run("report", "nowhere.json", "--png")
+    assert code == UNSUPPORTED and "matplotlib" in err and "quantkit[plot]" in err
+    code, _, err = run("eval", "nowhere", "--text", "nowhere", "--plot", "a.png")
+    assert code == UNSUPPORTED and "matplotlib" in err
+    code, _, err = run("eval", "nowhere", "--text", "nowhere", "--plot", "a.pdf")
+    assert code == USAGE and "a.pdf" in err
+
+
+def test_eval_writes_the_same_page_at_once(run, tiny_model, tmp_path):
+    model = tiny_model("llama", tokenizer=True, hidden_size=64)
+    (text := tmp_path / "text.txt").write_text("\n".join(families.sentences()))
+    words = ["eval", model, "--as", "nf4", "--text", text, "--ctx", 32, "--limit", 300, "-q", "--json"]
+    code, out, _ = run(*words, "--html", "e.html", "--plot", "p.svg", "--max-kld", "0")
+    record = json.loads(out)
+    assert code == 7 and (tmp_path / "e.html").read_text() == page.page(record)
+    assert sorted(path.name for path in tmp_path.glob("p*.svg")) == [
+        "p-layers-weight.svg",
+        "p-position.svg",
+        "p.svg",
+    ]
+    assert (tmp_path / "p.svg").read_text() == svg.document(figures.quality(record))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_in_a_browser(tmp_path, width, dark):
+    """As wide as a phone and a desk: nothing sticks out, one drawing of each, the scheme's colours."""
+    record = copy.deepcopy(records.many())
+    record["models"][1]["source"] = "a/" + "x" * 200
+    record["pareto"]["models"] = [m["source"] for m in record["models"]]
+    probe = """<script>addEventListener("load", () => {
+      const view = frames[0], inside = view.document, style = view.getComputedStyle(inside.body)
+      const drawn = [...inside.querySelectorAll("svg.plot")].filter(plot => plot.clientWidth > 0)
+      document.body.dataset.found = JSON.stringify([inside.documentElement.scrollWidth, view.innerWidth,
+        drawn.length, style.backgroundColor, style.color,
+        view.getComputedStyle(drawn[0].querySelector("circle")).fill])})</script>"""
+    inside = html.escape(page.page(record))  # no window is as narrow as a phone: a frame is
+    path = tmp_path / "frame.html"
+    path.write_text(
+        "<style>:root{color-scheme:light dark}</style>"
+        f'<iframe width="{width}" height="3000" style="border:0" srcdoc="{inside}"></iframe>{probe}'
+    )
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
+    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = re.search('data-found="([^"]*)"', done.stdout)
+    assert found, done.stderr[-2000:]
+    scroll, inner, drawn, paper, ink, dot = json.loads(html.unescape(found[1]))
+    assert inner == width and scroll <= width
+    assert drawn == len(figures.figures(record))
+    colours = {
+        "light": ("rgb(255, 255, 255)", "rgb(27, 31, 36)"),
+        "dark": ("rgb(20, 24, 29)", "rgb(230, 233, 236)"),
+    }
+    assert (paper, ink) == colours["dark" if dark else "light"]
+    palette = svg.DARK if dark else svg.LIGHT
+    first = palette[1].lstrip("#")
+    rgb = ", ".join(str(int(first[k : k + 2], 16)) for k in (0, 2, 4))
+    assert dot in (f"rgb({rgb})", paper)
