@@ -50,6 +50,8 @@ def local(source: str) -> Path | None:
             hint="give the folder that holds config.json, or a GGUF file",
             exit_code=NOT_FOUND,
         )
+    if source.endswith(".gguf"):
+        raise QuantkitError(f"no such file: {source}", "check the path", exit_code=NOT_FOUND)
     if not is_id(source):
         raise QuantkitError(
             f"no such folder: {source}",

@@ -60,7 +60,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     """
     check_run(request.run)
     checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
-    output = request.output or Path(f"{base_name(request.source).removesuffix('.gguf')}.imatrix.gguf")
+    output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
     _check_output(output, checkpoint, request.overwrite)
     if checkpoint.quantized:
         raise QuantkitError(

@@ -208,7 +208,7 @@ def is_finished(request: Request) -> bool:
 def base_name(source: str) -> str:
     """What outputs made from a checkpoint are called after."""
     name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
-    return name or "model"
+    return name.removesuffix(".gguf") or "model"
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

@@ -79,7 +79,12 @@ def run_all(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
     """Several jobs of one command: together where no solver is at work, else one after another."""
     if not any(row.grid for job in jobs for row in job.specs):
         return encode(jobs, progress)
-    return [run(job, progress) for job in jobs]
+    summaries = []
+    for job in jobs:
+        if len(jobs) > 1:
+            progress.phase(f"making {job.staging.output}")
+        summaries.append(run(job, progress))
+    return summaries
 
 
 def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:

@@ -31,7 +31,7 @@ class Key(NamedTuple):
 
 ABOUT = {"method": Key(str, "One of the methods."), "description": Key(str, "A line on what it is for.")}
 PLACES = {
-    "model": Key(str | None, "Checkpoint folder or hub id."),
+    "model": Key(str | None, "Checkpoint folder, GGUF file or hub id."),
     "output": Key(str | None, "Output folder."),
 }
 

@@ -25,6 +25,10 @@ def plan_record(job: Job) -> dict:
         "options": asdict(job.request.options),
         "calibration": job.calibration.record() if job.calibration else None,
         "plan": asdict(job.plan),
+        "matrices": [
+            {"name": row.name, "block": row.block, "shape": list(row.shape), "becomes": row.becomes}
+            for row in job.method.output.planned(job)
+        ],
         "linears": [
             {
                 "name": row.name,
@@ -88,11 +92,12 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:.4f})" if against_rtn else ""
+    quantized = "quantized " if summary.bits_per_weight < 16 else ""
     facts = {
         "written": summary.output,
         "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
         f"({ratio:.2f}× smaller)",
-        "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} quantized linears, "
+        "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} {quantized}linears, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
         "seconds": _seconds(summary.seconds),
         "fell back": f"{len(summary.fallbacks)} linears to round to nearest"

@@ -11,9 +11,11 @@ import jobs
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from quantkit import evaluate, finish, imatrix_job, job, pipeline, windows
+from quantkit import cli, evaluate, finish, imatrix_job, job, pipeline, windows
 from quantkit.checkpoint import Checkpoint
+from quantkit.containers import staging
 from quantkit.containers.gguf_file import read_header
 from quantkit.errors import QuantkitError
 from quantkit.llamacpp import imatrix
@@ -178,7 +180,7 @@ def test_what_fits_no_block_falls_back_aloud_or_not_at_all(tiny_model, tmp_path)
     progress = jobs.Listener()
     jobs.prepare("gguf", model, tmp_path / "out.gguf", options, progress=progress)
     assert any(
-        text.startswith("blk.0.ffn_down.weight is Q5_0 instead of Q4_K: 96 columns are no multiple of 256")
+        text.startswith("Q5_0 instead of Q4_K, because 96 columns are no multiple of 256")
         for text in progress.warnings
     )
     with pytest.raises(QuantkitError, match="tensors do not fit the type they should have") as caught:
@@ -232,3 +234,20 @@ def test_a_file_of_floats_is_as_good_a_source(exported, tmp_path):
     }
     with Llama(exported / "Q4_K_M.gguf") as first, Llama(tmp_path / "out.gguf") as second:
         assert first.tokenize("Two words, 안녕.") == second.tokenize("Two words, 안녕.")
+
+
+def test_an_output_that_is_a_folder_gets_the_file(demo_model, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("precious")
+    words = ["gguf", str(demo_model), "-t", "F16", "-o", str(folder), "--overwrite", "--quiet"]
+    assert CliRunner().invoke(cli.app, words).exit_code == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["demo-llama-6m-F16.gguf", "notes.txt"]
+    result = CliRunner().invoke(cli.app, ["gguf", str(demo_model), "-t", "F16", "-t", "Q8_0", "-o", "one.gguf"])
+    assert isinstance(result.exception, QuantkitError) and "one file, 2 are asked for" in result.exception.message
+
+
+def test_a_folder_of_other_things_is_never_replaced(tmp_path):
+    (tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(QuantkitError, match="would be lost"):
+        staging.Staging(tmp_path).check(resume=False, overwrite=True)

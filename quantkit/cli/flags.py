@@ -24,7 +24,9 @@ def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 OUTPUT = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Output folder. (default: NAME-METHOD-…, in the current folder)"),
+    typer.Option(
+        "--output", "-o", help="Output folder, or GGUF file. (default: NAME-METHOD-…, in the current folder)"
+    ),
 ]
 REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 OFFLINE = Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")]

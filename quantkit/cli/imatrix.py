@@ -55,7 +55,7 @@ def command() -> Callable[..., None]:
         else:
             report.print_imatrix(record)
 
-    model = Annotated[str, typer.Argument(help="Checkpoint folder or hub id, not quantized.")]
+    model = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
     parameters = [flags.parameter("model", model), flags.parameter("output", OUTPUT, None)]
     parameters += flags.of("calibration", CalibrationOptions)
     parameters += flags.of("run", RunOptions, FORWARD)

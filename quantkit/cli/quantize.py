@@ -18,7 +18,7 @@ from quantkit.cli import flags
 from quantkit.errors import INTERRUPTED, QuantkitError
 
 MODEL = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder or hub id. (default: the recipe's model)")
+    str | None, typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)")
 ]
 RECIPE = Annotated[
     str,
@@ -59,9 +59,13 @@ def command(method: str) -> Callable[..., None]:
         _quantize(recipe.merge(base, (), flags.typed(context, values)), values)
 
     parameters = [
-        flags.parameter("model", Annotated[str, typer.Argument(help="Checkpoint folder or hub id.")])
+        flags.parameter(
+            "model", Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
+        )
     ]
     parameters += [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
+    unused = getattr(methods.load(method), "UNUSED", ())
+    parameters = [row for row in parameters if row.name not in unused]
     return flags.sign(invoke, [*parameters, *flags.fixed()])
 
 
@@ -125,7 +129,9 @@ def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
                 for key in ("revision", "offline", "trust_remote_code", "resume", "overwrite")
             },
         )
-        for options, output in methods.each(choice.method, choice.options, choice.output)
+        for options, output in methods.each(
+            choice.method, choice.options, choice.output, job.base_name(choice.model)
+        )
     ]
 
 

@@ -60,6 +60,12 @@ class Staging:
                 hint="choose another --output, or replace it with --overwrite",
                 exit_code=USAGE,
             )
+        if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / "config.json").exists():
+            raise QuantkitError(
+                f"{self.output} is a folder of other things: it would be lost",
+                hint="choose another --output; --overwrite replaces checkpoints only",
+                exit_code=USAGE,
+            )
         if self.folder.exists() and not (resume or overwrite):
             raise QuantkitError(
                 f"{self.folder} holds an unfinished job",

@@ -69,10 +69,13 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def each(name: str, options: Any, output: Path | None) -> list[tuple[Any, Path | None]]:
-    """Options and output of every job that one command asks for; a method without `each` has one."""
+def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:
+    """Options and output of every job that one command asks for; a method without `each` has one.
+
+    model: what derived names begin with.
+    """
     module = load(name)
-    return module.each(options, output) if hasattr(module, "each") else [(options, output)]
+    return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
 def check_feedback(damp: float, refine: int) -> None:

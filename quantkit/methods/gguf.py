@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantkit.skeleton import Skeleton
     from quantkit.spec import Override
 
+UNUSED = ("override", "max_shard_gb")  # options of a run that make no sense here
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
 
 
@@ -82,12 +83,18 @@ def check(options: Options) -> None:
         )
 
 
-def each(options: Options, output: Path | None) -> list[tuple[Options, Path | None]]:
-    """Options and output of every file that is asked for; of several, `output` is the folder."""
-    if len(options.type) == 1:
-        return [(options, output)]
-    single = [dataclasses.replace(options, type=(name,)) for name in dict.fromkeys(options.type)]
-    return [(one, output and output / suffix(one)) for one in single]
+def each(options: Options, output: Path | None, model: str) -> list[tuple[Options, Path | None]]:
+    """Options and output of every file that is asked for. `output` may be a folder that exists; of several
+    files it is the folder. There they have the names they would have had without it.
+    """
+    names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
+    if len(names) > 1 and output and output.suffix == ".gguf":
+        raise QuantkitError(
+            f"--output {output} is one file, {len(names)} are asked for", "give a folder", USAGE
+        )
+    inside = output and (len(names) > 1 or output.is_dir())
+    single = [dataclasses.replace(options, type=(name,)) for name in names]
+    return [(one, output / f"{model}-{suffix(one)}" if inside else output) for one in single]
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
@@ -105,7 +112,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
     choices = _choose(options, file_type, targets, skeleton)
-    notes = [_fallback(choice) for choice in choices if choice.reason]
+    notes = _fallbacks(choices)
     tokenizer = checkpoint.vocabulary(_rows(targets), options.pre, notes.append)
     feedback = options.solver == "gptq"
     encoded = any(choice.type in TYPES for choice in choices)
@@ -131,10 +138,19 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
 
 
-def _fallback(choice: Choice) -> str:
-    """A tensor that has another type than the mixture's, and what that costs."""
-    instead = f"{choice.name} is {choice.type} instead of {choice.wanted}"
-    return f"{instead}: {choice.reason} ({choice.cost_bytes:+,} bytes)"
+def _fallbacks(choices: Sequence[Choice]) -> list[str]:
+    """Tensors that have another type than the mixture's, those with the same reason together, and what that
+    costs."""
+    alike: dict[tuple, list[Choice]] = {}
+    for choice in choices:
+        if choice.reason:
+            alike.setdefault((choice.type, choice.wanted, choice.reason), []).append(choice)
+    found = []
+    for (given, wanted, reason), group in alike.items():
+        cost = sum(choice.cost_bytes for choice in group)
+        names = name_all([choice.name for choice in group], 3)
+        found.append(f"{given} instead of {wanted}, because {reason} ({cost:+,} bytes): {names}")
+    return found
 
 
 def _rows(targets: Sequence[Target]) -> int:
