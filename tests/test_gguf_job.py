@@ -243,11 +243,24 @@ def test_an_output_that_is_a_folder_gets_the_file(demo_model, tmp_path):
     words = ["gguf", str(demo_model), "-t", "F16", "-o", str(folder), "--overwrite", "--quiet"]
     assert CliRunner().invoke(cli.app, words).exit_code == 0
     assert sorted(path.name for path in folder.iterdir()) == ["demo-llama-6m-F16.gguf", "notes.txt"]
-    result = CliRunner().invoke(cli.app, ["gguf", str(demo_model), "-t", "F16", "-t", "Q8_0", "-o", "one.gguf"])
-    assert isinstance(result.exception, QuantkitError) and "one file, 2 are asked for" in result.exception.message
+    result = CliRunner().invoke(
+        cli.app, ["gguf", str(demo_model), "-t", "F16", "-t", "Q8_0", "-o", "one.gguf"]
+    )
+    assert (
+        isinstance(result.exception, QuantkitError)
+        and "one file, 2 are asked for" in result.exception.message
+    )
 
 
 def test_a_folder_of_other_things_is_never_replaced(tmp_path):
     (tmp_path / "notes.txt").write_text("precious")
     with pytest.raises(QuantkitError, match="would be lost"):
         staging.Staging(tmp_path).check(resume=False, overwrite=True)
+
+
+def test_the_faster_search_makes_another_file_of_the_same_kind(exported, demo_model, tmp_path):
+    options = {"solver": "rtn", "imatrix": "none", "type": ("Q4_K_M",), "exact": False}
+    jobs.quantize("gguf", demo_model, tmp_path / "fast.gguf", options)
+    fast, exact = raw(tmp_path / "fast.gguf"), raw(exported / "Q4_K_M.gguf")
+    assert {name: len(data) for name, data in fast.items()} == {n: len(d) for n, d in exact.items()}
+    assert fast["blk.0.ffn_up.weight"].tobytes() != exact["blk.0.ffn_up.weight"].tobytes()

@@ -45,6 +45,11 @@ class Options:
         "rtn: how much each input column counts. auto gathers it from the calibration text, none goes "
         "without, FILE is an importance matrix of llama.cpp or quantkit.",
     )
+    exact: bool = option(
+        True,
+        "rtn: choose as ggml's own encoder does, byte for byte. --no-exact searches scales two to five times "
+        "as fast and loses no more by squared error.",
+    )
     tensor_type: tuple[str, ...] = option(
         (),
         "REGEX=TYPE: the type of tensors whose GGUF name matches, such as 'ffn_down=Q6_K'. Repeatable, the "
@@ -123,6 +128,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         metadata=metadata.assemble(checkpoint, targets, file_type, tokenizer),
         imatrix=_imatrix(Path(given), targets) if given not in ("auto", "none") else None,
         gathers=given == "auto",
+        exact=options.exact,
     )
     notes += configuration.notes(checkpoint.config)
     stored = {target.stored[0]: output.chosen[target.name] for target in targets if target.stored}

@@ -46,7 +46,7 @@ class GgufOutput:
     """See `outputs.Output`. chosen: the type of every target, by its name; metadata: that of the file.
 
     imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
-    is to be found out by calibration text first.
+    is to be found out by calibration text first. exact: encode byte for byte as ggml does.
     """
 
     targets: tuple[Target, ...]
@@ -54,6 +54,7 @@ class GgufOutput:
     metadata: Mapping[str, Any]
     imatrix: Imatrix | None = None
     gathers: bool = False
+    exact: bool = True
 
     @property
     def needs(self) -> frozenset[str]:
@@ -106,7 +107,7 @@ class GgufOutput:
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not job.staging.rest():
-            blobs = {t.name: _encoded(t, job.checkpoint, [types[t.name]], None)[0] for t in rest}
+            blobs = {t.name: _encoded(t, job, [types[t.name]], None)[0] for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring what enters the output matrix")
@@ -158,22 +159,20 @@ def _write(
                 found = [staging.load(staged[target.name])]
             else:
                 wanted = [chosen[target.name] for chosen in types]
-                found = _encoded(target, job.checkpoint, wanted, importance.get(target.name))
+                found = _encoded(target, job, wanted, importance.get(target.name))
             for writer, rows in zip(writers, found, strict=True):
                 moved = rows if target.index is None else rows.index_select(0, target.index)
                 writer.write(target.name, [moved.contiguous().numpy()])
         progress.counting("writing tensors", len(targets), len(targets))
 
 
-def _encoded(
-    target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
-) -> list[Tensor]:
+def _encoded(target: Target, job: Job, types: Sequence[str], importance: Tensor | None) -> list[Tensor]:
     """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
-    values = target.read(checkpoint)
+    values = target.read(job.checkpoint)
     if target.shift:
         values = target.to_gguf(values)
     rows = values if values.ndim == 2 else values[:, None]
-    return [encode_rows(name, rows, importance) for name in types]
+    return [encode_rows(name, rows, importance, job.method.output.exact) for name in types]
 
 
 def _solved(head: Target, type_name: str, job: Job, progress: Progress) -> Tensor:
