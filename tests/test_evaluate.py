@@ -1,5 +1,6 @@
 """quantkit.evaluate against transformers: whole models, whole logits, one window after another."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,6 +22,7 @@ from quantkit import cli, evaluate, metrics, stream
 from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.layer_errors import read_layer_errors
 from quantkit.tokenizer_hash import tokenizer_sha256
 
 CPU = torch.device("cpu")
@@ -288,9 +290,12 @@ def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
     found = evaluation([demo_model, path], windows, chosen=NO_FLOOR).results[1]
     assert 0 < found.metrics.kld.mean < 0.001
     assert found.size.bits_per_quantized_weight == 8.5 and found.size.disk_bytes == path.stat().st_size
-    manifest = json.loads(Checkpoint.open(str(path)).manifest())
-    errors = {row["name"]: row["error"] for row in manifest["linears"] if row.get("error") is not None}
-    assert found.layers.linears == errors and len(errors) == 42 and found.layers.measure == "weight"
+    checkpoint = Checkpoint.open(str(path))
+    assert json.loads(checkpoint.manifest())["linears"] == [] and found.layers is None  # rtn measures none
+    row = {"name": "model.layers.0.mlp.up_proj", "error": 0.5, "rtn_error": 0.6}
+    metadata = {**checkpoint.metadata, "quantkit.manifest": json.dumps({"linears": [row, {"kept": "asked"}]})}
+    layers = read_layer_errors(dataclasses.replace(checkpoint, metadata=metadata))
+    assert (layers.measure, layers.linears) == ("output", {"model.layers.0.mlp.up_proj": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -399,7 +404,7 @@ def test_a_model_that_broke_is_recorded_and_fails_its_gates(tiny_model, text):
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     words = f"eval {base} {other} --text {text} --ctx 32 --limit 200 --json -q --max-ppl-increase 2%"
     done = CliRunner().invoke(cli.app, words.split())
-    record = json.loads(done.stdout, parse_constant=pytest.fail)
+    record = json.loads(json.dumps(done.exception.found), parse_constant=pytest.fail)
     broken = record["models"][1]["metrics"]
     assert broken["nll"]["value"] > 1000
     assert broken["ppl"] == {"value": None, "stderr": None}

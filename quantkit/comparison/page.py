@@ -172,7 +172,7 @@ def _layers(record: dict) -> str:
             f"{_table(('linear', what), lines)}</details>"
         )
     if silent:
-        text = f"Not known of {', '.join(silent)}: no quantkit.json beside the weights."
+        text = f"Not known of {', '.join(silent)}: nothing was recorded with the weights."
         parts.append(f'<p class="lead">{escape(text)}</p>')
     return "<h2>Error by layer</h2>" + "".join(parts) if parts else ""
 
