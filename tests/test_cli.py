@@ -21,7 +21,8 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from quantkit import cli, finish, methods, plan, recipe
+from quantkit import cli, methods, plan, recipe
+from quantkit.checkpoint import MANIFEST
 from quantkit.containers import safetensors_folder, staging
 from quantkit.methods.gptq import Options
 from quantkit.options import CalibrationOptions, RunOptions
@@ -222,7 +223,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     record = json.loads(done.out)
     assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/1", 14, 0)
     assert "block 2/2" in done.err
-    stages = {"load", "forward", "hessian", "solve", "pack", "write", "verify"}
+    stages = {"load", "forward", "hessian", "solve", "pack", "write", "verify", "hash"}
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
@@ -387,7 +388,7 @@ def test_shipped_recipes_run(make, model, small, path):
     content = yaml.safe_load(path.read_text())
     method = content["method"]
     named = make("run", path.stem, model, *small, "--dry-run")
-    options = dataclasses.asdict(methods.load(method).Options())
+    options = json.loads(json.dumps(dataclasses.asdict(methods.load(method).Options())))
     assert (named["method"], named["options"]) == (method, options | content.get("quant", {}))
     assert named == make("run", path, model, *small, "--dry-run")
     assert named == make(method, model, *small, "--recipe", path.stem, "--dry-run")
@@ -788,4 +789,4 @@ def test_what_reads_back_otherwise_is_not_published(make, refuse, model, small, 
     assert "differ" in error and "--resume" in hint
     assert not (tmp_path / "out").exists()
     make(*options, "--resume")
-    assert (tmp_path / "out" / finish.MANIFEST).is_file() and not (tmp_path / "out.partial").exists()
+    assert (tmp_path / "out" / MANIFEST).is_file() and not (tmp_path / "out.partial").exists()
