@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 
 PATTERNS = (
@@ -59,46 +57,6 @@ def local(source: str) -> Path | None:
             exit_code=NOT_FOUND,
         )
     return None
-
-
-def headers(repo: str, revision: str | None = None) -> tuple[Path, list[TensorInfo] | None]:
-    """Path of a repository's config.json, and its tensors; None where it has no safetensors.
-
-    Of the weight files only the headers are fetched. Raises QuantkitError (exit code 3) as `resolve` does.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError, SafetensorsParsingError
-
-    api = HfApi()
-    with explained(repo, revision):
-        try:
-            config = Path(api.hf_hub_download(repo, "config.json", revision=revision))
-        except EntryNotFoundError as error:
-            raise QuantkitError(
-                f"{repo} holds no config.json", "give the id of a language model", NOT_FOUND
-            ) from error
-        try:
-            files = api.get_safetensors_metadata(repo, revision=revision).files_metadata
-        except NotASafetensorsRepoError:
-            return config, None
-        except SafetensorsParsingError as error:
-            raise QuantkitError(
-                f"{repo} holds no safetensors: {first_line(error)}", "tell its owner"
-            ) from error
-    return config, [
-        _remote_info(repo, file, name, tensor.dtype, tensor.shape, tensor.data_offsets)
-        for file, metadata in files.items()
-        for name, tensor in metadata.tensors.items()
-    ]
-
-
-def _remote_info(repo: str, file: str, name: str, dtype: str, shape: list, offsets: tuple) -> TensorInfo:
-    """What a header says about a tensor, once its sizes agree."""
-    start, end = offsets
-    sound = all(type(size) is int and size >= 0 for size in (start, end - start, *shape))
-    if not sound or end - start != DTYPE_BYTES.get(dtype, 1) * math.prod(shape) and dtype in DTYPE_BYTES:
-        raise QuantkitError(f"{repo}/{file}: {name} has sizes that do not agree", "tell its owner")
-    return TensorInfo(name, dtype, tuple(shape), Path(file), start, end - start)
 
 
 def is_gguf(path: Path) -> bool:

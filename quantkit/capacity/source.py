@@ -15,6 +15,7 @@ from quantkit.capacity.settings import Settings
 from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.hub_headers import Repository
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -44,8 +45,9 @@ def read(source: str, revision: str | None = None, offline: bool = False) -> Sou
         return _understand(source, safetensors_folder.read_config(path), None)
     folder = hub.local(source)
     if folder is None and not offline:
-        config, infos = hub.headers(source, revision)
-        return _understand(source, safetensors_folder.read_config(config), infos)
+        repository = Repository.open(source, revision)
+        config, found = safetensors_folder.read_config(repository.fetch("config.json")), repository.tensors()
+        return _understand(source, config, None if found is None else list(found.values()))
     folder = folder or hub.resolve(source, revision, offline)
     config = safetensors_folder.read_config(folder / "config.json")
     stored = any((folder / name).is_file() for name in (SINGLE, INDEX))

@@ -13,6 +13,7 @@ from quantkit import hub
 from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.hub_headers import Repository
 
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
@@ -141,25 +142,11 @@ def _of_folder(source: str, folder: Path) -> Contents:
 
 
 def _of_repository(repo: str, revision: str | None) -> Contents:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-
-    api, problems = HfApi(), []
-    with hub.explained(repo, revision):
-        commit = api.model_info(repo, revision=revision, timeout=30).sha
-        entries = api.list_repo_tree(repo, revision=commit)
-        files = {entry.path: size for entry in entries if (size := getattr(entry, "size", None)) is not None}
-        try:
-            found = api.get_safetensors_metadata(repo, revision=commit)
-        except NotASafetensorsRepoError as error:
-            raise _no_safetensors(repo, files) from error
-        except (SafetensorsParsingError, AttributeError, TypeError) as error:
-            raise QuantkitError(
-                f"{repo} holds a file that is not safetensors: {first_line(error)}", "tell its owner"
-            ) from error
-    infos: dict[str, TensorInfo] = {}
-    for name, held in found.files_metadata.items():
-        infos |= _infos(name, held.tensors, files.get(name))
+    repository, problems = Repository.open(repo, revision), []
+    files = repository.files
+    infos = repository.tensors()
+    if infos is None:
+        raise _no_safetensors(repo, files)
 
     def read(name: str) -> bytes | None:
         if name not in HUB_FILES or name not in files:
@@ -167,27 +154,10 @@ def _of_repository(repo: str, revision: str | None) -> Contents:
         if files[name] > SMALL_BYTES:
             problems.append(f"{name} {TOO_LARGE}")
             return None
-        with hub.explained(repo, revision):
-            return Path(api.hf_hub_download(repo, name, revision=commit)).read_bytes()
+        return repository.fetch(name).read_bytes()
 
-    config = read("config.json")
-    if config is None:
-        raise QuantkitError(f"{repo} holds no config.json", "inspect a model repository", NOT_FOUND)
-    config = _parse("config.json", config, problems) or {}
+    config = _parse("config.json", read("config.json") or b"", problems) or {}
     return Contents(repo, "safetensors", files, config, infos, read, problems=problems)
-
-
-def _infos(name: str, tensors: dict[str, Any], file_bytes: int | None) -> dict[str, TensorInfo]:
-    """The tensors of a file of which only the header came; it must fill the file as one read here does."""
-    header = {
-        key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
-        for key, entry in tensors.items()
-    }
-    infos = safetensors_folder.check_header(Path(name), header)
-    if file_bytes is None:
-        return infos
-    base = max(8, file_bytes - max((info.offset + info.nbytes for info in infos.values()), default=0))
-    return safetensors_folder.check_header(Path(name), header, file_bytes, base)
 
 
 def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
