@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from quantkit.capacity.job import BATCH_TOKENS, Shapes, peak_memory
+from quantkit.capacity.job import BATCH_TOKENS, TABLES, Shapes, peak_memory
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
 from quantkit.methods import Method
@@ -165,6 +165,7 @@ def _memory(
         hessian="hessian" in method.needs,
         transform=method.transform is not None,
         suspend=mode == "suspend",
+        tables=TABLES.get(method.name, 0),
     )
 
 

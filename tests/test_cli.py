@@ -582,7 +582,10 @@ def test_an_existing_output_stays_unless_overwritten(refuse, make, model, small,
     (out / "precious").write_text("data")
     error, hint = refuse(2, "gptq", model, *small, "-o", out)
     assert str(out) in error and "--overwrite" in hint
+    error, hint = refuse(2, "gptq", model, *small, "-o", out, "--overwrite")
+    assert "a folder of other things" in error and "--output" in hint
     assert contents(out) == {"precious": b"data"}
+    (out / "config.json").write_text("{}")  # an old checkpoint
     make("gptq", model, *small, "-o", out, "--overwrite")
     fresh = tmp_path / "fresh" / "out"  # the parent is made
     make("gptq", model, *small, "-o", fresh)

@@ -27,6 +27,7 @@ INTERPRETER_BYTES = 300 * MIB
 LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}  # on the way: code and tables; with calibration more
 CALIBRATED = ("awq", "gguf", "gptq")  # with default options: by second moments of the inputs
 TRANSFORMED = ("awq",)
+TABLES = {"nf4": 72 * MIB}  # what making a grid's look-up tables takes for a moment
 GGUF_TYPE = "Q4_K_M"  # the default of `quantkit gguf`
 
 
@@ -73,18 +74,21 @@ class Shapes:
         return found
 
 
-def peak_memory(shapes: Shapes, calibrated: bool, hessian: bool, transform: bool, suspend: bool) -> int:
+def peak_memory(
+    shapes: Shapes, calibrated: bool, hessian: bool, transform: bool, suspend: bool, tables: int = 0
+) -> int:
     """Peak bytes of a job above the interpreter.
 
     calibrated: statistics are gathered at all; hessian: second moments are among them; transform: they are
-    of all sites of a block at once; suspend: every batch is held at a site until that is solved.
+    of all sites of a block at once; suspend: every batch is held at a site until that is solved. tables:
+    bytes to make look-up tables.
     """
     element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
     later, rest = LOADED_LATER_BYTES[calibrated], shapes.rest * element
     narrow = element < FLOAT32
     if not calibrated:
         copies = FLOAT32 * 4 * shapes.largest_linear + (shapes.block * element if narrow else 0)
-        return later + 2 * rest + max(shapes.largest, shapes.block * element + copies)
+        return later + 2 * rest + max(shapes.largest, shapes.block * element + copies, tables)
     states = shapes.tokens * hidden * element
     suspend = suspend and not transform
     live = shapes.tokens * (2 * hidden + widest) * element if suspend else 0
@@ -110,7 +114,7 @@ def peak_memory(shapes: Shapes, calibrated: bool, hessian: bool, transform: bool
         + states
         + max(shapes.largest, shapes.block * element + batch + FLOAT32 * 4 * shapes.largest_linear)
     )
-    return int(later + rest + max(running, solving, verifying))
+    return int(later + rest + max(running, solving, verifying, tables))
 
 
 def of_model(
@@ -140,7 +144,7 @@ def _of_method(
     needs, transform = method in CALIBRATED, method in TRANSFORMED
 
     def peak(suspend: bool) -> int:
-        return peak_memory(shapes, needs, needs, transform, suspend)
+        return peak_memory(shapes, needs, needs, transform, suspend, TABLES.get(method, 0))
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     memory = device.memory_bytes if on_gpu else _free_memory()
