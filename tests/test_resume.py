@@ -295,13 +295,13 @@ def test_killed_after_every_block(workplace, reference, tmp_path):
 def test_killed_while_replacing_an_output(workplace, reference, tmp_path, fault, place):
     """The old output is there, or between the renames in the staging folder, until the new one is."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("old")
+    (tmp_path / "out" / "config.json").write_text("old")
     assert run(tmp_path, [*job(workplace), "--overwrite"], fault) == -signal.SIGKILL
-    assert contents(tmp_path / place) == {"precious": b"old"}
+    assert contents(tmp_path / place) == {"config.json": b"old"}
     assert contents(tmp_path / "out.partial" / "output") == reference
     if place == "out":
         assert run(tmp_path, [*job(workplace), "--resume"]) == 2
-        assert contents(tmp_path / place) == {"precious": b"old"}
+        assert contents(tmp_path / place) == {"config.json": b"old"}
     assert run(tmp_path, [*job(workplace), "--resume", "--overwrite"]) == 0
     assert contents(tmp_path / "out") == reference
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
