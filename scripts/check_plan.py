@@ -4,14 +4,15 @@
 
 Makes random Llamas (width x blocks x vocabulary) and quantizes each in a process of its own with default
 options on one thread. Compared are the peak resident memory of the whole process with peak_memory_bytes,
-what of it came on top of the imports with above_interpreter_bytes, and the seconds with the range given,
-which fits a machine with nothing else to do.
+what of it came on top of the imports with above_interpreter_bytes, and CPU seconds with the range given for
+one core, which is for a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,12 +37,12 @@ def status(key):
 torch.randn(64, 64) @ torch.randn(64, 64)
 method, model, out, samples, seqlen = sys.argv[1:]
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
-baseline, start = status("VmRSS"), time.perf_counter()
+baseline = status("VmRSS")
 pipeline.run(job.prepare(job.Request(
     source=model, method=method, options=methods.load(method).Options(), output=Path(out),
     calibration=CalibrationOptions(samples=int(samples), seqlen=int(seqlen)), run=RunOptions(threads=1),
 ), Progress()), Progress())
-print(baseline, status("VmHWM"), time.perf_counter() - start)
+print(baseline, status("VmHWM"), time.process_time())
 """
 
 
@@ -70,7 +71,12 @@ def plan(model: Path, samples: int, seqlen: int) -> dict[str, dict]:
     """`job` of `quantkit plan --json`."""
     command = [sys.executable, "-m", "quantkit", "plan", str(model), "--json"]
     command += ["--samples", str(samples), "--seqlen", str(seqlen)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["job"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, preexec_fn=_one_core)
+    return json.loads(done.stdout)["job"]
+
+
+def _one_core() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def compare(shape: str, method: str, predicted: dict, model: Path, args: argparse.Namespace) -> float:
@@ -78,7 +84,7 @@ def compare(shape: str, method: str, predicted: dict, model: Path, args: argpars
     out = model.parent / method
     arguments = map(str, (method, model, out, args.samples, args.seqlen))
     command = [sys.executable, "-c", JOB, *arguments]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     baseline, peak, seconds = map(float, output.split())
     pairs = {
         "peak": (peak, predicted["peak_memory_bytes"]),
@@ -90,7 +96,7 @@ def compare(shape: str, method: str, predicted: dict, model: Path, args: argpars
         for name, (measured, expected) in pairs.items()
     ]
     quick, slow = predicted["seconds"]
-    words.append(f"{seconds:.0f} s, predicted {quick:.0f} to {slow:.0f}")
+    words.append(f"{seconds:.0f} CPU s, predicted {quick:.0f} to {slow:.0f}")
     print(f"{shape:12s} {method:5s} " + "; ".join(words), flush=True)
     return max(map(abs, off.values()))
 

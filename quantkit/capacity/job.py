@@ -15,11 +15,11 @@ from typing import Any
 
 from quantkit.capacity import formats, job_time
 from quantkit.capacity.devices import Device
+from quantkit.capacity.job_time import BATCH_TOKENS
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
 
 SAMPLES, SEQLEN = 128, 512  # calibration where nothing is said: the shipped text
-BATCH_TOKENS = 4096  # tokens per forward pass: matrix products run at full rate, activations stay small
 MIB = 1 << 20
 FLOAT32 = 4
 # Python with torch for CPUs, transformers and what they load before a job begins; measured, like the next.

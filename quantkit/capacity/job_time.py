@@ -14,6 +14,7 @@ from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import Settings
 
+BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
 START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text
 A100_TFLOPS = 312
@@ -24,9 +25,9 @@ BYTES_PER_SECOND = (1e9, 1e8)  # read, hashed, encoded and written, where calibr
 class Work:
     """What a method does besides running blocks.
 
-    forwards: passes of all tokens through a block. products: multiples of `out · in²` multiplications and
-    additions spent on each linear. seconds: per weight and core, quick and slow, for all that is no matrix
-    product. a100_minutes: per billion parameters, quick and slow, and whose.
+    forwards: passes of all tokens through a block. products: operations spent on each linear, in `out · in²`.
+    seconds: per weight and core, quick and slow, for all that is no matrix product. a100_minutes: per
+    billion parameters, quick and slow; published: whose.
     """
 
     forwards: float
@@ -38,13 +39,13 @@ class Work:
 
 GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor, 8B in half an hour"
 WORK = {
-    "int8": Work(0, 0, (10e-9, 40e-9)),
+    "int8": Work(0, 0, (12e-9, 50e-9)),
     "nf4": Work(0, 0, (15e-9, 60e-9)),
-    "gptq": Work(1, 9, (0.2e-6, 0.8e-6), (1.4, 4), GPTQ_PUBLISHED),
-    "gguf": Work(1, 9, (0.3e-6, 1.5e-6), (1.4, 8), GPTQ_PUBLISHED),
+    "gptq": Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED),
+    "gguf": Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED),
     "awq": Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour"),
 }
-OVERHEAD = 1.6  # of a block's forward pass over its linears' products: attention, norms, activations
+OVERHEAD = 1.7  # of a block's forward pass over its linears' products: attention, norms, activations
 
 
 def seconds(
@@ -63,9 +64,9 @@ def seconds(
     if device is not None and device.kind == "cuda":
         return _on_gpu(work, parameters, device)
     cores = _cores()
-    tokens = samples * seqlen
+    operations = _operations(work, parameters, samples, seqlen, suspend)
     times = [
-        start + (_operations(work, parameters, tokens, suspend) / rate + each * _weights(parameters)) / cores
+        start + (operations / rate + each * _weights(parameters)) / cores
         for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
     ]
     return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
@@ -89,17 +90,17 @@ def _weights(parameters: Parameters) -> int:
     return sum(tensor.size for tensor in parameters.linears)
 
 
-def _operations(work: Work, parameters: Parameters, tokens: int, suspend: bool) -> float:
-    """Floating-point operations of forward passes, second moments and the solver."""
+def _operations(work: Work, parameters: Parameters, samples: int, seqlen: int, suspend: bool) -> float:
+    """Floating-point operations of forward passes, second moments, the solver and verification."""
     if not work.forwards:
         return 0.0
+    tokens = samples * seqlen
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # run again up to each of a few sites
+    forwards += min(1.0, max(BATCH_TOKENS, seqlen) / tokens)  # the result is run with the first batch
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in parameters.linears}
     moments = sum(width**2 for *_, width in sites) * tokens
-    products = sum(tensor.size * tensor.in_features for tensor in parameters.linears)
-    return (
-        forwards * OVERHEAD * 2 * _weights(parameters) * tokens + moments + 2 * work.products * products / 2
-    )
+    solver = work.products * sum(tensor.size * tensor.in_features for tensor in parameters.linears)
+    return forwards * OVERHEAD * 2 * _weights(parameters) * tokens + moments + solver
 
 
 def _cores() -> int:

@@ -69,18 +69,18 @@ def _about(record: Record) -> dict[str, str]:
     if parameters["active"] != parameters["count"]:
         facts["parameters"] += f", {count(parameters['active'])} of them active"
     if shape:
-        facts["shape"] = f"{shape['model_type']}, {shape['layers']} layers of width {shape['hidden']:,}"
+        facts["shape"] = f"{shape['model_type']}, {shape['layers']} layers × {shape['hidden']:,}"
         heads, pairs = shape["heads"], shape["kv_heads"]
         if heads:
             kind = "MHA" if pairs == heads else "MQA" if pairs == 1 else "GQA"
-            facts["shape"] += f", {heads} heads, {pairs} of keys and values ({kind})"
+            facts["shape"] += f", {heads} heads, {pairs} KV heads ({kind})"
     if device:
         numbers = [gibibytes(device["memory_bytes"])] if device["memory_bytes"] else []
         numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []
         numbers += [f"{device['flops'] / 1e12:,.0f} TFLOPS"] if device["flops"] else []
-        facts["device"] = f"{device['name']}, {', '.join(numbers)}"
         if device["usable_bytes"]:
-            facts["device"] += f"; {gibibytes(device['usable_bytes'])} for weights and cache"
+            numbers[0] += f" ({gibibytes(device['usable_bytes'])} of it used)"
+        facts["device"] = f"{device['name']}, {', '.join(numbers)}"
     return facts
 
 
@@ -173,6 +173,8 @@ def _remarks(record: Record) -> Iterator[str]:
         yield f"{', '.join(names)}: {remark}"
     if not record["device"]:
         yield "add --gpu NAME for what fits and how fast it can be"
+    elif record["kv_cache"]["bytes_per_sequence"] is not None:
+        yield "requests: sequences at once; tokens/s: of one, at most; best batch: beyond it, more cost time"
 
 
 def _table(*columns: str) -> Table:

@@ -16,7 +16,7 @@ EPILOG = """Examples:
   quantkit plan --params 70B --vram 48 --bandwidth 960
 
   quantkit plan ./model --gpu h100-80g --method gptq --json"""
-SERVING, JOB = "Serving", "Quantizing"
+DEVICE, SERVING, JOB = "Device", "Serving", "Quantizing"
 
 
 def command(
@@ -29,15 +29,17 @@ def command(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Device: a100-40g, rtx-3090, l4, m3-max, cpu … (a wrong one lists all)."
+            metavar="NAME",
+            help="A known one: a100-40g, rtx-3090, l4, m3-max, cpu … (a wrong name lists all).",
+            rich_help_panel=DEVICE,
         ),
     ] = None,
-    vram: Annotated[float | None, typer.Option(help="Its memory in GiB.", rich_help_panel=SERVING)] = None,
+    vram: Annotated[float | None, typer.Option(help="Its memory in GiB.", rich_help_panel=DEVICE)] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="Its memory bandwidth in GB/s.", rich_help_panel=SERVING)
+        float | None, typer.Option(help="Its memory bandwidth in GB/s.", rich_help_panel=DEVICE)
     ] = None,
     tflops: Annotated[
-        float | None, typer.Option(help="Its dense 16-bit TFLOPS.", rich_help_panel=SERVING)
+        float | None, typer.Option(help="Its dense 16-bit TFLOPS.", rich_help_panel=DEVICE)
     ] = None,
     ctx: Annotated[
         int | None,
