@@ -13,11 +13,16 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """header, what it says, and the cell of a model's record. floor: whether the noise floor has it, too."""
+    """header, what it says, and the cell of a model's record.
+
+    needs: the metric that has to be measured, a comparison's; None for every table. floor: whether the
+    noise floor has it, too.
+    """
 
     header: str
     meaning: str
     cell: Callable[[dict], str]
+    needs: str | None = None
     floor: bool = True
 
 
@@ -60,50 +65,47 @@ def _kld(part: str) -> Callable[[dict], str]:
     return lambda model: number(look_up(model, f"metrics.kld.{part}"))
 
 
-SIZE = (
-    Column("size", "bytes of all tensors", lambda m: megabytes(m["size"]["weight_bytes"]), False),
-    Column("bits/weight", "over the whole model", _bits("bits_per_weight"), False),
-    Column("quantized", "bits per weight where stored quantized", _bits("bits_per_quantized_weight"), False),
+COLUMNS = (  # what people choose by comes first: narrow terminals cut a table in two
+    Column("size", "bytes of all tensors", lambda m: megabytes(m["size"]["weight_bytes"]), floor=False),
+    Column("bits/weight", "over the whole model", _bits("bits_per_weight"), floor=False),
+    Column(
+        "quantized", "bits per weight where stored quantized", _bits("bits_per_quantized_weight"), floor=False
+    ),
+    Column("perplexity", "± standard error", lambda m: estimate(look_up(m, "metrics.ppl")), floor=False),
+    Column(
+        "Δ perplexity",
+        "from the first model, ± standard error of paired tokens",
+        lambda m: estimate(look_up(m, "metrics.dppl"), "+"),
+        "dppl",
+    ),
+    Column("KL divergence", "mean over tokens, from the first model, in nats", _kld("mean"), "kld"),
+    Column(
+        "top-1",
+        "tokens for which the same next token is likeliest as for the first model",
+        lambda m: percent(look_up(m, "metrics.top1")),
+        "top1",
+    ),
 )
-QUALITY = {  # by the metric that has to be measured
-    "ppl": (Column("perplexity", "± standard error", lambda m: estimate(look_up(m, "metrics.ppl")), False),),
-    "dppl": (
-        Column(
-            "Δ perplexity",
-            "from the first model, ± standard error of paired tokens",
-            lambda m: estimate(look_up(m, "metrics.dppl"), "+"),
-        ),
-    ),
-    "kld": (
-        Column("KL divergence", "mean over tokens, from the first model, in nats", _kld("mean")),
-        Column("median", "of the tokens' KL divergences", _kld("median")),
-        Column("99 %", "99th percentile of the tokens' KL divergences", _kld("p99")),
-        Column("max", "of the tokens' KL divergences", _kld("max")),
-    ),
-    "top1": (
-        Column(
-            "top-1",
-            "tokens for which the same next token is likeliest as for the first model",
-            lambda m: percent(look_up(m, "metrics.top1")),
-        ),
-    ),
-}
+DISTRIBUTION = (
+    Column("KL median", "of the tokens' KL divergences", _kld("median"), "kld"),
+    Column("KL 99 %", "99th percentile of the tokens' KL divergences", _kld("p99"), "kld"),
+    Column("KL max", "of the tokens' KL divergences", _kld("max"), "kld"),
+)
 
 
 def columns(record: dict) -> list[Column]:
     """The columns of what was measured, the model's own aside."""
-    measured = record["models"][0]["metrics"]
-    front = set(record["pareto"]["models"])
-    quality = [column for name, group in QUALITY.items() if name in measured for column in group]
+    compared = len(record["models"]) > 1
+    measured = {None, *(record["models"][0]["metrics"] if compared else ())}
+    front = set(record["pareto"]["models"]) if compared else ()
     on_front = Column(
         "front",
         "on the Pareto front: no other model is as small and as good",
         lambda model: "yes" if model["source"] in front else "",
-        False,
+        floor=False,
     )
-    compared = len(record["models"]) > 1
-    quality = [*quality, on_front] if compared else list(QUALITY["ppl"])
-    return [*SIZE, *quality, *_tasks(record)]
+    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
+    return [*(column for column in shown if column.needs in measured), *_tasks(record)]
 
 
 def _tasks(record: dict) -> list[Column]:
@@ -115,7 +117,7 @@ def _tasks(record: dict) -> list[Column]:
         for metric in metrics
     )
     return [
-        Column(" ".join(key), "of lm-evaluation-harness, ± standard error", _task(*key), False)
+        Column(" ".join(key), "of lm-evaluation-harness, ± standard error", _task(*key), floor=False)
         for key in found
     ]
 
@@ -134,7 +136,7 @@ def rows(record: dict) -> list[Row]:
     ]
     if floor := record["noise_floor"]:
         cells = [column.cell(floor) if column.floor else "" for column in columns(record)]
-        found.append(Row(None, [f"(noise floor, {floor['dtype']})", *cells]))
+        found.append(Row(None, ["(noise floor)", *cells]))
     return found
 
 

@@ -25,7 +25,8 @@ def print_comparison(record: dict) -> None:
     for part in split(headers, found, console.width):
         drawn = make_table(*(headers[index] for index in part))
         for cells in found:
-            drawn.add_row(*(Text(printable(cells[index])) for index in part))
+            if any(cells[index] for index in part[1:]):  # the noise floor has no size
+                drawn.add_row(*(Text(printable(cells[index])) for index in part))
         console.print(drawn)
     names = label_by_source(record)
     lines = [protocol(record), floor_note(record)]
@@ -41,7 +42,7 @@ def split(headers: list[str], found: list[list[str]], width: int) -> list[list[i
     widths = [max(map(cell_len, column)) for column in zip(headers, *found, strict=True)]
     parts = [[0]]
     for index in range(1, len(headers)):
-        if len(parts[-1]) > 1 and sum(widths[k] + GAP for k in (*parts[-1], index)) > width:
+        if len(parts[-1]) > 1 and sum(widths[k] + GAP for k in (*parts[-1], index)) - 1 > width:
             parts.append([0])
         parts[-1].append(index)
     return parts
