@@ -104,6 +104,18 @@ def test_times_are_ranges_with_a_basis():
     assert unknown["seconds"] is None and "Apple" in unknown["basis"] and unknown["device"] == "cpu"
 
 
+def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_encoded():
+    def slow(method: str, vocabulary: int) -> float:
+        settings = Settings.of(gated("llama", 512, 1408, 2, 8, 8, vocabulary))
+        return job.of_model(parameters.from_config(settings), settings, None, 8, 256)[method]["seconds"][1]
+
+    assert slow("gptq", 65536) == slow("gptq", 4096)
+    more = slow("gguf", 65536) - slow("gguf", 4096)
+    encoded = 2 * (65536 - 4096) * 512 * job_time.WORK["gguf"].seconds[1]
+    solved = (65536 - 4096) * 512 * 512 * job_time.WORK["gguf"].products / job_time.CORE_FLOPS[1]
+    assert more == pytest.approx((encoded + solved) / job_time._cores())
+
+
 def test_what_quantkit_refuses_has_no_forecast():
     for row in of_config("Mixtral-8x7B").values():
         assert row["peak_memory_bytes"] is None and "experts" in row["reason"]

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from quantkit.capacity.devices import Device
-from quantkit.capacity.parameters import Parameters
+from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
 
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
@@ -27,7 +27,8 @@ class Work:
 
     forwards: passes of all tokens through a block. products: operations spent on each linear, in `out · in²`.
     seconds: per weight and core, quick and slow, for all that is no matrix product. a100_minutes: per
-    billion parameters, quick and slow; published: whose.
+    billion parameters, quick and slow; published: whose. outside: embedding and head are encoded, too, the
+    latter by its own second moments, for which all tokens run through the blocks once more.
     """
 
     forwards: float
@@ -35,6 +36,7 @@ class Work:
     seconds: tuple[float, float]
     a100_minutes: tuple[float, float] | None = None
     published: str = ""
+    outside: bool = False
 
 
 GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor, 8B in half an hour"
@@ -42,7 +44,7 @@ WORK = {
     "int8": Work(0, 0, (12e-9, 50e-9)),
     "nf4": Work(0, 0, (15e-9, 60e-9)),
     "gptq": Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED),
-    "gguf": Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED),
+    "gguf": Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED, outside=True),
     "awq": Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour"),
 }
 OVERHEAD = 1.7  # of a block's forward pass over its linears' products: attention, norms, activations
@@ -66,7 +68,7 @@ def seconds(
     cores = _cores()
     operations = _operations(work, parameters, samples, seqlen, suspend)
     times = [
-        start + (operations / rate + each * _weights(parameters)) / cores
+        start + (operations / rate + each * _encoded(work, parameters)) / cores
         for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
     ]
     return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
@@ -86,8 +88,15 @@ def _on_gpu(work: Work, parameters: Parameters, device: Device) -> tuple[list[fl
     return [quick * faster, slow * slower], f"others' runs on one A100, nothing measured: {work.published}"
 
 
-def _weights(parameters: Parameters) -> int:
-    return sum(tensor.size for tensor in parameters.linears)
+def _encoded(work: Work, parameters: Parameters) -> int:
+    """Weights that are solved or rounded."""
+    outside = _outside(parameters) if work.outside else []
+    return sum(tensor.size for tensor in (*parameters.linears, *outside))
+
+
+def _outside(parameters: Parameters) -> list[Tensor]:
+    """Embedding and head; one of them where they are tied."""
+    return [t for t in parameters.tensors if t.block is None and len(t.shape) > 1]
 
 
 def _operations(work: Work, parameters: Parameters, samples: int, seqlen: int, suspend: bool) -> float:
@@ -96,11 +105,13 @@ def _operations(work: Work, parameters: Parameters, samples: int, seqlen: int, s
         return 0.0
     tokens = samples * seqlen
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # run again up to each of a few sites
-    forwards += min(1.0, max(BATCH_TOKENS, seqlen) / tokens)  # the result is run with the first batch
+    forwards += work.outside + min(1.0, max(BATCH_TOKENS, seqlen) / tokens)  # the latter: verification
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in parameters.linears}
     moments = sum(width**2 for *_, width in sites) * tokens
-    solver = work.products * sum(tensor.size * tensor.in_features for tensor in parameters.linears)
-    return forwards * OVERHEAD * 2 * _weights(parameters) * tokens + moments + solver
+    solved = [*parameters.linears, *(_outside(parameters)[-1:] if work.outside else ())]
+    solver = work.products * sum(tensor.size * tensor.shape[-1] for tensor in solved)
+    weights = sum(tensor.size for tensor in parameters.linears)
+    return forwards * OVERHEAD * 2 * weights * tokens + moments + solver
 
 
 def _cores() -> int:
