@@ -8,6 +8,7 @@ import transformers as hf
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.gguf_file import read_header
+from quantkit.inspection import contents, record
 from quantkit.skeleton import Skeleton, check_complete
 
 pytest.importorskip("xllamacpp")
@@ -155,6 +156,23 @@ def test_the_file_read_back_computes_the_same(case):
         skeleton.load_block(index)
         hidden = skeleton.run_block(index, hidden)
     torch.testing.assert_close(skeleton.logits(hidden[0]), expected, rtol=0, atol=1e-6)
+
+
+def test_inspect_knows_what_transformers_makes_of_the_file(case):
+    """Yes: it computes the same; no: it refuses, or computes something else; untold: that depends."""
+    path, ids, expected, _ = case
+    rows = record.describe(contents.open_contents(str(path)))["clients"]
+    loads = next(row["loads"] for row in rows if row["client"] == "transformers")
+    if loads is None:
+        return
+    try:
+        model = hf.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except (ValueError, AssertionError):  # "not supported yet"; phi3: "padding_idx must be within"
+        assert not loads
+        return
+    with torch.no_grad():
+        difference = (model(ids).logits[0] - expected).abs().max()
+    assert loads == (difference <= EXACT)
 
 
 def values_of(info) -> np.ndarray:

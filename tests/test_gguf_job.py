@@ -11,6 +11,7 @@ import jobs
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from typer.testing import CliRunner
 
 from quantkit import cli, evaluate, finish, imatrix_job, job, pipeline, windows
@@ -116,6 +117,16 @@ def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
     values = target.to_gguf(target.read(Checkpoint.open(str(demo_model)), torch.float32))
     expected = ggml_library.encode(infos[name].dtype, values, means[name])
     assert raw(file)[name].tobytes() == np.asarray(expected).tobytes()
+
+
+@pytest.mark.parametrize("name", FILE_TYPES)
+def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        exported, gguf_file=f"{name}.gguf", dtype=torch.float32
+    ).state_dict()
+    ours = Checkpoint.open(str(exported / f"{name}.gguf"))
+    for tensor in ours.names:
+        torch.testing.assert_close(ours.read(tensor, torch.float32), model[tensor], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,10 @@ CT = {"layout": {"compressed-tensors"}, "form": {"pack-quantized"}, "g_idx": set
         (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
         ({"layout": {"none"}, "form": set(), "bits": set()}, "transformers vLLM"),
         ({"layout": {"gguf"}, "form": {"Q8_0", "F32"}}, "transformers llama.cpp"),
-        ({"layout": {"gguf"}, "form": {"Q4_K", "F32"}}, "llama.cpp"),
+        ({"layout": {"gguf"}, "form": {"Q4_K", "F32"}}, "transformers llama.cpp"),
+        ({"layout": {"gguf"}, "form": {"IQ2_XXS", "F32"}}, "llama.cpp"),
+        ({"layout": {"gguf"}, "form": {"Q4_K"}, "rope_scaled": {True}}, "llama.cpp"),
+        ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"gptneox"}}, "llama.cpp"),
     ],
 )
 def test_clients_known_to_load(facts, loads):

@@ -46,7 +46,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "positions": places.record() | {"text": places.describe()},
         "tokenizer": told,
         "provenance": _provenance(contents),
-        "clients": clients.known(_facts(contents, weights)),
+        "clients": clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places.scaling)}}),
         "integrity": integrity.of_headers(contents, weights, told),
     }
 
@@ -154,6 +154,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "version": {config.get("checkpoint_format") or config.get("format") or "gptq"},
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
+        "biases": {any(name.endswith(".bias") for name in infos)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
         "kept": {
             any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)
