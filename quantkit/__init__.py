@@ -1,3 +1,3 @@
 """quantkit: compress causal language models and show honestly what it cost."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -99,13 +99,11 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         f"({ratio:.2f}× smaller)",
         "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} {quantized}linears, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
-        "seconds": _seconds(summary.seconds),
-        "fell back": f"{len(summary.fallbacks)} linears to round to nearest"
-        if summary.fallbacks
-        else "nothing",
     }
     if summary.error is not None:
         facts["error"] = f"{summary.error:.4f} mean relative {measured}{against}"
+    fallbacks = f"{len(summary.fallbacks)} linears to round to nearest" if summary.fallbacks else "nothing"
+    facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
     if summary.kept:
         facts["kept 16 bit"] = f"{summary.kept} linears"
     print_facts(console, facts)
