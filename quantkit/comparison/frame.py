@@ -25,6 +25,11 @@ BESIDE = (  # places for a name around its dot, the best first: (dx, dy, anchor)
     (9, 18, "start"),
     (-9, -9, "end"),
     (-9, 18, "end"),
+    (9, -24, "start"),
+    (9, 32, "start"),
+    (0, 35, "middle"),
+    (-9, -24, "end"),
+    (-9, 32, "end"),
 )
 
 
@@ -43,12 +48,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Text:
-    """x, y: where its baseline begins, has its middle or ends, as the anchor says."""
+    """x, y: where its baseline begins, has its middle or ends, as the anchor says. colour: of its series."""
 
     x: float
     y: float
     text: str
     anchor: str = "start"
+    colour: int | None = None
 
     @property
     def box(self) -> Box:
@@ -130,7 +136,7 @@ class Frame:
         for series in dots:
             x, y = self.at(series.points[0].x, series.points[0].y)
             for dx, dy, anchor in BESIDE:
-                text = Text(x + dx, y + dy, shortened(series.label), anchor)
+                text = Text(x + dx, y + dy, shortened(series.label), anchor, series.colour)
                 if self._holds(text.box) and not any(map(text.box.overlaps, taken)):
                     taken.append(text.box)
                     found.append(text)

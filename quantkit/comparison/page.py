@@ -40,7 +40,7 @@ p,figcaption,dl{{margin:.5rem 0}}
 .lead,figcaption,.meanings{{color:var(--muted);font-size:.9rem}}
 .scroll{{overflow-x:auto;border:1px solid var(--faint);border-radius:6px}}
 table{{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.85rem;width:100%}}
-th,td{{padding:.4rem .55rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--faint)}}
+th,td{{padding:.4rem .42rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--faint)}}
 th:first-child,td:first-child{{text-align:left;position:sticky;left:0;background:var(--paper)}}
 tbody tr:last-child>*{{border-bottom:0}}
 tbody th{{font-weight:500;min-width:9rem;max-width:16rem;white-space:normal}}

@@ -46,7 +46,7 @@ def write(figure: Figure, path: Path) -> None:
     for series in figure.series:
         _series(axes, series)
     for text in frame.dot_names():
-        _text(axes, frame, text, "black")
+        _text(axes, frame, text, LIGHT[text.colour % len(LIGHT)])
     _legend(axes, frame)
     canvas.savefig(path, format="png", dpi=1.6 * DPI, metadata={"Software": None})
 

@@ -24,7 +24,7 @@ DARK_PALETTE = _palette(DARK, "#e6e9ec", "#9aa4ae", "#30363d", "#14181d")
 PLOT_STYLE = (
     f".plot text{{font:{FONT}px system-ui,sans-serif;fill:var(--ink);"
     "paint-order:stroke;stroke:var(--paper);stroke-width:3px}"
-    ".plot .muted{fill:var(--muted)}.plot .grid{stroke:var(--faint)}"
+    ".plot .muted{fill:var(--muted)}.plot .name{fill:var(--c)}.plot .grid{stroke:var(--faint)}"
     ".plot .dashed{stroke:var(--muted);stroke-dasharray:4 4}.plot .front{stroke:var(--muted);fill:none}"
     ".plot .mark{fill:var(--c);stroke:var(--c);stroke-width:2}.plot .hollow{fill:var(--paper)}"
     ".plot .bar{stroke:var(--c)}.plot .curve{stroke:var(--c);fill:none;stroke-width:2}"
@@ -66,7 +66,7 @@ def _legend(frame: Frame) -> Iterator[str]:
     for index, row in enumerate(frame.legend):
         y = frame.head + 14 + LINE * index
         for left, series in row:
-            yield f'<g class="{_class(series)}"><path class="curve" d="M{left:.1f} {y}h20"/>'
+            yield f'<g class="{_class(series.colour)}"><path class="curve" d="M{left:.1f} {y}h20"/>'
             yield (
                 _mark(series, left + 10, y) + "</g>" + _text(Text(left + 26, y + 4, shortened(series.label)))
             )
@@ -108,7 +108,7 @@ def _front(frame: Frame) -> Iterator[str]:
 def _data(frame: Frame) -> Iterator[str]:
     for series in frame.figure.series:
         places = [frame.at(point.x, point.y) for point in series.points]
-        yield f'<g class="{_class(series)}">'
+        yield f'<g class="{_class(series.colour)}">'
         if series.joined and len(places) > 1:
             yield f'<path class="curve" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/>'
         for point, (x, y) in zip(series.points, places, strict=True):
@@ -120,8 +120,8 @@ def _data(frame: Frame) -> Iterator[str]:
     yield from map(_text, frame.dot_names())
 
 
-def _class(series: Series) -> str:
-    return f"c{series.colour % len(LIGHT)}"
+def _class(colour: int) -> str:
+    return f"c{colour % len(LIGHT)}"
 
 
 def shape(series: Series) -> int:
@@ -145,6 +145,8 @@ def _mark(series: Series, x: float, y: float) -> str:
 
 
 def _text(text: Text, kind: str = "") -> str:
+    if text.colour is not None:
+        kind = f"name {_class(text.colour)}"
     attributes = f' class="{kind}"' if kind else ""
     place = f'x="{text.x:.1f}" y="{text.y:.1f}" text-anchor="{text.anchor}"'
     return f"<text {place}{attributes}>{escape(text.text)}</text>"
