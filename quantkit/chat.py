@@ -70,8 +70,8 @@ class ChatTemplate:
             return self.tokenizer.get_chat_template()
         except ValueError as error:
             raise QuantkitError(
-                "there are conversations, but the model has no chat template",
-                hint="put the model's chat_template.jinja beside its tokenizer, or give plain text",
+                "the model has no chat template",
+                hint="put its chat_template.jinja beside its tokenizer, or give plain text, without --chat",
                 exit_code=USAGE,
             ) from error
 

@@ -57,6 +57,12 @@ def printable(text: str) -> str:
     )
 
 
+def count(number: int, word: str) -> str:
+    """`1 block`, `1,024 blocks`."""
+    plural = {"matrix": "matrices"}.get(word, f"{word}s")
+    return f"{number:,} {word if number == 1 else plural}"
+
+
 def name_all(names, limit: int = 8) -> str:
     """Join offenders for a message: every one of them up to `limit`, then how many are left."""
     names = list(names)

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
 from quantkit import plan
 from quantkit.chat import ChatTemplate, Conversation
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import RESOURCES, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.heap import return_freed_pages
-from quantkit.skeleton import Skeleton, check_complete
 from quantkit.tokenizer_hash import tokenizer_sha256
+from quantkit.whole_model import load_model
 
 SCHEMA = "quantkit.generate/1"
 BROKEN = "\ufffd"  # what tokens decode to that end inside a character
@@ -32,13 +32,16 @@ BROKEN = "\ufffd"  # what tokens decode to that end inside a character
 @dataclass(frozen=True)
 class Settings:
     """What is asked of every model. temperature 0: the likeliest token, always; else the distribution is
-    sampled as it is, without top-k or top-p. chat: the prompt is a user's message."""
+    sampled, bare or cut to the top_k likeliest tokens and to as many as make up top_p. chat: the prompt is a
+    user's message."""
 
     prompt: str
     tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
     chat: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
 
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense."""
@@ -46,6 +49,13 @@ class Settings:
             raise QuantkitError(f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
         if not 0 <= self.temperature < float("inf"):
             raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
+        if self.top_k < 0:
+            raise QuantkitError(f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
+        if not 0 < self.top_p <= 1:
+            raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
+        if not self.temperature and (self.top_k or self.top_p < 1):
+            hint = "add --temperature 1, or leave them out: the likeliest token is chosen"
+            raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
         if not self.prompt:
             raise QuantkitError("the prompt is empty", "give some text with -p", USAGE)
 
@@ -147,7 +157,7 @@ def continue_prompt(
     model = load_model(checkpoint, dtype, device, ids.shape[1] + settings.tokens)
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
-    recorder = _Recorder(ids.shape[1], first.ids if first else [])
+    recorder = _Recorder(ids.shape[1], first.ids if first and alike else [])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(settings.seed)
         out = model.generate(
@@ -194,51 +204,18 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
     return torch.tensor([ids])
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> nn.Module:
-    """The whole model, every weight decoded or as its layout computes with it, ready for `tokens` of context.
-
-    Raises QuantkitError (exit code 5) when it needs more memory than is free.
-    """
-    skeleton = Skeleton(checkpoint, dtype, device)
-    check_complete(skeleton)
-    need, free = _memory(skeleton, tokens), plan.available_memory(device)
-    if need > free:
-        raise QuantkitError(
-            f"{checkpoint.source} as a whole model needs about {need / plan.GIB:.1f} GiB of memory in "
-            f"{str(dtype).removeprefix('torch.')}, {free / plan.GIB:.1f} GiB are free",
-            hint="use --dtype bfloat16 or another --device; quantkit eval compares models of any size",
-            exit_code=RESOURCES,
-        )
-    skeleton.load_rest()
-    container = skeleton.model.get_submodule(skeleton.blocks_name)
-    for index in range(len(skeleton.blocks)):
-        container[index] = skeleton.load_block(index)
-    return skeleton.model
-
-
-def _memory(skeleton: Skeleton, tokens: int) -> int:
-    """Bytes of all weights decoded, of the keys and values, and of the largest weight while it is decoded."""
-    sizes = [parameter.numel() for _, parameter in skeleton.named_parameters()]
-    config = skeleton.model.config
-    heads = getattr(config, "num_attention_heads", 1) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = 2 * len(skeleton.blocks) * kv_heads * width * tokens
-    return (sum(sizes) + cache) * skeleton.dtype.itemsize + 3 * 4 * max(sizes)
-
-
 def _generation(checkpoint: Checkpoint, settings: Settings) -> transformers.GenerationConfig:
     """Greedy, or the bare distribution: what the checkpoint recommends would make models differ by more than
     their weights. Its ends of text are kept."""
     ends = _ends(checkpoint)
-    sampled = {"temperature": settings.temperature, "top_k": 0} if settings.temperature else {}
+    sampled = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     return transformers.GenerationConfig(
         max_new_tokens=settings.tokens,
         do_sample=settings.temperature > 0,
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
         use_cache=True,
-        **sampled,
+        **(sampled if settings.temperature else {}),
     )
 
 

@@ -11,6 +11,8 @@ from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 
+SECONDS = 30.0  # for the hub to answer in
+
 
 @dataclass(frozen=True)
 class Repository:
@@ -26,9 +28,9 @@ class Repository:
         from huggingface_hub import HfApi
 
         with hub.explained(repo, revision):
-            entries = HfApi().list_repo_tree(repo, revision=revision)
-            sizes = {entry.path: getattr(entry, "size", None) for entry in entries}
-        files = {name: size for name, size in sizes.items() if size is not None}
+            found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=SECONDS)
+        sizes = {file.rfilename: file.size for file in found.siblings or ()}
+        files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
         if "config.json" not in files:
             raise QuantkitError(f"{repo} holds no config.json", "give the id of a language model", NOT_FOUND)
         return Repository(repo, revision, files)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 
-def option(default: Any, help: str, short: str | None = None) -> Any:
+def option(default: Any, help: str, short: str | None = None, names: Iterable[str] = ()) -> Any:
     """A dataclass field that is also a command-line flag: the default lives here and nowhere else.
 
-    short: another name of the flag, such as `-t`.
+    short: another name of the flag, such as `-t`. names: values that a shell is to offer.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "short": short})
+    metadata = {"help": help, "short": short, "names": tuple(names)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ class StreamedModel:
         """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`."""
         states = [self.skeleton.embed(ids) for ids in batches]
         count = len(self.skeleton.blocks)
+        listen(self.name, 0, count)
         for index in range(count):
             self.skeleton.load_block(index)
             if self.trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,20 @@ from quantkit.solvers.loss import weight_error
 from quantkit.spec import LinearSpec
 
 
+def data_free() -> list[str]:
+    """Methods that can be tried: with their default options they need no text."""
+    found = []
+    for name in methods.available():
+        with suppress(QuantkitError):  # a method that makes no checkpoint says so
+            found += [] if _by_default(name).needs else [name]
+    return found
+
+
+def _by_default(name: str) -> Method:
+    module = methods.load(name)
+    return module.build(module.Options())
+
+
 @dataclass(frozen=True)
 class Trial:
     """One method with its default options, applied to blocks as they are loaded."""
@@ -24,10 +39,13 @@ class Trial:
 
     @staticmethod
     def prepare(name: str, checkpoint: Checkpoint) -> Trial:
-        """Resolve the method on the checkpoint's shapes. Raises QuantkitError if it needs calibration, does
-        not fit, or the checkpoint is quantized already."""
-        module = methods.load(name)
-        method = module.build(module.Options())
+        """Resolve the method on the checkpoint's shapes.
+
+        Raises QuantkitError if it is none, needs calibration or does not fit, and for a quantized checkpoint.
+        """
+        if name not in methods.available():
+            raise QuantkitError(f"--as {name}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+        method = _by_default(name)
         if method.needs:
             raise QuantkitError(
                 f"--as {name} needs calibration text, so it cannot be tried on the fly",

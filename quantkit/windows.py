@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.calibration import begins_with_bos
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
 from quantkit.tokenizer_hash import tokenizer_sha256
 
 DEFAULT_CONTEXT = 2048
@@ -58,8 +58,11 @@ def load(
     ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
     stride = ctx if stride is None else stride
     check_context(checkpoint, ctx)
-    if not 2 <= ctx or not 1 <= stride <= ctx:
-        raise QuantkitError(f"--ctx {ctx} --stride {stride} make no windows", "1 ≤ stride ≤ ctx", USAGE)
+    if ctx < 2:
+        raise QuantkitError(f"--ctx {ctx} predicts no token", "choose 2 or more", USAGE)
+    if not 1 <= stride <= ctx:
+        hint = f"choose 1 to {ctx}, which is --ctx"
+        raise QuantkitError(f"--stride {stride} goes nowhere or leaves out tokens", hint, USAGE)
     if limit is not None and limit < 1:
         raise QuantkitError(f"--limit {limit} leaves no token", "choose 1 or more", USAGE)
     bos = begins_with_bos(tokenizer)
@@ -68,7 +71,7 @@ def load(
     starts = list(range(0, len(stream) - body + 1, step))
     if not starts:
         raise QuantkitError(
-            f"{text} holds {len(stream)} tokens; one window needs {body}",
+            f"{text} holds {count(len(stream), 'token')}; one window needs {body}",
             hint="give a longer --text, a larger --limit or a shorter --ctx",
             exit_code=USAGE,
         )

@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif route["verb"] == "paths-info":
             found = _named(files, json.loads(asked))
         else:
-            siblings = [{"rfilename": path} for path in files]
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             found = {"id": route["repo"], "sha": commit, "siblings": siblings, "tags": []}
         if found == [] and route["verb"] == "tree":
             return self._answer(404, headers={"X-Error-Code": "EntryNotFound"})

@@ -64,6 +64,7 @@ def test_dots_stand_where_the_ticks_say(width, height):
     (mb, left), (more, right) = list(inside.items())[0], list(inside.items())[-1]
     (low, bottom), (high, top) = min(rows.items()), max(rows.items())
     dots = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter(f"{space}circle")]
+    dots = [(x, y) for x, y in dots if y > frame.Frame(quality, width, height).top]  # not the legend's
     assert len(dots) == len(records.METHODS)
     for (x, y), (size, kld) in zip(dots, records.METHODS.values(), strict=True):
         assert mb + (x - left) / (right - left) * (more - mb) == pytest.approx(size / 1e6, abs=0.03)
@@ -74,15 +75,21 @@ def test_dots_stand_where_the_ticks_say(width, height):
 def test_names_cover_neither_each_other_nor_dots(width):
     quality = figures.quality(records.many())
     drawn = frame.Frame(quality, width, 380)
-    names = drawn.dot_names()
+    names, listed = drawn.dot_names, [series.label for row in drawn.legend for _, series in row]
     assert len(names) >= 5  # of 11
+    assert sorted([*listed, *(name.text for name in names)]) == sorted(s.label for s in quality.series)
     boxes = [name.box for name in names]
     for index, box in enumerate(boxes):
-        assert 0 <= box.left and box.right <= width and drawn.top <= box.top and box.bottom <= drawn.bottom
+        assert (
+            0 <= box.left and box.right <= drawn.right and drawn.top <= box.top and box.bottom <= drawn.bottom
+        )
         assert not any(box.overlaps(other) for other in boxes[index + 1 :])
         for series in quality.series:
             x, y = drawn.at(series.points[0].x, series.points[0].y)
             assert not (box.left < x < box.right and box.top < y < box.bottom)
+        for line in quality.lines:
+            x, y = drawn.at(line.value, line.value)
+            assert not (box.left < x < box.right if line.axis == "x" else box.top < y < box.bottom)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,18 @@ def test_sampling_is_seeded_and_bare(tiny_model):
     assert made(folder, tokens=16, temperature=1e-4).ids == made(folder, tokens=16).ids
 
 
+def test_top_k_and_top_p_leave_the_likeliest(tiny_model):
+    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer="bos")))
+
+    def ids(**settings):
+        asked = generate.Settings(PROMPT, 12, **settings)
+        return generate.continue_prompt(checkpoint, asked, torch.float32, torch.device("cpu")).ids
+
+    greedy = ids()
+    assert ids(temperature=5.0) != greedy
+    assert ids(temperature=5.0, top_k=1) == ids(temperature=5.0, top_p=1e-6) == greedy
+
+
 def test_the_parting_is_the_first_token_that_differs(tiny_model):
     """Against probabilities of both models, computed at once."""
     folder, other = tiny_model("llama", tokenizer="bos"), tiny_model("llama", name="other", tokenizer="bos")
@@ -221,6 +233,10 @@ def test_another_tokenizer_is_said_and_not_compared(tiny_model, demo_model, quan
     done = quantkit("generate", folder, demo_model, "-p", PROMPT, "-n", 4, "-q")
     assert done.code == 0 and "another tokenizer: its text is not compared" in done.err
     assert done.out.endswith("demo-llama-6m: not compared: another tokenizer\n")
+    done = quantkit(
+        "generate", demo_model, folder, "-p", PROMPT, "-n", 4, "-q"
+    )  # whose vocabulary is smaller
+    assert done.code == 0 and done.out.endswith("llama: not compared: another tokenizer\n")
 
 
 def test_more_than_the_context_is_a_warning(tiny_model, quantkit):
@@ -236,6 +252,9 @@ def test_more_than_the_context_is_a_warning(tiny_model, quantkit):
         ("-p x --temperature -1", "--temperature -1"),
         ("-p x --temperature inf", "--temperature inf"),
         ("-p x --temperature nan", "--temperature nan"),
+        ("-p x --temperature 1 --top-k -1", "--top-k -1"),
+        ("-p x --temperature 1 --top-p 0", "--top-p 0"),
+        ("-p x --top-k 5", "are for sampling"),
     ],
 )
 def test_settings_that_make_no_sense(refuse, tiny_model, arguments, words):

@@ -178,7 +178,7 @@ def test_verbose_lets_the_libraries_speak(fails):
     """They read their levels when they are imported: here, in a process of its own."""
     levels = ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY")
     fails(QuantkitError("it failed"))
-    assert not set(levels) & os.environ.keys()
+    assert {name: os.environ.get(name) for name in levels} == dict(zip(levels, (None, "error"), strict=True))
     fails(QuantkitError("it failed"), "-v")
     assert [os.environ[name] for name in levels] == ["info", "info"]
     script = "import quantkit.checkpoint, transformers; print(transformers.logging.get_verbosity())"
@@ -216,6 +216,38 @@ def test_a_log_hears_that_the_job_is_alive(capsys):
     assert len(lines(capsys, 30)) == 2
 
 
+def test_a_bar_tells_what_remains_not_what_has_passed(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("quantkit.cli.progress.time.monotonic", lambda: now[0])
+    bar = Live()
+    for what, done, seconds, expected in (
+        ("evaluating a", 0, 0, "left --:--"),
+        ("evaluating a", 2, 10, "left 00:20"),
+        ("evaluating a", 6, 30, "left 00:00"),
+        ("evaluating b", 0, 0, "left --:--"),
+        ("evaluating b", 3, 60, "left 01:00"),
+    ):
+        now[0] += seconds
+        bar.counting(what, done, 6)
+        (task,) = bar._bar.tasks
+        assert (task.description, task.completed, task.fields["left"]) == (what, done, expected)
+    bar.close()
+
+
+def test_a_full_disk_is_no_mistake_of_ours():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quantkit", "recipes", "list"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 5
+    assert (
+        done.stderr.splitlines()[0].startswith("error: the disk is full") and "Traceback" not in done.stderr
+    )
+
+
 @pytest.mark.parametrize(
     ("tty", "term", "quiet", "kind"),
     [
@@ -244,6 +276,8 @@ def test_the_listener_fits_the_place(monkeypatch, tty, term, quiet, kind):
         ("gptq --solver ", {"gptq", "rtn"}),
         ("run int", {"int8"}),
         ("recipes init nf", {"nf4"}),
+        ("gguf model -t Q4_K", {"Q4_K_S", "Q4_K_M"}),
+        ("gguf model --output-tensor-type Q8", {"Q8_0"}),
         ("gptq model --recipe gptq-w3", {"gptq-w3"}),
     ],
 )

@@ -211,7 +211,5 @@ def test_in_a_browser(tmp_path, width, dark):
         "dark": ("rgb(20, 24, 29)", "rgb(230, 233, 236)"),
     }
     assert (paper, ink) == colours["dark" if dark else "light"]
-    palette = svg.DARK if dark else svg.LIGHT
-    first = palette[1].lstrip("#")
-    rgb = ", ".join(str(int(first[k : k + 2], 16)) for k in (0, 2, 4))
-    assert dot in (f"rgb({rgb})", paper)
+    palette = [tuple(bytes.fromhex(colour[1:])) for colour in (svg.DARK if dark else svg.LIGHT)]
+    assert dot in (paper, *(f"rgb{rgb}" for rgb in palette))

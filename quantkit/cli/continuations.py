@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.errors import printable
+from quantkit.errors import count, printable
 from quantkit.generate import Continuation, Settings
 from quantkit.tables import print_line
 
@@ -69,12 +69,14 @@ def _marked(made: Continuation) -> Text:
 
 def _verdict(made: Continuation, first: Continuation) -> str:
     parting = made.parting
+    if not made.compared:
+        return "not compared: another tokenizer"
     if parting is None:
-        return f"the same {len(made.ids)} tokens" if made.compared else "not compared: another tokenizer"
+        return f"the same {count(len(made.ids), 'token')}"
+    alike = count(parting.index, "token")
     return (
-        f"{parting.index} tokens alike, then {parting.token!r} ({parting.probability:.3f}) instead of "
-        f"{parting.expected!r} ({parting.probability_of_expected:.3f} here, {parting.probability_there:.3f} "
-        f"in {name_of(first)})"
+        f"{alike} alike, then {parting.token!r} ({parting.probability:.3f}) instead of {parting.expected!r} "
+        f"({parting.probability_of_expected:.3f} here, {parting.probability_there:.3f} in {name_of(first)})"
     )
 
 

@@ -89,7 +89,13 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
         name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
         names = [name] if field.default is False or short else []  # no --no-… to a no
         names += [short] if short else []
-        described = typer.Option(*names, help=field.metadata["help"], rich_help_panel=section.capitalize())
+        offered = field.metadata["names"]
+        described = typer.Option(
+            *names,
+            help=field.metadata["help"],
+            rich_help_panel=section.capitalize(),
+            autocompletion=completion(lambda offered=offered: offered) if offered else None,
+        )
         parameters.append(parameter(field.name, Annotated[kind, described], field.default))
     return parameters
 

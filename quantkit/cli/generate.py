@@ -33,6 +33,12 @@ def command(
     temperature: Annotated[
         float, typer.Option(help="0: the likeliest token, always. Above: sample, the higher the wilder.")
     ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from so many of the likeliest tokens only; 0: from all.")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -54,7 +60,7 @@ def command(
     from quantkit.cli.progress import listener
 
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-    settings = generate.Settings(text, tokens, temperature, seed, chat)
+    settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
     settings.check()
     checkpoints = [
         Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)

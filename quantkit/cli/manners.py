@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
@@ -40,7 +41,7 @@ def _verbose(context: typer.Context, asked: bool) -> bool:
     if asked:
         context.obj.verbose = True
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")  # both read them when they are imported
-        os.environ.setdefault("HF_HUB_VERBOSITY", "info")
+        os.environ["HF_HUB_VERBOSITY"] = "info"
     return asked
 
 
@@ -87,8 +88,10 @@ def exit_codes() -> str:
 def run(app: typer.Typer) -> NoReturn:
     """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
     state = State()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
         code = app(prog_name="quantkit", standalone_mode=False, obj=state)
+        sys.stdout.flush()
     except QuantkitError as error:
         _fail(error, error if state.verbose else None)
     except UsageError as error:
@@ -96,13 +99,19 @@ def run(app: typer.Typer) -> NoReturn:
             sys.exit(error.exit_code)
         _fail(_parser_error(error))
     except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         sys.exit(1)
     except Exception as error:
-        _fail(_unexpected(error), error)
+        failed = _unexpected(error)
+        _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
         _fail(QuantkitError("interrupted", exit_code=INTERRUPTED))
     sys.exit(code)
+
+
+def _give_up_stdout() -> None:
+    """Let Python's last flush succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
@@ -125,10 +134,14 @@ def _before_separator(arguments: list[str]) -> Iterator[str]:
 
 
 def _unexpected(error: Exception) -> QuantkitError:
-    """Memory that ran out, or a mistake of ours: the traceback is what a report of it needs."""
+    """Memory or disk that ran out, or a mistake of ours: the traceback is what a report of it needs."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         hint = "close other programs, or see the command's help for what takes less"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        _give_up_stdout()  # it may be what is full
+        hint = "free some space, or write elsewhere"
+        return QuantkitError(f"the disk is full: {first_line(error)}", hint, RESOURCES)
     hint = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
     return QuantkitError(f"{type(error).__name__}: {first_line(error)}", hint, RUNTIME)
 

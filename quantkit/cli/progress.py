@@ -144,11 +144,12 @@ class Live(Quiet):
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[detail]}", style="dim"),
             TimeElapsedColumn(),
-            TextColumn("left {task.fields[left]}", style="cyan"),
+            TextColumn("{task.fields[left]}", style="cyan"),
             console=self.console,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=1, detail="", left="--:--", visible=False)
+        self._task = self._bar.add_task("", total=1, detail="", left="", visible=False)
+        self._counted, self._began_at, self._since = "", 0, 0.0
         self._bar.start()
 
     def phase(self, text: str) -> None:
@@ -156,7 +157,7 @@ class Live(Quiet):
 
     def start(self, blocks: int, done: int) -> None:
         super().start(blocks, done)
-        self._bar.reset(self._task, total=blocks, description="block", visible=True)
+        self._bar.reset(self._task, total=blocks, description="block", visible=True, left=left("--:--"))
 
     def linear(self, spec: LinearSpec, solved: Solved) -> None:
         super().linear(spec, solved)
@@ -164,15 +165,23 @@ class Live(Quiet):
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)
-        self._bar.update(self._task, description="block", completed=index + 1, left=self.remaining())
+        self._bar.update(self._task, description="block", completed=index + 1, left=left(self.remaining()))
 
     def counting(self, what: str, done: int, total: int) -> None:
-        if done <= 1:
+        if done == 0 or what != self._counted:
+            self._counted, self._since, self._began_at = what, time.monotonic(), done
             self._bar.reset(self._task, total=total, description=what, visible=True)
-        self._bar.update(self._task, completed=done, detail="", left="")
+        steps = done - self._began_at
+        rest = clock((time.monotonic() - self._since) / steps * (total - done)) if steps else "--:--"
+        self._bar.update(self._task, completed=done, detail="", left=left(rest))
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def left(time: str) -> str:
+    """What the bar says of the time that remains."""
+    return f"left {time}"
 
 
 def clock(seconds: float) -> str:

@@ -17,6 +17,7 @@ from quantkit import methods, recipe
 from quantkit.cli import flags
 from quantkit.errors import INTERRUPTED, QuantkitError
 
+SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
     str | None, typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)")
 ]
@@ -136,8 +137,8 @@ def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
 
 
 def _print_json(records: list[dict]) -> None:
-    """One object for one output, a list for several."""
-    print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
+    """Always one object: of several outputs, one that holds theirs."""
+    print(json.dumps(records[0] if len(records) == 1 else {"schema": SEVERAL, "jobs": records}, indent=2))
 
 
 @contextmanager

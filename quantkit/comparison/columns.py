@@ -9,6 +9,8 @@ from quantkit.comparison.gates import look_up
 from quantkit.tables import megabytes
 
 NOTHING = "–"
+LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
+UNREADABLE = 1e4  # from here on decimals say nothing
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ def percent(value: float | None) -> str:
 
 
 def estimate(record: dict | None, sign: str = "") -> str:
-    """`52.186 ± 1.114`."""
+    """`52.186 ± 1.114`, or `6.92e+04 ± 4.3e+05`."""
     if not record or record["value"] is None:
         return NOTHING
-    stderr = NOTHING if record["stderr"] is None else f"{record['stderr']:.3f}"
-    return f"{record['value']:{sign}.3f} ± {stderr}"
+    value, stderr = record["value"], record["stderr"]
+    large = max(abs(value), stderr or 0.0) >= UNREADABLE
+    error = NOTHING if stderr is None else f"{stderr:{'.2g' if large else '.3f'}}"
+    return f"{value:{sign}{'.3g' if large else '.3f'}} ± {error}"
 
 
 def _bits(path: str) -> Callable[[dict], str]:
@@ -69,7 +73,10 @@ COLUMNS = (  # what people choose by comes first: narrow terminals cut a table i
     Column("size", "bytes of all tensors", lambda m: megabytes(m["size"]["weight_bytes"]), floor=False),
     Column("bits/weight", "over the whole model", _bits("bits_per_weight"), floor=False),
     Column(
-        "quantized", "bits per weight where stored quantized", _bits("bits_per_quantized_weight"), floor=False
+        "quantized",
+        "bits per weight of all that is stored quantized, an embedding too, scales and all",
+        _bits("bits_per_quantized_weight"),
+        floor=False,
     ),
     Column("perplexity", "± standard error", lambda m: estimate(look_up(m, "metrics.ppl")), floor=False),
     Column(
@@ -98,9 +105,10 @@ def columns(record: dict) -> list[Column]:
     compared = len(record["models"]) > 1
     measured = {None, *(record["models"][0]["metrics"] if compared else ())}
     front = set(record["pareto"]["models"]) if compared else ()
+    loss = LOSS_NAMES[record["pareto"]["loss"]]
     on_front = Column(
         "front",
-        "on the Pareto front: no other model is as small and as good",
+        f"on the Pareto front: no other model is as small with as low a {loss}",
         lambda model: "yes" if model["source"] in front else "",
         floor=False,
     )

@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.comparison.columns import estimate, label_by_source, number
+from quantkit.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
 from quantkit.comparison.gates import look_up
 from quantkit.tables import megabytes
 
-LOSS_NAMES = {"metrics.kld.mean": "KL divergence, nats per token", "metrics.ppl.value": "perplexity"}
+KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
 MEASURES = {
     "output": "relative squared error of outputs on the calibration tokens",
     "weight": "relative squared error of weights",
@@ -85,7 +85,7 @@ def quality(record: dict) -> Figure | None:
     if len(record["models"]) < 2:
         return None
     loss, front = record["pareto"]["loss"], set(record["pareto"]["models"])
-    kld, names = loss == "metrics.kld.mean", label_by_source(record)
+    kld, names = loss == KLD, label_by_source(record)
     series, absent, lines = [], [], []
     for position, model in enumerate(record["models"]):
         size, value = model["size"]["weight_bytes"], look_up(model, loss)
@@ -95,20 +95,20 @@ def quality(record: dict) -> Figure | None:
         elif value is None or (kld and value <= 0):
             absent.append(f"{name} ({number(value)})")
         else:
-            stderr = look_up(model, "metrics.kld.stderr" if kld else "metrics.dppl.stderr") or 0.0
+            stderr = look_up(model, "metrics.kld.stderr" if kld else "metrics.dppl.stderr")
             text = f"{name}: {megabytes(size)}, " + (
                 f"KL divergence {number(value)}" if kld else f"perplexity {estimate(model['metrics']['ppl'])}"
             )
-            low = max(value - stderr, value / 10) if kld else value - stderr
-            point = Point(size, value, low, value + stderr, text)
+            point = Point(size, value, *_bar(value, stderr, kld), text)
             hollow = model["source"] not in front
             series.append(Series(name, (point,), position, False, hollow))
     floor = look_up(record["noise_floor"] or {}, loss)
     if kld and floor and floor > 0:
         lines.append(Line(f"noise floor, {record['noise_floor']['dtype']}", "y", floor))
     corners = sorted((s.points[0].x, s.points[0].y) for s in series if not s.hollow)
-    bars = "one standard error" + ("" if kld else " of the difference to the first model")
-    caption = f"Filled: on the Pareto front, no other model is as small and as good. Bars: {bars}."
+    caption = f"Filled: on the Pareto front, no other model is as small with as low a {LOSS_NAMES[loss]}."
+    if any(one.points[0].high is not None for one in series):
+        caption += " Bars: one standard error" + ("." if kld else " of the difference to the first model.")
     if absent:
         caption += f" Not drawn: {', '.join(absent)}."
     return Figure(
@@ -116,11 +116,18 @@ def quality(record: dict) -> Figure | None:
         title="Quality against size",
         caption=caption,
         x=Axis("size of all tensors", "bytes"),
-        y=Axis(LOSS_NAMES[loss], log=kld),
+        y=Axis(KLD_AXIS if kld else LOSS_NAMES[loss], log=kld),
         series=tuple(series),
         lines=tuple(lines),
         front=tuple(corners),
     )
+
+
+def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, float | None]:
+    """Ends of an error bar, which no logarithmic axis lets reach 0."""
+    if stderr is None:
+        return None, None
+    return max(value - stderr, value / 10) if log else value - stderr, value + stderr
 
 
 def by_position(record: dict) -> Figure | None:
@@ -145,7 +152,7 @@ def by_position(record: dict) -> Figure | None:
         title="KL divergence by position in the window",
         caption="Means over all windows, by the number of tokens a prediction was given.",
         x=Axis("tokens of context", "whole", log=True),
-        y=Axis(LOSS_NAMES["metrics.kld.mean"], log=True),
+        y=Axis(KLD_AXIS, log=True),
         series=tuple(series),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,11 +26,6 @@ BESIDE = (  # places for a name around its dot, the best first: (dx, dy, anchor)
     (9, 18, "start"),
     (-9, -9, "end"),
     (-9, 18, "end"),
-    (9, -24, "start"),
-    (9, 32, "start"),
-    (0, 35, "middle"),
-    (-9, -24, "end"),
-    (-9, 32, "end"),
 )
 
 
@@ -66,7 +62,8 @@ class Text:
 class Frame:
     """A figure in a picture of `across` times `height` pixels: the rectangle of its plot in the middle.
 
-    head: pixels kept free above everything.
+    head: pixels kept free above everything. dot_names: beside the dots, where nothing else stands; dots for
+    whose names there is no room are in the legend, as curves are.
     """
 
     def __init__(self, figure: Figure, across: int, height: int, head: int = 0):
@@ -74,11 +71,17 @@ class Frame:
         self.width, self.height, self.head = across, height, head
         self.x, self.y = scales(figure)
         self.y_ticks = self.y.ticks(6)
-        self.legend = self._legend()
         self.left = 10 + max((width(self.y.write(tick)) for tick in self.y_ticks), default=0)
         self.right = across - 22.0
-        self.top = head + 14.0 + LINE * (len(self.legend) + 1)
         self.bottom = height - 2.2 * LINE
+        listed: list[Series] = []
+        while True:  # a legend takes room from the plot, which may leave more dots without a name
+            self.legend = self._legend(listed)
+            self.top = head + 14.0 + LINE * (len(self.legend) + 1)
+            self.dot_names, unnamed = self._place_names(listed)
+            if not unnamed:
+                break
+            listed += unnamed
         self.x_ticks = self._x_ticks()
 
     def at(self, x: float, y: float) -> tuple[float, float]:
@@ -88,12 +91,12 @@ class Frame:
             self.bottom - (self.bottom - self.top) * self.y.place(y),
         )
 
-    def _legend(self) -> list[list[tuple[float, Series]]]:
-        """Joined series with their left ends, as many in a row as there is room for."""
+    def _legend(self, listed: Sequence[Series]) -> list[list[tuple[float, Series]]]:
+        """Joined series and those `listed` with their left ends, as many in a row as there is room for."""
         rows: list[list[tuple[float, Series]]] = []
         left = math.inf
         for series in self.figure.series:
-            if series.joined:
+            if series.joined or series in listed:
                 wide = width(shortened(series.label)) + 40
                 if left + wide > self.width:
                     rows.append([])
@@ -122,29 +125,46 @@ class Frame:
         right = x < (self.left + self.right) / 2
         return Text(x + 5 if right else x - 5, self.top + 12, name, "start" if right else "end")
 
-    def dot_names(self) -> list[Text]:
-        """Names beside the dots, where nothing else stands; one for which there is no room is left out."""
-        dots = [series for series in self.figure.series if not series.joined]
+    def _place_names(self, listed: Sequence[Series]) -> tuple[list[Text], list[Series]]:
+        """Names beside the dots that are not `listed`, and dots for whose names there is no room.
+
+        Those on the front choose first.
+        """
+        dots = sorted((one for one in self.figure.series if not one.joined), key=lambda one: one.hollow)
+        taken, found, unnamed = self._drawn(dots), [], []
+        for series in (one for one in dots if one not in listed):
+            places = (text for text in self._names(series) if self._holds(text.box))
+            text = next((text for text in places if not any(map(text.box.overlaps, taken))), None)
+            if text:
+                taken.append(text.box)
+                found.append(text)
+            else:
+                unnamed.append(series)
+        return found, unnamed
+
+    def _drawn(self, dots: Sequence[Series]) -> list[Box]:
+        """What a name must not cover: dots, dashed lines and their names, the front."""
         taken = [self.line_name(line).box for line in self.figure.lines]
+        for line in self.figure.lines:
+            x, y = self.at(line.value, 0) if line.axis == "x" else self.at(0, line.value)
+            across = line.axis == "y"
+            taken.append(Box(self.left, y, self.right, y) if across else Box(x, self.top, x, self.bottom))
         for series in dots:
             x, y = self.at(series.points[0].x, series.points[0].y)
             taken.append(Box(x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS))
         corners = [self.at(*corner) for corner in self.figure.front]
         for (x, y), (beyond, below) in zip(corners, corners[1:], strict=False):
             taken += [Box(x, y - 1, beyond, y + 1), Box(beyond - 1, y, beyond + 1, below)]
-        found = []
-        for series in dots:
-            x, y = self.at(series.points[0].x, series.points[0].y)
-            for dx, dy, anchor in BESIDE:
-                text = Text(x + dx, y + dy, shortened(series.label), anchor, series.colour)
-                if self._holds(text.box) and not any(map(text.box.overlaps, taken)):
-                    taken.append(text.box)
-                    found.append(text)
-                    break
-        return found
+        return taken
+
+    def _names(self, series: Series) -> Iterator[Text]:
+        """Where the name of a dot could stand, the best place first."""
+        x, y = self.at(series.points[0].x, series.points[0].y)
+        for dx, dy, anchor in BESIDE:
+            yield Text(x + dx, y + dy, shortened(series.label), anchor, series.colour)
 
     def _holds(self, box: Box) -> bool:
-        across = self.left <= box.left and box.right <= self.width
+        across = self.left <= box.left and box.right <= self.right
         return across and self.top <= box.top and box.bottom <= self.bottom
 
 

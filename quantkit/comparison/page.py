@@ -92,9 +92,8 @@ def page(record: dict) -> str:
 
 def _lead(record: dict) -> str:
     data = record["data"]
-    return (
-        f"{data['tokens']:,} tokens of {data['text']}, predicted in windows of {data['ctx']:,}. "
-        "The first model is what the others are compared to."
+    return f"{data['tokens']:,} tokens of {data['text']}, predicted in windows of {data['ctx']:,}. " + (
+        "The first model is what the others are compared to." if len(record["models"]) > 1 else ""
     )
 
 

@@ -45,7 +45,7 @@ def write(figure: Figure, path: Path) -> None:
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
         _series(axes, series)
-    for text in frame.dot_names():
+    for text in frame.dot_names:
         _text(axes, frame, text, LIGHT[text.colour % len(LIGHT)])
     _legend(axes, frame)
     canvas.savefig(path, format="png", dpi=1.6 * DPI, metadata={"Software": None})
@@ -77,9 +77,10 @@ def _legend(axes, frame: Frame) -> None:
         y = frame.head + 14 + LINE * index
         for left, series in row:
             ends = [_share(frame, left + dx, y) for dx in (0, 10, 20)]
-            style = {"color": LIGHT[series.colour % len(LIGHT)], "marker": MARKERS[shape(series)]}
-            place = {"transform": axes.transAxes, "clip_on": False}
-            axes.plot(*zip(*ends, strict=True), markevery=[1], markersize=4, **style, **place)
+            colour = LIGHT[series.colour % len(LIGHT)]
+            line = {"markersize": 4} if series.joined else {"ls": "none", **_dot(series, colour)}
+            style = {"color": colour, "marker": MARKERS[shape(series)], "markevery": [1], **line}
+            axes.plot(*zip(*ends, strict=True), transform=axes.transAxes, clip_on=False, **style)
             _text(axes, frame, Text(left + 26, y + 4, shortened(series.label)), "black")
 
 
@@ -92,7 +93,12 @@ def _series(axes, series: Series) -> None:
     (point,) = series.points
     if point.low is not None and point.high is not None:
         axes.vlines(point.x, point.low, point.high, color=colour)
-    axes.plot(x, y, color=colour, marker="o", mfc="white" if series.hollow else colour, ls="none")
+    axes.plot(x, y, color=colour, marker="o", ls="none", **_dot(series, colour))
+
+
+def _dot(series: Series, colour: str) -> dict[str, str]:
+    """Full, or a ring."""
+    return {"mfc": "white" if series.hollow else colour}
 
 
 def _text(axes, frame: Frame, text: Text, colour: str) -> None:

@@ -66,10 +66,9 @@ def _legend(frame: Frame) -> Iterator[str]:
     for index, row in enumerate(frame.legend):
         y = frame.head + 14 + LINE * index
         for left, series in row:
-            yield f'<g class="{_class(series.colour)}"><path class="curve" d="M{left:.1f} {y}h20"/>'
-            yield (
-                _mark(series, left + 10, y) + "</g>" + _text(Text(left + 26, y + 4, shortened(series.label)))
-            )
+            curve = f'<path class="curve" d="M{left:.1f} {y}h20"/>' if series.joined else ""
+            yield f'<g class="{_class(series.colour)}">{curve}{_mark(series, left + 10, y)}</g>'
+            yield _text(Text(left + 26, y + 4, shortened(series.label)))
     yield _text(Text(8, frame.top - 10, frame.figure.y.label), "muted")
 
 
@@ -117,7 +116,7 @@ def _data(frame: Frame) -> Iterator[str]:
                 yield f'<path class="bar" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
             yield f"<g><title>{escape(point.note)}</title>{_mark(series, x, y)}</g>"
         yield "</g>"
-    yield from map(_text, frame.dot_names())
+    yield from map(_text, frame.dot_names)
 
 
 def _class(colour: int) -> str:

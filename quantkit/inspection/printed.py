@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quantkit.errors import name_all, printable
+from quantkit.errors import count, name_all, printable
 from quantkit.tables import make_table, print_facts, print_line, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
@@ -189,9 +189,3 @@ def _print_differences(console: Console, found: dict[str, Any], top: int) -> Non
     for row in found["unlike"]:
         facts[f"{row['name']}"] = f"{row['shapes'][0]} in A, {row['shapes'][1]} in B"
     print_facts(console, facts)
-
-
-def count(number: int, word: str) -> str:
-    """`1 block`, `1,024 blocks`."""
-    plural = {"matrix": "matrices"}.get(word, f"{word}s")
-    return f"{number:,} {word if number == 1 else plural}"

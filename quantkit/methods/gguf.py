@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
-from quantkit.llamacpp.file_types import FILE_TYPES, Model, parse_file_type
+from quantkit.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose
 from quantkit.methods import Method, check_feedback, refuse_override
 from quantkit.options import option
@@ -34,6 +34,7 @@ class Options:
         f"File type, as llama-quantize calls them: {', '.join(FILE_TYPES)}. Repeatable: with --solver rtn "
         "all are made in one pass over the source.",
         short="-t",
+        names=FILE_TYPES,
     )
     solver: Literal["gptq", "rtn"] = option(
         "gptq",
@@ -55,8 +56,12 @@ class Options:
         "REGEX=TYPE: the type of tensors whose GGUF name matches, such as 'ffn_down=Q6_K'. Repeatable, the "
         "first match counts.",
     )
-    output_tensor_type: str | None = option(None, "Type of the output matrix. (default: the mixture's)")
-    token_embedding_type: str | None = option(None, "Type of the token embedding. (default: the mixture's)")
+    output_tensor_type: str | None = option(
+        None, "Type of the output matrix. (default: the mixture's)", names=BLOCKS
+    )
+    token_embedding_type: str | None = option(
+        None, "Type of the token embedding. (default: the mixture's)", names=BLOCKS
+    )
     pure: bool = option(False, "One type for all matrices instead of a mixture.")
     strict: bool = option(
         False, "Refuse tensors that no block of the wanted type fits, instead of another type."
