@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from quantkit.solvers import Solved
-from quantkit.spec import LinearSpec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quantkit.solvers import Solved
+    from quantkit.spec import LinearSpec
 
 
 class Progress:

@@ -91,7 +91,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     ratio = summary.source_bytes / summary.output_bytes
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
-    against = f" (round to nearest: {summary.rtn_error:.4f})" if against_rtn else ""
+    against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
     quantized = "quantized " if summary.bits_per_weight < 16 else ""
     facts = {
         "written": summary.output,
@@ -101,7 +101,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         f"{summary.bits_per_weight_model:.2f} over the whole model",
     }
     if summary.error is not None:
-        facts["error"] = f"{summary.error:.4f} mean relative {measured}{against}"
+        facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     fallbacks = f"{len(summary.fallbacks)} linears to round to nearest" if summary.fallbacks else "nothing"
     facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
     if summary.kept:

@@ -231,6 +231,7 @@ def test_a_bar_tells_what_remains_not_what_has_passed(monkeypatch):
         bar.counting(what, done, 6)
         (task,) = bar._bar.tasks
         assert (task.description, task.completed, task.fields["left"]) == (what, done, expected)
+        assert task.fields["steps"] == f"{done}/6"
     bar.close()
 
 

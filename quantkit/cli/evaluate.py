@@ -123,24 +123,25 @@ def command(
     outputs = Outputs(html, plot, summary)
     outputs.check()
 
-    import torch
-
-    from quantkit import evaluate, plan
-    from quantkit import windows as windows_of
-    from quantkit.checkpoint import Checkpoint
     from quantkit.cli.progress import listener
-    from quantkit.comparison.record import record
-    from quantkit.comparison.table import print_comparison
-    from quantkit.tasks import Tasks
 
-    checkpoints = [
-        Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
-        for position, model in enumerate(models)
-    ]
-    precision, place = getattr(torch, dtype), plan.choose_device(device)
-    windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
-    harness = Tasks.prepare(tasks, task_limit) if tasks else None
     with listener(quiet) as progress:
+        import torch  # after something is seen: it takes seconds
+
+        from quantkit import evaluate, plan
+        from quantkit import windows as windows_of
+        from quantkit.checkpoint import Checkpoint
+        from quantkit.comparison.record import record
+        from quantkit.comparison.table import print_comparison
+        from quantkit.tasks import Tasks
+
+        checkpoints = [
+            Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
+            for position, model in enumerate(models)
+        ]
+        precision, place = getattr(torch, dtype), plan.choose_device(device)
+        windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
+        harness = Tasks.prepare(tasks, task_limit) if tasks else None
         measured = evaluate.evaluate(
             checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness
         )

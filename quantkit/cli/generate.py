@@ -54,24 +54,25 @@ def command(
     quiet: flags.QUIET = False,
 ) -> None:
     """Continue a prompt with one model or several side by side, and mark where they part."""
-    from quantkit import generate, plan
-    from quantkit.checkpoint import Checkpoint
-    from quantkit.cli import continuations
     from quantkit.cli.progress import listener
 
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
-    settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
-    settings.check()
-    checkpoints = [
-        Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
-        for position, model in enumerate(models)
-    ]
-    place = plan.choose_device(device)
-    precision = generate.choose_dtype(dtype, checkpoints[0], place)
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
-    alike = generate.comparable(checkpoints)
     with listener(quiet or live) as progress:
+        from quantkit import generate, plan  # after something is seen: torch takes seconds
+        from quantkit.checkpoint import Checkpoint
+        from quantkit.cli import continuations
+
+        settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
+        settings.check()
+        checkpoints = [
+            Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
+            for position, model in enumerate(models)
+        ]
+        place = plan.choose_device(device)
+        precision = generate.choose_dtype(dtype, checkpoints[0], place)
+        alike = generate.comparable(checkpoints)
         for warning in generate.warnings(checkpoints, alike, settings):
             progress.warn(warning)
         for checkpoint, same in zip(checkpoints, alike, strict=True):

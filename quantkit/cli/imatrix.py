@@ -32,23 +32,12 @@ def command() -> Callable[..., None]:
     """The function behind `quantkit imatrix`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
-        from quantkit import imatrix_job, job, report
         from quantkit.cli.progress import listener
 
-        typed = flags.typed(context, values)
-        request = job.Request(
-            source=values["model"],
-            method="imatrix",
-            options=None,
-            calibration=CalibrationOptions(**_fields(CalibrationOptions, typed)),
-            run=RunOptions(**_fields(RunOptions, typed)),
-            **{
-                key: values[key]
-                for key in ("output", "revision", "offline", "trust_remote_code", "overwrite")
-            },
-        )
         with listener(values["quiet"]) as progress:
-            prepared = imatrix_job.prepare(request, progress)
+            from quantkit import imatrix_job, report  # after something is seen: torch takes seconds
+
+            prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
             record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
         if values["as_json"]:
             print(json.dumps(record, indent=2))
@@ -61,6 +50,19 @@ def command() -> Callable[..., None]:
     parameters += flags.of("run", RunOptions, FORWARD)
     parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
     return flags.sign(invoke, parameters)
+
+
+def _request(typed: dict[str, Any], values: dict[str, Any]) -> Any:
+    from quantkit import job
+
+    return job.Request(
+        source=values["model"],
+        method="imatrix",
+        options=None,
+        calibration=CalibrationOptions(**_fields(CalibrationOptions, typed)),
+        run=RunOptions(**_fields(RunOptions, typed)),
+        **{key: values[key] for key in ("output", "revision", "offline", "trust_remote_code", "overwrite")},
+    )
 
 
 def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -15,8 +16,10 @@ from rich.progress import Progress as Bar
 
 from quantkit.errors import printable
 from quantkit.progress import Progress
-from quantkit.solvers import Solved
-from quantkit.spec import LinearSpec
+
+if TYPE_CHECKING:
+    from quantkit.solvers import Solved
+    from quantkit.spec import LinearSpec
 
 SILENCE = 30.0  # seconds after which a log hears that the job is alive
 
@@ -115,7 +118,7 @@ class Lines(Quiet):
         if replayed:
             self._say(f"block {index + 1}/{self._blocks} replayed")
             return
-        error = f" error {sum(self._errors) / len(self._errors):.4f}" if self._errors else ""
+        error = f" error {sum(self._errors) / len(self._errors):#.2g}" if self._errors else ""
         self._say(f"block {index + 1}/{self._blocks}{error} left {self.remaining()}")
         self._errors = []
 
@@ -134,54 +137,62 @@ class Lines(Quiet):
 
 
 class Live(Quiet):
-    """A bar with block, linear, error, elapsed and remaining time."""
+    """A bar with block, linear, error, elapsed and remaining time; one that moves where no end is known."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bar = Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[steps]}"),
             TextColumn("{task.fields[detail]}", style="dim"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}", style="cyan"),
             console=self.console,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=1, detail="", left="", visible=False)
-        self._counted, self._began_at, self._since = "", 0, 0.0
+        self._counted, self._counted_before, self._since = "", 0, 0.0
+        self._task = None
+        self._begin("starting")
         self._bar.start()
 
+    def _begin(self, text: str, total: int | None = None) -> None:
+        """Another thing is being done from now on."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        if total is None and self.console.no_color:
+            total = 1  # Rich moves a bar without an end in colours
+        self._task = self._bar.add_task(text, total=total, steps="", detail="", left="")
+
+    def _reach(self, done: int, total: int, rest: str) -> None:
+        self._bar.update(self._task, completed=done, steps=f"{done}/{total}", left=f"left {rest}")
+
     def phase(self, text: str) -> None:
-        self._bar.update(self._task, description=text, visible=True, detail="")
+        self._begin(text)
 
     def start(self, blocks: int, done: int) -> None:
         super().start(blocks, done)
-        self._bar.reset(self._task, total=blocks, description="block", visible=True, left=left("--:--"))
+        self._begin("block", blocks)
+        self._reach(0, blocks, "--:--")
 
     def linear(self, spec: LinearSpec, solved: Solved) -> None:
         super().linear(spec, solved)
-        self._bar.update(self._task, detail=f"{spec.local} error {solved.error:.4f}")
+        self._bar.update(self._task, detail=f"{spec.local} error {solved.error:#.2g}")
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)
-        self._bar.update(self._task, description="block", completed=index + 1, left=left(self.remaining()))
+        self._reach(index + 1, self._blocks, self.remaining())
 
     def counting(self, what: str, done: int, total: int) -> None:
         if done == 0 or what != self._counted:
-            self._counted, self._since, self._began_at = what, time.monotonic(), done
-            self._bar.reset(self._task, total=total, description=what, visible=True)
-        steps = done - self._began_at
-        rest = clock((time.monotonic() - self._since) / steps * (total - done)) if steps else "--:--"
-        self._bar.update(self._task, completed=done, detail="", left=left(rest))
+            self._counted, self._since, self._counted_before = what, time.monotonic(), done
+            self._begin(what, total)
+        steps = done - self._counted_before
+        each = (time.monotonic() - self._since) / steps if steps else 0.0
+        self._reach(done, total, clock(each * (total - done)) if steps else "--:--")
 
     def close(self) -> None:
         self._bar.stop()
-
-
-def left(time: str) -> str:
-    """What the bar says of the time that remains."""
-    return f"left {time}"
 
 
 def clock(seconds: float) -> str:

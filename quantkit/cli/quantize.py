@@ -88,10 +88,11 @@ def run_command() -> Callable[..., None]:
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
-    from quantkit import job, pipeline, report
     from quantkit.cli.progress import listener
 
     with listener(values["quiet"]) as progress:
+        from quantkit import job, pipeline, report  # after something is seen: torch takes seconds
+
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
             requests = [one for one in requests if not job.is_finished(one)] or requests[-1:]

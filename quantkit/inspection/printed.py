@@ -99,7 +99,7 @@ def _provenance(found: dict[str, Any] | None) -> str:
             f"{calibration.get('source')} text"
         )
     if found.get("error") is not None:
-        parts.append(f"mean relative error {found['error']:.4f}")
+        parts.append(f"mean relative error {found['error']:#.2g}")
     return ", ".join(parts)
 
 
