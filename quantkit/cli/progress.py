@@ -165,7 +165,8 @@ class Live(Quiet):
         self._task = self._bar.add_task(text, total=total, steps="", detail="", left="")
 
     def _reach(self, done: int, total: int, rest: str) -> None:
-        self._bar.update(self._task, completed=done, steps=f"{done}/{total}", left=f"left {rest}")
+        steps = f"{done}/{total}"
+        self._bar.update(self._task, completed=done, steps=steps, left=f"left {rest}", refresh=True)
 
     def phase(self, text: str) -> None:
         self._begin(text)
