@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from quantkit import hub, layouts
 from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
@@ -186,7 +186,7 @@ class Checkpoint:
             )
         except Exception as error:  # the library raises many kinds here; all mean the same to a user
             raise QuantkitError(
-                f"{self.source} has no tokenizer that loads: {str(error).splitlines()[0]}",
+                f"{self.source} has no tokenizer that loads: {why_no_tokenizer(self.folder, error)}",
                 hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
                 exit_code=NOT_FOUND,
             ) from error
@@ -223,6 +223,13 @@ class Checkpoint:
                     digest.update(chunk)
                     progress(len(chunk))
         return digest.hexdigest()
+
+
+def why_no_tokenizer(folder: Path, error: Exception) -> str:
+    """What a person can use of the `error` that transformers raised."""
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    found = any(path for pattern in patterns for path in folder.glob(pattern))
+    return first_line(error) if found else "there are no files of one"
 
 
 class _Parts(dict[str, torch.Tensor]):

@@ -107,6 +107,8 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     stored = staging.stored_fingerprint() if request.resume else None
+    if request.resume and not stored:
+        progress.warn(f"nothing is staged for {output}: it begins at the first block")
     adopted = stored["execution"] if stored else {}
     source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
 

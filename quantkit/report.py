@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from shlex import quote
@@ -41,9 +42,29 @@ def plan_record(job: Job) -> dict:
     }
 
 
-def print_plan(job: Job) -> None:
-    """`--dry-run` for people: identical linears of several blocks share a row."""
-    console, plan = Console(highlight=False), job.plan
+def print_plans(jobs: Sequence[Job]) -> None:
+    """`--dry-run` for people: what becomes of each output, then what all of them take together."""
+    console, plans = Console(highlight=False), [job.plan for job in jobs]
+    for job in jobs:
+        _print_linears(console, job)
+        _print_output(console, job)
+    facts = {}
+    if len(jobs) > 1:
+        facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
+    execution, made = plans[0].execution, jobs[0].calibration
+    memory = max(plan.memory_bytes for plan in plans)
+    facts |= {
+        "memory": f"about {megabytes(memory)} above the interpreter, on {execution.device}",
+        "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
+        "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
+        f"{execution.sequential} forward",
+        "calibration": _calibration(made and made.record()),
+    }
+    print_facts(console, facts)
+
+
+def _print_linears(console: Console, job: Job) -> None:
+    """Identical linears of several blocks share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
     rows = job.method.output.planned(job)
     order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
@@ -52,16 +73,14 @@ def print_plan(job: Job) -> None:
         blocks = [row.block for row in members if row.block is not None]
         table.add_row(name, ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
     console.print(table)
-    execution = plan.execution
+
+
+def _print_output(console: Console, job: Job) -> None:
+    plan = job.plan
+    size = f"{megabytes(plan.source_bytes)} → {megabytes(plan.output_bytes)}"
     facts = {
         "output": f"{job.staging.output}",
-        "size": f"{megabytes(plan.source_bytes)} → {megabytes(plan.output_bytes)}"
-        f" ({plan.bits_per_weight:.2f} bits per quantized weight)",
-        "memory": f"about {megabytes(plan.memory_bytes)} above the interpreter, on {execution.device}",
-        "disk": f"{megabytes(plan.disk_bytes)} while it runs",
-        "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
-        f"{execution.sequential} forward",
-        "calibration": _calibration(job.calibration and job.calibration.record()),
+        "size": f"{size} ({plan.bits_per_weight:.2f} bits per quantized weight)",
     }
     print_facts(console, facts)
 

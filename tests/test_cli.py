@@ -793,3 +793,17 @@ def test_what_reads_back_otherwise_is_not_published(make, refuse, model, small, 
     assert not (tmp_path / "out").exists()
     make(*options, "--resume")
     assert (tmp_path / "out" / MANIFEST).is_file() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_folder_without_tokenizer_is_called_that(refuse, model, small, tmp_path):
+    shutil.copytree(model, bare := tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    error, hint = refuse(3, "gptq", bare, *small)
+    assert error == f"{bare} has no tokenizer that loads: there are no files of one"
+    assert "tokenizer.json" in hint
+    (bare / "tokenizer.json").write_text("{")
+    assert "there are no files" not in refuse(3, "gptq", bare, *small)[0]
+
+
+def test_resuming_nothing_is_said(quantkit, model, small):
+    done = quantkit("gptq", model, *small, "-o", "out", "--resume", "-q")
+    assert done.code == 0 and done.err == "warning: nothing is staged for out: it begins at the first block\n"

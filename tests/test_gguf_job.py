@@ -275,3 +275,28 @@ def test_the_faster_search_makes_another_file_of_the_same_kind(exported, demo_mo
     fast, exact = raw(tmp_path / "fast.gguf"), raw(exported / "Q4_K_M.gguf")
     assert {name: len(data) for name, data in fast.items()} == {n: len(d) for n, d in exact.items()}
     assert fast["blk.0.ffn_up.weight"].tobytes() != exact["blk.0.ffn_up.weight"].tobytes()
+
+
+def test_a_plan_of_several_types_ends_in_what_all_take(demo_model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "gguf",
+        str(demo_model),
+        "-t",
+        "Q4_0",
+        "-t",
+        "Q8_0",
+        "--solver",
+        "rtn",
+        "--imatrix",
+        "none",
+        "--dry-run",
+    ]
+    told = CliRunner().invoke(cli.app, words).stdout
+    record = json.loads(CliRunner().invoke(cli.app, [*words, "--json"]).stdout)
+    assert record["schema"] == "quantkit.jobs/1"
+    sizes = [row["plan"]["output_bytes"] for row in record["jobs"]]
+    disk = sum(row["plan"]["disk_bytes"] for row in record["jobs"])
+    assert f"in all       2 files, {sum(sizes) / 1e6:.2f} MB" in told
+    assert told.count("memory  ") == 1 and f"{disk / 1e6:.2f} MB while it runs" in told
+    assert [f"→ {size / 1e6:.2f} MB" in told for size in sizes] == [True, True]

@@ -101,8 +101,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             progress.close()
             if values["as_json"]:
                 _print_json([report.plan_record(prepared) for prepared in jobs])
-            for prepared in () if values["as_json"] else jobs:
-                report.print_plan(prepared)
+            else:
+                report.print_plans(jobs)
             return
         windows = _windows(jobs[0], values["eval_text"])  # a text that does not serve is noticed here
         with _resumable(jobs[0].staging.folder):

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from quantkit.checkpoint import why_no_tokenizer
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 
 Json = dict[str, Any]
@@ -135,7 +136,7 @@ def _from_older_files(folder: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises many kinds here; all mean the same to a user
-        raise _no_tokenizer(folder, first_line(error)) from error
+        raise _no_tokenizer(folder, why_no_tokenizer(folder, error)) from error
     if not tokenizer.is_fast:
         raise _no_tokenizer(folder, "it has neither tokenizer.json nor tokenizer.model")
     return tokenizer.backend_tokenizer
