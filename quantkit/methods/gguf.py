@@ -57,7 +57,9 @@ class Options:
         "first match counts.",
     )
     output_tensor_type: str | None = option(
-        None, "Type of the output matrix. (default: the mixture's)", names=BLOCKS
+        None,
+        "Type of the output matrix, which a tied embedding is, too. (default: the mixture's)",
+        names=BLOCKS,
     )
     token_embedding_type: str | None = option(
         None, "Type of the token embedding. (default: the mixture's)", names=BLOCKS
