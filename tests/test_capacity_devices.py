@@ -40,6 +40,12 @@ def test_reading_and_computing_take_equally_long_at_the_optimal_batch():
         ("Apple M3 Max", "m3-max"),
         ("h100_80GiB", "h100-80g"),
         ("CPU", "cpu"),
+        ("RTX 4070 Ti", "rtx-4070-ti"),
+        ("4070ti", "rtx-4070-ti"),
+        ("RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_spellings(text, name):
@@ -51,7 +57,7 @@ def test_spellings(text, name):
     [
         ("a100", "did you mean a100-40g or a100-80g?"),
         ("h200-80g", "did you mean h100-80g"),
-        ("rtx-3080", "rtx-3090"),
+        ("rtx-3070", "rtx-3090"),
         ("abacus", "known: v100-16g"),
     ],
 )
@@ -72,15 +78,20 @@ def test_numbers_of_a_device_can_be_said():
         None,
     )
     assert devices.choose(None, None, None, None) is None
+    two = devices.choose("l4", 20, None, None, 2)
+    assert (two.name, two.memory_bytes, two.bandwidth_gbs, two.tflops) == ("2 × l4", 40 * GIB, 600, 242)
+    assert two.one == mine and two.one.count == 1
     for flags in ((0, None, None), (None, -1, None), (None, None, float("nan")), (float("inf"), None, None)):
         with pytest.raises(QuantkitError, match="makes no sense"):
             devices.choose("t4", *flags)
 
 
 def test_all_the_usual_devices_are_there():
-    wanted = "a100-40g a100-80g h100-80g h200 b200 l4 l40s t4 v100-16g v100-32g rtx-3090 rtx-4090 rtx-5090"
+    wanted = "a100-40g a100-80g h100-80g h200 b200 l4 l40 l40s h20 mi300x t4 v100-16g v100-32g rtx-3090"
+    wanted += " rtx-4090 rtx-5090 rtx-3080 rtx-4070 rtx-4070-ti rtx-4080 rtx-6000-ada rtx-pro-6000"
     assert {*wanted.split(), "m1", "m2", "m3", "m4", "cpu"} <= devices.DEVICES.keys()
     for device in devices.DEVICES.values():
+        assert device.one == device.times(1) == device.times(3).one == device
         assert (
             1 < device.memory_gib < 1000 and 10 < device.bandwidth_gbs < 10_000 and 0.5 < device.tflops < 3000
         )

@@ -1,6 +1,7 @@
 """Devices by name: memory, bandwidth, and FLOPS of dense 16-bit matrix products.
 
-NVIDIA: data sheets, tensor cores that add up in float32, without sparsity; memory as the driver shows it.
+NVIDIA: data sheets, tensor cores that add up in float32, without sparsity; memory as the driver shows it
+(rtx-pro-6000 is the Blackwell Workstation Edition). AMD: data sheets, matrix cores, likewise.
 Apple: the full chip with the most memory sold, bandwidth as stated, FLOPS of its GPU in float32 (16 bit is
 no faster there) as others computed them from clocks. `cpu` is a desktop of eight cores and two channels of
 DDR5-5600. Say --vram, --bandwidth and --tflops for another.
@@ -15,13 +16,14 @@ from dataclasses import dataclass, replace
 from quantkit.errors import USAGE, QuantkitError
 
 GIB = 1 << 30
+MOST_DEVICES = 10_000
 
 
 @dataclass(frozen=True)
 class Device:
     """memory_gib: of it `usable` may be filled; bandwidth in GB/s, tflops in 10^12 operations a second.
 
-    kind: cuda, apple or cpu. None: not known.
+    kind: cuda, rocm, apple or cpu. None: not known. count: devices that stand here for one, `single`.
     """
 
     name: str
@@ -29,6 +31,24 @@ class Device:
     memory_gib: float | None
     bandwidth_gbs: float | None
     tflops: float | None
+    count: int = 1
+    single: Device | None = None
+
+    @property
+    def one(self) -> Device:
+        """One of them."""
+        return self.single or self
+
+    def times(self, count: int) -> Device:
+        """So many of them as if they were one: all memory, bandwidth and FLOPS, which is an upper bound."""
+        if count == 1:
+            return self
+        known = {
+            key: value * count
+            for key in ("memory_gib", "bandwidth_gbs", "tflops")
+            if (value := getattr(self, key)) is not None
+        }
+        return replace(self, name=f"{count} × {self.name}", count=count, single=self, **known)
 
     @property
     def usable(self) -> float:
@@ -50,16 +70,24 @@ _CUDA = {
     "a6000": (48, 768, 155),
     "h100-80g": (80, 3350, 989),
     "h100-pcie-80g": (80, 2000, 756),
+    "h20": (95, 4000, 148),
     "h200": (140, 4800, 989),
     "b200": (179, 8000, 2250),
     "l4": (22.5, 300, 121),
+    "l40": (45, 864, 181),
     "l40s": (45, 864, 362),
     "rtx-3060": (12, 360, 25),
+    "rtx-3080": (10, 760, 59.5),
     "rtx-3090": (24, 936, 71),
+    "rtx-4070": (12, 504, 58.3),
+    "rtx-4070-ti": (12, 504, 80.2),
     "rtx-4080": (16, 717, 97.5),
     "rtx-4090": (24, 1008, 165),
     "rtx-5090": (32, 1792, 209),
+    "rtx-6000-ada": (48, 960, 364),
+    "rtx-pro-6000": (95, 1792, 503),
 }
+_ROCM = {"mi300x": (191, 5300, 1307)}
 _APPLE = {
     "m1": (16, 68, 2.6),
     "m1-pro": (32, 200, 5.2),
@@ -79,7 +107,7 @@ _APPLE = {
 }
 DEVICES = {
     name: Device(name, kind, *numbers)
-    for kind, table in (("cuda", _CUDA), ("apple", _APPLE), ("cpu", {"cpu": (32, 90, 1)}))
+    for kind, table in (("cuda", _CUDA), ("rocm", _ROCM), ("apple", _APPLE), ("cpu", {"cpu": (32, 90, 1)}))
     for name, numbers in table.items()
 }
 
@@ -90,10 +118,12 @@ def find(name: str) -> Device:
     Raises QuantkitError with the nearest names for an unknown one.
     """
     spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
-    spelled = re.sub(r"^(nvidia|geforce|tesla|apple)-", "", spelled)
-    spelled = re.sub(r"^(nvidia|geforce|tesla|apple)-", "", spelled)
+    spelled = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|apple)-", "", spelled)
+    spelled = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|apple)-", "", spelled)
     spelled = re.sub(r"(\d+)-?gi?b$", r"\1g", spelled)
-    for candidate in (spelled, f"rtx-{spelled}", re.sub(r"^rtx(\d)", r"rtx-\1", spelled)):
+    spelled = re.sub(r"-(blackwell.*|generation)$", "", re.sub(r"^(rtx-)?4070ti", "rtx-4070-ti", spelled))
+    further = f"rtx-{spelled}", re.sub(r"^rtx(\d)", r"rtx-\1", spelled), spelled.removeprefix("rtx-")
+    for candidate in (spelled, *further):
         if candidate in DEVICES:
             return DEVICES[candidate]
     near = [known for known in DEVICES if known.startswith(f"{spelled}-")]
@@ -107,11 +137,16 @@ def find(name: str) -> Device:
 
 
 def choose(
-    name: str | None, vram: float | None, bandwidth: float | None, tflops: float | None
+    name: str | None,
+    vram: float | None,
+    bandwidth: float | None,
+    tflops: float | None,
+    count: int | None = None,
 ) -> Device | None:
     """The named device with what is said otherwise put in its place; None where nothing is said.
 
-    vram in GiB, bandwidth in GB/s. Raises QuantkitError for numbers that are not positive.
+    vram in GiB, bandwidth in GB/s, all of one device; count: how many there are. Raises QuantkitError for
+    numbers that are not positive, and for a count of nothing.
     """
     said = {"memory_gib": vram, "bandwidth_gbs": bandwidth, "tflops": tflops}
     flags = {"memory_gib": "--vram", "bandwidth_gbs": "--bandwidth", "tflops": "--tflops"}
@@ -119,7 +154,11 @@ def choose(
     for key, value in said.items():
         if not 0 < value < 1e9:
             raise QuantkitError(f"{flags[key]} {value:g} makes no sense", "give a positive number", USAGE)
+    if count is not None and not 1 <= count <= MOST_DEVICES:
+        raise QuantkitError(f"--gpus {count} makes no sense", f"choose 1 to {MOST_DEVICES:,}", USAGE)
     if name is None and not said:
+        if count is not None:
+            raise QuantkitError("--gpus says how many, but not of what", "add --gpu NAME, or --vram", USAGE)
         return None
     base = find(name) if name else Device("custom", "cuda", None, None, None)
-    return replace(base, **said)
+    return replace(base, **said).times(count or 1)

@@ -13,7 +13,8 @@ from fractions import Fraction
 
 from quantkit.capacity.attention import LayerCache
 
-# Bytes per value. llama.cpp's types hold 32 values and a 16-bit scale.
+# Bytes per value. llama.cpp's types hold 32 values and a 16-bit scale; int4 is the quantized cache of
+# transformers, groups of 64 with a scale and a shift of 16 bit each; fp8 and int8 have a scale per tensor.
 DTYPES: dict[str, Fraction] = {
     "float32": Fraction(4),
     "bfloat16": Fraction(2),
@@ -22,7 +23,7 @@ DTYPES: dict[str, Fraction] = {
     "int8": Fraction(1),
     "q8_0": Fraction(34, 32),
     "q4_0": Fraction(18, 32),
-    "int4": Fraction(1, 2),
+    "int4": Fraction(64 * 4 + 32, 64 * 8),
 }
 ALIASES = {
     "fp32": "float32",
