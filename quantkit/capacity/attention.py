@@ -23,7 +23,7 @@ FAMILIES: dict[str, int] = {
             "gpt_bigcode", "bloom", "falcon", "RefinedWeb", "RefinedWebModel", "opt", "mpt", "stablelm",
             "olmo", "olmo2", "olmoe", "cohere", "granite", "granitemoe", "smollm3", "nemotron", "glm",
             "glm4", "glm4_moe", "seed_oss", "arcee", "helium", "persimmon", "ernie4_5", "hunyuan_v1_dense",
-            "apertus", "codegen", "minimax_m2",
+            "apertus", "codegen", "minimax_m2", "llama4_text",
         ),
         1,
     ),
@@ -112,6 +112,11 @@ def _kinds(settings: Settings) -> list[str]:
         if unknown := sorted({str(kind) for kind in stated} - known.keys()):
             raise Unsupported(f"layers of type {', '.join(unknown)} are not known")
         return [known[kind] for kind in stated]
+    if family == "llama4_text":  # layers with rotary positions attend in chunks
+        stated = settings.get("no_rope_layers") or [(k + 1) % 4 for k in range(count)]
+        if not isinstance(stated, list) or len(stated) != count:
+            raise Unsupported(f"config.json names positions of other layers than its {count}")
+        return ["chunked" if rotary else "full" for rotary in stated]
     if family.startswith("qwen") and not settings.flag("use_sliding_window"):
         return ["full"] * count
     if settings.get("sliding_window") is None:
@@ -122,7 +127,7 @@ def _kinds(settings: Settings) -> list[str]:
     period = FAMILIES.get(family)
     if period is None or family.startswith("qwen"):
         raise Unsupported(f"which layers of {family} slide is not known: config.json names no layer_types")
-    if family in ("gemma3_text", "cohere2") and isinstance(
+    if family in ("gemma2", "gemma3_text", "cohere2") and isinstance(
         stated := settings.get("sliding_window_pattern"), int
     ):
         period = stated

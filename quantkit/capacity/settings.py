@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.capacity import defaults
+from quantkit.errors import UNSUPPORTED, QuantkitError
 
 LARGEST = 1 << 40  # of any size; above this config.json is damaged
 MOST_LAYERS = 10_000
+HEADS, VOCABULARY, CONTEXT, *_ = defaults.SYNONYMS
 
 
 @dataclass(frozen=True)
@@ -20,14 +22,19 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """`text_config` where a model has other parts, too. Raises QuantkitError without a model_type."""
+        """`text_config` where a model has other parts, too; what it leaves out as transformers fills it in.
+
+        Raises QuantkitError (exit code 4) without a model_type.
+        """
         text = config.get("text_config")
         values = dict(text) if isinstance(text, dict) else dict(config)
         values.setdefault("model_type", config.get("model_type"))
         values.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
         if not isinstance(values["model_type"], str):
-            raise QuantkitError("config.json names no model_type", "give the config.json of a language model")
-        return Settings(values)
+            raise QuantkitError(
+                "config.json names no model_type", "give the config.json of a language model", UNSUPPORTED
+            )
+        return Settings(defaults.fill(values))
 
     @property
     def model_type(self) -> str:
@@ -41,7 +48,11 @@ class Settings:
         """A whole number from 1 to `most`. Raises QuantkitError for anything else, and without a default."""
         value = self.get(*names, default=default)
         if value is None:
-            raise QuantkitError(f"config.json says no {names[0]}", "give a complete config.json")
+            raise QuantkitError(
+                f"config.json says no {names[0]}, and {self.model_type} has no default for it",
+                hint="give a complete config.json",
+                exit_code=UNSUPPORTED,
+            )
         if type(value) is not int or not 1 <= value <= most:
             name = next((name for name in names if self.values.get(name) is not None), names[0])
             raise QuantkitError(
@@ -68,14 +79,12 @@ class Settings:
 
     @property
     def heads(self) -> int:
-        return self.size("num_attention_heads", "n_head", "n_heads")
+        return self.size(*HEADS)
 
     @property
     def head_dim(self) -> int:
         """Width of a head; where nothing is said, the heads share the hidden width."""
-        return self.size(
-            "head_dim", default=HEAD_DIMS.get(self.model_type) or max(1, self.hidden // self.heads)
-        )
+        return self.size("head_dim", default=max(1, self.hidden // self.heads))
 
     @property
     def kv_heads(self) -> int:
@@ -99,18 +108,14 @@ class Settings:
     @property
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
-        names = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
-        return None if self.get(*names) is None else self.size(*names)
+        return None if self.get(*CONTEXT) is None else self.size(*CONTEXT)
 
     @property
     def vocabulary(self) -> int:
-        return self.size("vocab_size", "padded_vocab_size")
+        return self.size(*VOCABULARY)
 
     @property
     def stored_dtype(self) -> str:
         """Precision of the stored weights, `bfloat16` where config.json does not say."""
         value = self.get("dtype", "torch_dtype", default="bfloat16")
         return value if value in ("float32", "float16", "bfloat16") else "bfloat16"
-
-
-HEAD_DIMS = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
