@@ -9,7 +9,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED, SHAPE, save_model
 from published import CONFIGS, PARAMETERS
 
-from quantkit.capacity import parameters, source
+from quantkit.capacity import parameters, source, templates
 from quantkit.capacity.families import FAMILIES as TEMPLATES
 from quantkit.capacity.settings import Settings
 from quantkit.containers import safetensors_folder
@@ -57,7 +57,7 @@ def shapes(make, arguments: dict) -> tuple[dict, dict[str, tuple[int, ...]]]:
 def test_a_configuration_gives_the_names_and_shapes_of_its_model(name, variant):
     make, arguments = (FAMILIES | FURTHER)[name]
     config, expected = shapes(make, arguments | variant)
-    found = parameters.from_config(Settings.of(config))
+    found = templates.from_config(Settings.of(config))
     if name == "gpt_neox" and "lm_head.weight" in expected:  # the module's name, since transformers 5
         expected["embed_out.weight"] = expected.pop("lm_head.weight")
     assert {tensor.name: tensor.shape for tensor in found.tensors} == expected
@@ -78,7 +78,7 @@ def test_experts_are_counted(make, arguments):
     """transformers fuses them as it loads; the hub's files hold them one by one."""
     config, expected = shapes(make, arguments)
     settings = Settings.of(config)
-    found = parameters.from_config(settings)
+    found = templates.from_config(settings)
     assert found.count == sum(map(math.prod, expected.values()))
     experts = sum(tensor.size for tensor in found.tensors if ".experts." in tensor.name)
     assert found.active(settings) == found.count - experts // 2
@@ -93,7 +93,7 @@ def test_every_template_is_compared():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_counts(name):
-    assert parameters.from_config(Settings.of(CONFIGS[name])).count == PARAMETERS[name]
+    assert templates.from_config(Settings.of(CONFIGS[name])).count == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,7 +144,7 @@ def test_a_broken_configuration_is_refused(change, words, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(QuantkitError, match=words):
         read = source.read(str(folder))
-        parameters.from_config(read.settings)
+        templates.from_config(read.settings)
 
 
 def test_an_unknown_family_needs_headers(tmp_path):
@@ -158,8 +158,11 @@ def test_an_unknown_family_needs_headers(tmp_path):
 
 
 def test_counts_in_words():
-    found = [source.parse_count(text) for text in ("175B", "1.5b", "350M", "12,000")]
-    assert found == [175 * 10**9, 1_500_000_000, 350 * 10**6, 12000]
-    for text in ("", "B", "7e9", "-7B", "0", "1e99", "9" * 40):
+    written = ("175B", "1.5b", "350M", "12,000", "1.5e9", "7E+9", "7.e9")
+    found = [source.parse_count(text).total for text in written]
+    assert found == [175 * 10**9, 1_500_000_000, 350 * 10**6, 12000, 1_500_000_000, 7 * 10**9, 7 * 10**9]
+    assert source.parse_count("671B") == source.Count(671 * 10**9, None)
+    assert source.parse_count("30.5B-A3.3b") == source.Count(30_500_000_000, 3_300_000_000)
+    for text in ("", "B", "-7B", "0", "1e99", "9" * 40, "7B-A", "-A3B", "3B-A7B", "7e-9", "nan", "inf"):
         with pytest.raises(QuantkitError, match="no number of parameters"):
             source.parse_count(text)

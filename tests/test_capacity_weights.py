@@ -7,7 +7,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS, PARAMETERS
 
-from quantkit.capacity import formats, gguf, parameters, source
+from quantkit.capacity import formats, gguf, source, templates
 from quantkit.capacity.settings import Settings
 from quantkit.llamacpp import architectures, mixtures, tensors
 from quantkit.llamacpp.architectures import kv_heads
@@ -19,7 +19,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 def of_config(name: str, format: str) -> formats.Weights:
     settings = Settings.of(CONFIGS[name])
-    return formats.weights(format, parameters.from_config(settings), settings)
+    return formats.weights(format, templates.from_config(settings), settings)
 
 
 # ---- published sizes: two bytes per parameter
@@ -30,7 +30,7 @@ def of_config(name: str, format: str) -> formats.Weights:
 )
 def test_two_bytes_per_parameter(params, gigabytes):
     """GPT-3, BLOOM, Llama 2 70B, Falcon 40B, MPT 30B, StarCoder."""
-    assert formats.by_count("bf16", source.parse_count(params)).bytes == gigabytes * 10**9
+    assert formats.by_count("bf16", source.parse_count(params).total).bytes == gigabytes * 10**9
 
 
 @pytest.mark.parametrize("name, gigabytes", [("bloom", 352), ("Llama-2-70b", 138), ("octocoder", 31)])
@@ -47,7 +47,7 @@ def test_octocoder():
     assert of_config("octocoder", "bf16").bytes / GIB == pytest.approx(29.03, rel=0.01)
     assert of_config("octocoder", "int8").bytes / GIB == pytest.approx(15.22, rel=0.04)
     nested = of_config("octocoder", "nf4").bytes
-    linears = parameters.from_config(Settings.of(CONFIGS["octocoder"])).linears
+    linears = templates.from_config(Settings.of(CONFIGS["octocoder"])).linears
     plain = nested + sum(tensor.size for tensor in linears) * (32 - 8 - 1 / 8) / 64 / 8
     decoded = 2 * max(tensor.size for tensor in linears)
     assert (plain + decoded) / GIB == pytest.approx(9.54, rel=0.08)
@@ -55,11 +55,30 @@ def test_octocoder():
 
 
 def test_parameters_alone():
-    """As if every one were packed; GGUF at the bits of the base type."""
+    """As if every one were packed."""
     assert formats.by_count("int8", 10**9).bytes == 10**9
     assert formats.by_count("nf4", 10**9).bits_per_weight == pytest.approx(4.127, abs=1e-3)
     assert formats.by_count("gptq", 10**9).bits_per_weight == 4 + 20 / 128
-    assert formats.by_count("Q4_K_M", 10**9).bits_per_weight == 4.5
+    assert formats.by_count("int8", 10**9).read_bytes is None
+    assert formats.by_count("int8", 10**9, active=10**8).read_bytes == 10**8
+
+
+@pytest.mark.parametrize(
+    "params, file_type, gigabytes",
+    [
+        ("8.03B", "Q4_K_M", 4.92),
+        ("8.03B", "Q8_0", 8.54),
+        ("70.55B", "Q4_K_M", 42.52),
+        ("6.74B", "Q4_K_M", 4.08),
+    ],
+)
+def test_parameters_alone_in_gguf(params, file_type, gigabytes):
+    """Published files of Llama 3 8B and 70B and of Llama 2 7B: mixtures take more than their base type."""
+    found = formats.by_count(file_type, source.parse_count(params).total)
+    assert found.bytes / 1e9 == pytest.approx(gigabytes, rel=0.012)
+    bits = [gguf.typical_bits(kind, 70 * 10**9) for kind in ("Q4_K_M", "Q4_K_S", "Q4_0")]
+    assert [round(whole, 2) for whole, _ in bits] == [4.82, 4.57, 4.53]
+    assert bits[2][1] == 4.5  # of the linears alone
 
 
 # ---- GGUF
@@ -97,14 +116,22 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
     row = architectures.of_config(config)
     model = Model(row.name, config.num_hidden_layers, config.num_attention_heads, kv_heads(config))
     settings = Settings.of(json.loads(config.to_json_string()))
-    found = parameters.from_config(settings)
+    found = templates.from_config(settings)
     for file_type in ("Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "IQ4_XS"):
         choices = mixtures.choose(file_type, model, [(target.name, target.shape) for target in targets])
         sizes = [mixtures.nbytes(c.type, t.shape) for c, t in zip(choices, targets, strict=True)]
         blocks = zip(sizes, targets, choices, strict=True)
         packed = sum(size for size, t, c in blocks if c.type != "F32" and t.name.startswith("blk."))
         total = sum(-(-size // 32) * 32 for size in sizes)
-        assert gguf.file_bytes(file_type, found, settings) == (total, packed)
+        tables = [
+            -(-size // 32) * 32
+            for size, t in zip(sizes, targets, strict=True)
+            if t.name == "position_embd.weight"
+            or (t.name == "token_embd.weight" and any(t.name == "output.weight" for t in targets))
+        ]
+        assert gguf.file_bytes(file_type, found, settings) == gguf.FileBytes(
+            total, packed, total - sum(tables)
+        )
 
 
 def test_llama_2_7b_in_gguf():
@@ -118,16 +145,16 @@ def test_llama_2_7b_in_gguf():
 
 def test_what_a_format_cannot_hold_is_said():
     settings = Settings.of(CONFIGS["gpt2"])
-    gpt2 = parameters.from_config(settings)
+    gpt2 = templates.from_config(settings)
     assert formats.weights("gptq", gpt2, settings).bytes
     refused = formats.weights("awq", gpt2, settings)
     assert refused.bytes is None and refused.reason == "clients do not replace a Conv1D (48 linears)"
     narrow = Settings.of(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
-    found = formats.weights("gptq", parameters.from_config(narrow), narrow)
+    found = formats.weights("gptq", templates.from_config(narrow), narrow)
     assert found.reason == "in_features 11000 is no multiple of 128 (32 linears)"
-    assert formats.weights("int8", parameters.from_config(narrow), narrow).bytes
+    assert formats.weights("int8", templates.from_config(narrow), narrow).bytes
     mixtral = Settings.of(CONFIGS["Mixtral-8x7B"])
     assert (
         "mixtral has no GGUF architecture"
-        in formats.weights("Q4_0", parameters.from_config(mixtral), mixtral).reason
+        in formats.weights("Q4_0", templates.from_config(mixtral), mixtral).reason
     )

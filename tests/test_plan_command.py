@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from families import save_model
-from published import CONFIGS, PARAMETERS
+from published import CONFIGS, PARAMETERS, gated
 from safetensors.torch import load_file, save_file
 from stand_in_hub import SHA, TOKEN, Repo, environment
 
@@ -59,6 +59,7 @@ def test_a_textbook_answer(record):
         "exact": False,
         "basis": "config.json",
         "stored_bytes": None,
+        "quantized": False,
     }
     cache = found["kv_cache"]
     assert cache["bytes_per_sequence"] == cache["bytes"] == 3.125 * GIB
@@ -87,7 +88,43 @@ def test_the_figures_of_another_format(record):
         == int8["requests_that_fit"]
         == (int(36 * GIB) - int8["bytes"]) // (3.125 * GIB)
     )
-    assert int8["tokens_per_second"] == pytest.approx(1555e9 / (int8["bytes"] + 3.125 * GIB))
+    assert int8["read_bytes"] == int8["bytes"] - 2 * 32000 * 5120  # of the embedding one row is read
+    assert int8["tokens_per_second"] == pytest.approx(1555e9 / (int8["read_bytes"] + 3.125 * GIB))
+
+
+def test_fits_is_weights_and_the_caches_of_all_sequences(record):
+    """Llama 2 7B in bf16 takes 13.48 GB, a sequence of 4,096 tokens 2 GiB; 0.9 of the memory is used."""
+    weights = 2 * PARAMETERS["Llama-2-7b"]
+    for spare, requests in ((1000, 1), (-1000, 0)):
+        vram = (weights + 2 * GIB + spare) / 0.9 / GIB
+        found = record("Llama-2-7b", "--vram", vram)["weights"]["bf16"]
+        assert (found["fits"], found["requests_that_fit"]) == (requests == 1, requests)
+    found = [record("Llama-2-7b", "--vram", 24, "--batch", n)["weights"]["bf16"] for n in (4, 5)]
+    assert [(row["fits"], row["requests_that_fit"]) for row in found] == [(True, 4), (False, 4)]
+
+
+def test_best_batch_goes_by_the_bits_of_the_blocks_linears_in_every_format(record):
+    """Whatever embeddings add to a file: nf4 has fewer bits there than Q5_K_M, though not in its file."""
+    found = record("Llama-3-8B", "--gpu", "rtx-3090")["weights"]
+    nf4, q5 = found["nf4"], found["Q5_K_M"]
+    assert nf4["bits_per_weight"] == pytest.approx(q5["bits_per_weight"], abs=0.03)
+    assert 8 * nf4["bytes_per_weight"] == pytest.approx(4.127, abs=1e-3)
+    assert 8 * q5["bytes_per_weight"] == pytest.approx(5.65, abs=0.02)
+    for row in (nf4, q5, found["bf16"]):
+        assert row["optimal_batch"] == pytest.approx(71e12 * row["bytes_per_weight"] / (2 * 936e9))
+
+
+def test_devices_together_are_an_upper_bound(record):
+    one = record("Llama-2-70b", "--gpu", "a100-80g")
+    four = record("Llama-2-70b", "--gpu", "a100-80g", "--gpus", 4)
+    assert four["device"]["name"] == "4 × a100-80g" and four["device"]["count"] == 4
+    assert four["device"]["memory_bytes"] == 4 * one["device"]["memory_bytes"]
+    assert not one["weights"]["bf16"]["fits"] and four["weights"]["bf16"]["fits"]
+    int8 = one["weights"]["int8"], four["weights"]["int8"]
+    assert int8[1]["tokens_per_second"] == pytest.approx(4 * int8[0]["tokens_per_second"])
+    assert int8[1]["optimal_batch"] == int8[0]["optimal_batch"]
+    assert four["job"] == one["job"]  # one of them quantizes
+    assert "at most" in four["notes"][-1] and not one["notes"]
 
 
 def test_pages_against_reserving_the_whole_context(record):
@@ -117,6 +154,71 @@ def test_parameters_without_a_model(record):
     assert found["weights"]["bf16"]["fits"] and found["job"] == {} and found["model"] is None
     assert found["roofline"]["optimal_batch"] == pytest.approx(989e12 / 3350e9)
     assert record(None, "--params", "70B")["weights"]["bf16"]["bytes"] == 140e9
+    dense, sparse = (
+        record(None, "--params", text, "--gpu", "h200")["weights"]["int8"] for text in ("30B", "30B-A3B")
+    )
+    assert sparse["bytes"] == dense["bytes"]
+    assert sparse["tokens_per_second"] == pytest.approx(10 * dense["tokens_per_second"])
+
+
+UNKNOWN = {  # as their config.json have it
+    "deepseek_v3": gated("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, n_routed_experts=256)
+    | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "num_experts_per_tok": 8},
+    "gpt_oss": gated("gpt_oss", 2880, 2880, 36, 64, 8, 201088, num_local_experts=128)
+    | {"head_dim": 64, "sliding_window": 128, "quantization_config": {"quant_method": "mxfp4"}},
+    "llama4": {
+        "model_type": "llama4",
+        "text_config": gated("llama4_text", 5120, 8192, 48, 40, 8, 202048, num_local_experts=16)
+        | {"head_dim": 128, "no_rope_layers": []},
+    },
+    "qwen3_next": gated("qwen3_next", 2048, 5120, 48, 16, 2, 151936, num_experts=512, head_dim=256),
+}
+CACHES = {  # of 32,768 tokens, in 16 bit
+    "deepseek_v3": 61 * 576 * 32768 * 2,
+    "gpt_oss": 18 * 1024 * (128 + 32768) * 2,
+    "llama4": (36 * 8192 + 12 * 32768) * 2048 * 2,
+    "qwen3_next": 12 * 1024 * 32768 * 2 + 36 * ((2 * 16 + 32) * 128 * 4 * 2 + 32 * 128 * 128 * 4),
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_parameters_beside_the_configuration_of_an_unknown_family(record, quantkit, tmp_path, family):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(UNKNOWN[family]))
+    code, _, err = quantkit(path)
+    assert code == 4 and "cannot be computed" in err and "--params" in err
+    found = record(path, "--params", "671B", "--ctx", "32k", "--gpu", "h200", "--gpus", 8)
+    assert found["parameters"]["count"] == 671 * 10**9 and found["parameters"]["basis"] == "--params"
+    assert found["kv_cache"]["bytes_per_sequence"] == CACHES[family]
+    int8 = found["weights"]["int8"]
+    assert int8["requests_that_fit"] > 0 and int8["tokens_per_second"] is None
+    assert found["parameters"]["active"] is None and "--params 671B-A34B" in str(found["notes"])
+    found = record(path, "--params", "671B-A37B", "--ctx", "32k", "--gpu", "h200", "--gpus", 8)
+    speed = found["weights"]["int8"]["tokens_per_second"]
+    assert speed == pytest.approx(8 * 4800e9 / (37e9 + CACHES[family]))
+    code, out, err = quantkit(path, "--params", "671B")
+    assert (code, err) == (0, "") and "671.00 billion (estimate from --params)" in out
+    if family == "deepseek_v3":
+        assert found["architecture"]["kv_heads"] is None and "128 heads (MLA)" in out
+    if family == "gpt_oss":
+        assert "layers       18 sliding (128 tokens), 18 full" in out
+
+
+def test_parameters_beside_headers_are_refused(quantkit, demo_model):
+    code, _, err = quantkit(demo_model, "--params", "7B")
+    assert code == 2 and "say how many parameters it has" in err and "leave out --params" in err
+
+
+def test_numbers_as_people_write_them(record):
+    assert record(None, "--params", "1.5e9")["parameters"]["count"] == 1_500_000_000
+    for text, tokens in (("32k", 32768), ("1M", 1 << 20), ("8192", 8192), ("16,384", 16384)):
+        assert record("Llama-3-8B", "--ctx", text)["kv_cache"]["tokens"] == tokens
+
+
+def test_a_cache_of_4_bits_has_scales(record):
+    """Groups of 64 with a scale and a shift, 16 bit each: 4.5 bits."""
+    bf16, int4 = (record("Llama-3-8B", "--kv-dtype", kind)["kv_cache"]["bytes"] for kind in ("bf16", "int4"))
+    assert int4 / bf16 == 4.5 / 16
 
 
 def test_a_folder_is_exact(record, tiny_model):
@@ -151,18 +253,6 @@ def test_what_is_not_known_is_said_and_the_rest_answered(record, quantkit, tmp_p
     assert found["weights"]["bf16"]["bytes"] == 2 * found["parameters"]["count"]
 
 
-def test_the_original_of_a_quantized_checkpoint_is_planned(record, tiny_model):
-    folder = tiny_model("llama", name="tiny")
-    whole = record(folder)
-    path = folder / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}})
-    )
-    found = record(folder)
-    assert not found["parameters"]["exact"] and "quantized already" in found["notes"][0]
-    assert found["weights"]["gptq"] == whole["weights"]["gptq"]
-
-
 # ---- for people
 
 
@@ -175,8 +265,9 @@ def test_what_people_read(quantkit, tmp_path, monkeypatch):
     assert "parameters   13.02 billion (estimate from config.json)" in out
     assert "KV cache     3.125 GiB per sequence of 4,096 tokens (bfloat16)" in out
     assert re.search(r"^ bf16 +26\.03 GB +24\.24 +16\.00 +no +0 +– +76", out, re.M)
-    assert re.search(r"^ int8 +13\.35 GB +12\.44 +8\.21 +yes +2 +≤ 56 +38", out, re.M)
-    assert re.search(r"^ gptq +\S+ GiB +\S+ GB +\S+ min to \S+ h +rtx-3090, bfloat16", out, re.M)
+    assert re.search(r"^ int8 +13\.35 GB +12\.44 +8\.21 +yes +2 +≤ 57 +38", out, re.M)
+    assert re.search(r"^ gptq +\S+ GiB +\S+ GB +\S+ min to \S+ h", out, re.M)
+    assert "to make it: on rtx-3090 in bfloat16" in out
     tables = [line for line in out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80 and not any("…" in line for line in tables)
     assert "add --gpu NAME" not in out and "add --gpu NAME" in quantkit(path)[1]
@@ -188,14 +279,54 @@ def test_no_colour_and_no_codes_in_pipes(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "quantkit", "plan", path, "--gpu", "l4"]
     out = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    assert "32 sliding" in out and "\x1b" not in out
+    assert "32 sliding (4,096 tokens)" in out and "\x1b" not in out
+
+
+OPT_175B = {
+    "model_type": "opt", "hidden_size": 12288, "ffn_dim": 49152, "num_hidden_layers": 96, "vocab_size": 50272,
+    "num_attention_heads": 96, "max_position_embeddings": 2048, "word_embed_proj_dim": 12288,
+}  # fmt: skip
+
+
+def test_large_models_stay_in_80_columns(quantkit, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("quantkit.capacity.job_time._cores", lambda: 2)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(OPT_175B))
+    for arguments in ([path], [path, "--gpu", "rtx-pro-6000"], [path, "--gpu", "h200", "--gpus", 16]):
+        code, out, _ = quantkit(*arguments)
+        tables = [line for line in out.splitlines() if line.startswith(" ")]
+        assert code == 0 and max(map(len, tables)) <= 80 and "…" not in out
+    assert re.search(r"^ bf16 +349\.2 GB +325\.2 +16\.00 ", out, re.M)
+    times = re.search(r"^ gptq .* (\S+) days to (\S+) days", quantkit(path)[1], re.M)
+    assert float(times[2]) > float(times[1]) > 2
+
+
+def test_small_models_show_their_size(quantkit, demo_model):
+    out = quantkit(demo_model, "--gpu", "m3-max")[1]
+    assert re.search(r"^ bf16 +11\.54 MB +0\.0107 +16\.00", out, re.M)
+    assert (
+        "time unknown: nothing was measured on Apple's processors" in out and "time from nothing" not in out
+    )
+    quiet = quantkit(demo_model, "--gpu", "m3-max", "-q")
+    assert quiet[0] == 0 and "time unknown" not in quiet[1] and quiet[1] == out[: len(quiet[1])]
+
+
+def test_a_group_size_that_fits_is_named(quantkit, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(gated("llama", 2048, 10944, 2, 16, 16, 32000)))
+    out = quantkit(path)[1]
+    assert "gptq, awq: not possible: in_features 10944 is no multiple of 128; --group-size 64 fits" in out
 
 
 @pytest.mark.parametrize(
     "code, arguments, words",
     [
         (2, [], "give a model or --params"),
-        (2, ["model", "--params", "7B"], "--params stands for a model"),
+        (2, ["--params", "7B", "--gpus", "2"], "--gpus says how many, but not of what"),
+        (2, ["--params", "7B", "--gpu", "l4", "--gpus", "0"], "--gpus 0 makes no sense"),
+        (2, ["--params", "7B", "--ctx", "32x"], "--ctx 32x makes no sense"),
+        (4, ["--params", "7B", "--method", "stored"], "no headers say how it is stored"),
         (2, ["--params", "many"], "no number of parameters"),
         (2, ["--params", "7B", "--gpu", "a100"], "did you mean a100-40g or a100-80g?"),
         (2, ["--params", "7B", "--kv-dtype", "bf17"], "did you mean bf16"),
@@ -219,13 +350,6 @@ def test_a_format_that_cannot_hold_the_model_is_refused(quantkit, tmp_path):
     code, _, err = quantkit(path, "--method", "awq")
     assert code == 4 and "awq cannot hold this model" in err and "Conv1D" in err
     assert quantkit("file.gguf")[0] == 3
-
-
-def test_gguf_files_are_refused(quantkit, tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF" + bytes(100))
-    code, _, err = quantkit(path)
-    assert code == 4 and "plan the checkpoint it was made from" in err
 
 
 # ---- promises

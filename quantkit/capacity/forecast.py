@@ -8,30 +8,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-from quantkit.capacity import formats, job, kv_cache, roofline
+from quantkit.capacity import fit, formats, job, kv_cache
 from quantkit.capacity.attention import LayerCache, Unsupported, layer_caches
 from quantkit.capacity.devices import Device
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.parameters import Parameters
+from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 SCHEMA = "quantkit.capacity/1"
 TOKENS = 4096  # of a sequence where nothing is said
 PAGES = (16, 32)
+NO_LAYERS = "--params says nothing about layers and heads"
 GROUPED_HEADS = 8  # of the what-if where the model itself does not share heads
 
 
 @dataclass(frozen=True)
 class Question:
     """What is asked about a model. tokens: of a sequence; batch: sequences at once; method: the format that
-    the figures beside the tables are for."""
+    the figures beside the tables are for (None: the files as they are where those are quantized, else bf16).
+    """
 
     tokens: int | None = None
     batch: int = 1
     kv_dtype: str = "bfloat16"
-    method: str = "bf16"
+    method: str | None = None
     device: Device | None = None
     samples: int = job.SAMPLES
     seqlen: int = job.SEQLEN
@@ -45,113 +49,121 @@ class Question:
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:
     """The record of a model. Raises QuantkitError for a question that makes no sense for it."""
-    settings, parameters = source.settings, source.parameters
     _check(question)
-    tokens = question.tokens or min(TOKENS, settings.context or TOKENS)
-    notes = list(source.notes)
-    if settings.context and tokens > settings.context:
-        notes.append(f"{tokens:,} tokens are more than the {settings.context:,} it was made for")
-    caches, reason = _caches(source)
-    cache = _cache_record(caches, reason, settings, question, tokens)
-    per_sequence = (
-        kv_cache.sequence_bytes(caches, tokens, _kv_bytes(question), kv_cache.PAGE) if caches else None
-    )
-    active = parameters.active(settings)
+    settings, parameters = source.settings, source.parameters
+    tokens = question.tokens or TOKENS
+    caches, cache, notes = None, {"bytes_per_sequence": None, "unsupported": NO_LAYERS}, list(source.notes)
+    if settings is not None:
+        tokens = question.tokens or min(TOKENS, settings.context or TOKENS)
+        if settings.context and tokens > settings.context:
+            notes.append(f"{tokens:,} tokens are more than the {settings.context:,} it was made for")
+        caches, reason = _caches(settings, parameters)
+        cache = _cache_record(caches, reason, settings, question, tokens)
+    load = fit.Load.of(caches, tokens, question.batch, _kv_bytes(question))
     weights = {
-        name: _weights_record(
-            formats.weights(name, parameters, settings),
-            active / parameters.count,
-            question,
-            per_sequence,
-            cache,
-        )
-        for name in formats.NAMES
+        name: fit.record(found, question.device, question.memory, load)
+        for name, found in _weights(source).items()
     }
+    if question.device and question.device.count > 1:
+        notes.append(
+            f"{question.device.count} devices as if they were one, at most: what they tell each other takes "
+            "time, and what cannot be divided lies on each"
+        )
     return {
         "schema": SCHEMA,
         "model": source.name,
-        "parameters": {
-            "count": parameters.count,
-            "active": active,
-            "exact": parameters.exact,
-            "basis": source.basis,
-            "stored_bytes": parameters.stored_bytes if parameters.exact else None,
-        },
-        "architecture": _architecture(settings, caches),
+        "parameters": _parameters(source),
+        "architecture": settings and _architecture(settings, caches),
         "device": _device_record(question),
         "kv_cache": cache,
         "weights": weights,
-        **_headline(weights, question),
-        "job": job.of_model(parameters, settings, question.device, question.samples, question.seqlen),
+        **_headline(weights, question.method or ("stored" if source.quantized else "bf16")),
+        "job": job.of_model(
+            parameters,
+            settings,
+            question.device and question.device.one,
+            question.samples,
+            question.seqlen,
+            source.layout,
+        )
+        if parameters
+        else {},
         "notes": notes,
     }
 
 
-def of_count(count: int, question: Question) -> dict[str, Any]:
-    """The record of so many parameters, and nothing known about where they are."""
-    _check(question)
-    reason = "--params says nothing about layers and heads"
-    weights = {
-        name: _weights_record(formats.by_count(name, count), 1.0, question, None, {})
-        for name in formats.NAMES
-    }
+def _weights(source: Source) -> dict[str, formats.Weights]:
+    """The model in every format; first the files as they are, where headers say how."""
+    if source.parameters is None:
+        count = source.count
+        return {name: formats.by_count(name, count.total, count.active) for name in formats.NAMES}
+    names = (formats.STORED, *formats.NAMES) if source.parameters.exact else formats.NAMES
+    return {name: formats.weights(name, source.parameters, source.settings) for name in names}
+
+
+def _parameters(source: Source) -> dict[str, Any]:
+    found = source.parameters
     return {
-        "schema": SCHEMA,
-        "model": None,
-        "parameters": {
-            "count": count,
-            "active": count,
-            "exact": False,
-            "basis": "--params",
-            "stored_bytes": None,
-        },
-        "architecture": None,
-        "device": _device_record(question),
-        "kv_cache": {"bytes_per_sequence": None, "unsupported": reason},
-        "weights": weights,
-        **_headline(weights, question),
-        "job": {},
-        "notes": ["sizes as if every parameter were packed: embeddings that stay in 16 bit come on top"],
+        "count": found.count if found else source.count.total,
+        "active": found.active(source.settings) if found else source.count.active,
+        "exact": bool(found) and found.exact,
+        "basis": source.basis,
+        "stored_bytes": found.stored_bytes if found and found.exact else None,
+        "quantized": source.quantized,
     }
 
 
 def _check(question: Question) -> None:
     """Raise QuantkitError for numbers that make no sense."""
-    numbers = {"--ctx": question.tokens, "--batch": question.batch, "--samples": question.samples}
+    numbers = {"--batch": question.batch, "--samples": question.samples}
     for flag, value in (numbers | {"--seqlen": question.seqlen}).items():
         if value is not None and not 1 <= value <= 1 << 32:
             raise QuantkitError(f"{flag} {value} makes no sense", "choose 1 or more", USAGE)
 
 
-def _caches(source: Source) -> tuple[list[LayerCache] | None, str | None]:
+def _caches(settings: Settings, parameters: Parameters | None) -> tuple[list[LayerCache] | None, str | None]:
     try:
-        return layer_caches(source.settings, source.parameters), None
+        return layer_caches(settings, parameters), None
     except Unsupported as error:
         return None, str(error)
 
 
-def _kv_bytes(question: Question):
+def _kv_bytes(question: Question) -> Fraction:
     return kv_cache.DTYPES[question.kv_dtype]
 
 
 def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> dict[str, Any]:
-    heads = settings.heads if settings.get("num_attention_heads", "n_head", "n_heads") else None
+    heads = settings.heads if settings.get(*HEADS) else None
+    latent = any(cache.kind == "latent" for cache in caches or ())
+    kv_heads = None if heads is None or latent else settings.kv_heads
+    windows: dict[str, list[int]] = {}
+    for cache in caches or ():
+        if cache.window is not None and cache.window not in windows.setdefault(cache.kind, []):
+            windows[cache.kind].append(cache.window)
     return {
         "model_type": settings.model_type,
         "layers": settings.layers,
         "hidden": settings.hidden,
         "heads": heads,
-        "kv_heads": settings.kv_heads if heads else None,
+        "kv_heads": kv_heads,
+        "attention": "MLA" if latent else heads and _kind_of_attention(heads, kv_heads),
         "head_dim": settings.head_dim if heads else None,
         "context": settings.context,
         "layer_types": dict(Counter(cache.kind for cache in caches)) if caches else None,
+        "windows": windows,
     }
+
+
+def _kind_of_attention(heads: int, kv_heads: int) -> str:
+    """Of keys and values there are as many as queries, one, or one for each group of queries."""
+    return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
 
 
 def _device_record(question: Question) -> dict[str, Any] | None:
     device = question.device
     return device and {
         "name": device.name,
+        "count": device.count,
         "memory_bytes": device.memory_bytes,
         "usable_bytes": question.memory,
         "bandwidth": device.bandwidth_gbs and device.bandwidth_gbs * 1e9,
@@ -181,9 +193,7 @@ def _cache_record(
         "bytes_per_sequence": exact,
         "bytes": exact * question.batch,
         "what_if": _what_if(caches, settings, tokens, dtype),
-        "attention_scores_bytes": kv_cache.attention_scores(settings.heads, tokens)
-        if _attends(caches)
-        else 0,
+        "attention_scores_bytes": _attention_scores(caches, settings, tokens),
     }
     record["paged"] = {
         str(page): {
@@ -200,13 +210,18 @@ def _cache_record(
     return record
 
 
-def _attends(caches: Sequence[LayerCache]) -> bool:
-    return any(cache.values for cache in caches)
+def _attention_scores(caches: Sequence[LayerCache], settings: Settings, tokens: int) -> int | None:
+    """None where not all layers have the same heads; 0 without attention."""
+    if not any(cache.values for cache in caches):
+        return 0
+    return kv_cache.attention_scores(settings.heads, tokens) if settings.get(*HEADS) else None
 
 
 def _what_if(caches: Sequence[LayerCache], settings: Settings, tokens: int, dtype: Any) -> dict[str, dict]:
     """The cache with a key and a value for every head, for groups of heads, and for all heads together."""
     if any(cache.kind not in ("full", "sliding", "chunked", "shared") for cache in caches):
+        return {}
+    if not settings.get(*HEADS):
         return {}
     heads, own = settings.heads, settings.kv_heads
     grouped = own if 1 < own < heads else GROUPED_HEADS
@@ -217,41 +232,17 @@ def _what_if(caches: Sequence[LayerCache], settings: Settings, tokens: int, dtyp
     return {name: {"kv_heads": k, "bytes_per_sequence": now * k // own} for name, k in choices.items()}
 
 
-def _weights_record(
-    weights: formats.Weights, active: float, question: Question, per_sequence: int | None, cache: dict
-) -> dict[str, Any]:
-    """A format's bytes, and what they leave room for on the device."""
-    record: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
-    if weights.bytes is None:
-        return record | {"reason": weights.reason}
-    device, memory = question.device, question.memory
-    record["fits"] = None if memory is None else weights.bytes <= memory
-    fitting = memory is not None and per_sequence
-    record["requests_that_fit"] = kv_cache.fitting(memory - weights.bytes, per_sequence) if fitting else None
-    bandwidth = device and device.bandwidth_gbs and device.bandwidth_gbs * 1e9
-    flops = device and device.tflops and device.tflops * 1e12
-    record["bytes_per_weight"] = weights.stream_bits / 8
-    record["optimal_batch"] = (
-        roofline.optimal_batch(flops, bandwidth, weights.stream_bits / 8) if bandwidth and flops else None
-    )
-    one = cache.get("bytes_per_sequence") or 0
-    record["tokens_per_second"] = (
-        roofline.tokens_per_second(bandwidth, weights.bytes * active, one) if bandwidth else None
-    )
-    return record
-
-
-def _headline(weights: dict[str, dict], question: Question) -> dict[str, Any]:
+def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:
     """The figures of the one format that was asked for. Raises QuantkitError if it cannot hold the model."""
-    chosen = weights[question.method]
+    chosen = weights.get(method, {"bytes": None, "reason": "no headers say how it is stored"})
     if chosen["bytes"] is None:
         raise QuantkitError(
-            f"{question.method} cannot hold this model: {chosen['reason']}",
-            hint="choose another --method; without, the figures are those of bf16",
+            f"{method} cannot hold this model: {chosen['reason']}",
+            hint="choose another --method, such as bf16",
             exit_code=UNSUPPORTED,
         )
     return {
-        "method": question.method,
+        "method": method,
         "roofline": {
             "optimal_batch": chosen["optimal_batch"],
             "bytes_per_weight": chosen["bytes_per_weight"],

@@ -17,6 +17,7 @@ from quantkit.errors import name_all
 from quantkit.layouts import _sizes
 
 BITS, GROUP_SIZE = 4, 128  # defaults of gptq and awq
+SMALLER_GROUPS = (64, 32, 16)
 PER_WORD = 8  # 4-bit codes in an int32
 
 
@@ -28,12 +29,15 @@ class Unfit(Exception):
 class Weights:
     """A model in one format. bytes: of all its tensors, as stored; None where `reason` says it cannot be.
 
-    packed_bytes: of the blocks' linears alone. bits_per_weight: of all parameters. stream_bits: per weight of
-    what a matrix product reads, groups' scales included; a scale per row is not counted.
+    packed_bytes: of the blocks' linears alone. read_bytes: what a token reads of all: no tables of which it
+    looks up a row, and of experts those it is routed to; None where it is not known which part that is.
+    bits_per_weight: of all parameters. stream_bits: per weight of the blocks' linears, groups' scales
+    included; a scale per row is not counted.
     """
 
     bytes: int | None
     packed_bytes: int
+    read_bytes: int | None
     bits_per_weight: float | None
     stream_bits: float
     reason: str = ""
@@ -54,26 +58,32 @@ class Packed:
     conv1d: bool = True
     without: tuple[str, ...] = ()
 
-    def packed_bytes(self, parameters: Parameters, model_type: str) -> int:
-        """Bytes of all linears of the blocks. Raises Unfit naming those that cannot be packed."""
+    def tensor_bytes(self, tensor: Tensor) -> int:
+        """Bytes of a linear packed, of anything else as it is."""
+        return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
+
+    def check(self, parameters: Parameters, model_type: str) -> None:
+        """Raise Unfit naming the linears of the blocks that cannot be packed."""
         if model_type in self.without:
             raise Unfit(
                 f"clients want scales of activations for {model_type}; --layout compressed-tensors does it"
             )
         if parameters.fused_experts or not parameters.linears:
             raise Unfit("experts of a block are one tensor" if parameters.fused_experts else "no linears")
-        refused = Counter(why for tensor in parameters.linears if (why := self._unfit(tensor)))
+        refused: Counter[str] = Counter()
+        for group in parameters.groups:
+            if group.tensor.is_linear and (why := self._unfit(group.tensor)):
+                refused[why] += group.count
         if refused:
             raise Unfit(name_all((f"{why} ({number} linears)" for why, number in refused.items()), 2))
-        # millions of linears of experts are of a few shapes
-        shapes = Counter((tensor.out_features, tensor.in_features) for tensor in parameters.linears)
-        return sum(count * self.nbytes(*shape) for shape, count in shapes.items())
 
     def _unfit(self, tensor: Tensor) -> str:
         if tensor.conv1d and not self.conv1d:
             return "clients do not replace a Conv1D"
         if tensor.in_features % self.in_multiple:
-            return f"in_features {tensor.in_features} is no multiple of {self.in_multiple}"
+            smaller = next((size for size in SMALLER_GROUPS if tensor.in_features % size == 0), None)
+            fix = f"; --group-size {smaller} fits" if smaller and self.in_multiple == GROUP_SIZE else ""
+            return f"in_features {tensor.in_features} is no multiple of {self.in_multiple}{fix}"
         if tensor.out_features % self.out_multiple:
             return f"out_features {tensor.out_features} is no multiple of {self.out_multiple}"
         return ""
@@ -95,36 +105,57 @@ PACKED: dict[str, Packed] = {
     ),
 }
 NAMES = ("bf16", *PACKED, *gguf.FILE_TYPES)
+STORED = "stored"  # the files as they are, of a model whose headers were read
 
 
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
     """A model in the format of this name."""
-    count = parameters.count
-    linears = sum(tensor.size for tensor in parameters.linears)
     if name == "bf16":
-        return _weights(2 * count, 2 * linears, count, 16.0)
+        copy = parameters.head_copy
+        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size * (tensor is not copy), 16.0)
+    if name == STORED:
+        return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
     try:
         if name in PACKED:
-            packed = PACKED[name].packed_bytes(parameters, settings.model_type)
-            rest = sum(tensor.nbytes for tensor in parameters.rest)
-            return _weights(packed + rest, packed, count, PACKED[name].stream_bits)
-        total, packed = gguf.file_bytes(name, parameters, settings)
-        return _weights(total, packed, count, 8 * packed / linears)
+            method = PACKED[name]
+            method.check(parameters, settings.model_type)
+            return _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
+        found = gguf.file_bytes(name, parameters, settings)
+        linears = sum(tensor.size for tensor in parameters.linears)
+        bits = 8 * found.total / parameters.count
+        return Weights(found.total, found.packed, found.read, bits, 8 * found.packed / linears)
     except (Unfit, gguf.Unfit) as error:
-        return Weights(None, 0, None, stream_bits(name), str(error))
+        return Weights(None, 0, None, None, 0.0, str(error))
 
 
-def by_count(name: str, count: int) -> Weights:
-    """So many parameters in the format of this name, as if every one of them were packed."""
-    bits = stream_bits(name)
+def by_count(name: str, count: int, active: int | None = None) -> Weights:
+    """So many parameters in the format of this name, as if every one of them were packed.
+
+    active: those that a token reads, None where it is not known. GGUF file types, which are mixtures, at the
+    bits of a Llama's file.
+    """
+    if name == "bf16":
+        bits = stream_bits = 16.0
+    elif name in PACKED:
+        bits = stream_bits = PACKED[name].stream_bits
+    else:
+        bits, stream_bits = gguf.typical_bits(name, count)
     nbytes = round(count * bits / 8)
-    return _weights(nbytes, nbytes, count, bits)
+    read = None if active is None else round(active * bits / 8)
+    return Weights(nbytes, nbytes, read, bits, stream_bits)
 
 
-def stream_bits(name: str) -> float:
-    """Bits per weight of linears in a format; of GGUF file types those of their base type."""
-    return 16.0 if name == "bf16" else PACKED[name].stream_bits if name in PACKED else gguf.base_bits(name)
-
-
-def _weights(nbytes: int, packed: int, count: int, bits: float) -> Weights:
-    return Weights(nbytes, packed, 8 * nbytes / count, bits)
+def _by_tensor(
+    parameters: Parameters,
+    settings: Settings,
+    nbytes: Callable[[Tensor], int],
+    stream_bits: float | None = None,
+) -> Weights:
+    """A format that is known tensor by tensor. stream_bits: those of the linears where nothing is said."""
+    total = parameters.total(nbytes)
+    packed = parameters.total(lambda tensor: nbytes(tensor) if tensor.is_linear else 0)
+    if stream_bits is None:
+        weights = parameters.total(lambda tensor: tensor.size if tensor.is_linear else 0)
+        stream_bits = 8 * packed / weights if weights else 0.0
+    read = parameters.read(settings, nbytes)
+    return Weights(total, packed, read, 8 * total / parameters.count, stream_bits)

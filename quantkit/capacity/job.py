@@ -28,6 +28,8 @@ LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}  # on the way: code and t
 CALIBRATED = ("awq", "gguf", "gptq")  # with default options: by second moments of the inputs
 TRANSFORMED = ("awq",)
 TABLES = {"nf4": 72 * MIB}  # what making a grid's look-up tables takes for a moment
+READ = ("awq", "bitsandbytes", "compressed-tensors", "gguf", "gptq")  # layouts that quantkit decodes
+NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 GGUF_TYPE = "Q4_K_M"  # the default of `quantkit gguf`
 
 
@@ -118,11 +120,25 @@ def peak_memory(
 
 
 def of_model(
-    parameters: Parameters, settings: Settings, device: Device | None, samples: int, seqlen: int
+    parameters: Parameters,
+    settings: Settings,
+    device: Device | None,
+    samples: int,
+    seqlen: int,
+    layout: str | None = None,
 ) -> dict[str, Any]:
-    """Method -> what its job takes with default options, or why quantkit refuses it."""
+    """Method -> what its job takes with default options, or why quantkit refuses it.
+
+    layout: how the model is quantized already, None where it is not.
+    """
+    unread = layout is not None and layout not in READ
+    reason = _refused(parameters) or (f"linears stored as {layout} are not read" if unread else "")
+    needs = "--allow-requantize" if layout else None
     return {
-        method: _of_method(method, parameters, settings, device, samples, seqlen) for method in job_time.WORK
+        method: NOTHING | {"reason": reason}
+        if reason
+        else _of_method(method, parameters, settings, device, samples, seqlen) | {"needs": needs}
+        for method in job_time.WORK
     }
 
 
@@ -135,8 +151,8 @@ def _of_method(
     seqlen: int,
 ) -> dict[str, Any]:
     weights = formats.weights(GGUF_TYPE if method == "gguf" else method, parameters, settings)
-    if reason := _refused(parameters) or weights.reason:
-        return {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None, "reason": reason}
+    if weights.reason:
+        return NOTHING | {"reason": weights.reason}
     on_gpu = device is not None and device.kind == "cuda"
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype(settings.stored_dtype, on_gpu)

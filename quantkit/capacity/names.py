@@ -8,7 +8,13 @@ from collections.abc import Collection, Mapping
 from quantkit.capacity import formats, kv_cache
 from quantkit.errors import USAGE, QuantkitError
 
-FORMAT_ALIASES = {"fp16": "bf16", "bfloat16": "bf16", "float16": "bf16", "gguf": "Q4_K_M"}
+FORMAT_ALIASES = {
+    "as stored": "stored",
+    "fp16": "bf16",
+    "bfloat16": "bf16",
+    "float16": "bf16",
+    "gguf": "Q4_K_M",
+}
 
 
 def kv_dtype(text: str) -> str:
@@ -18,7 +24,7 @@ def kv_dtype(text: str) -> str:
 
 def format(text: str) -> str:
     """A format of weights. Raises QuantkitError with the nearest names for an unknown one."""
-    spelled = {name.lower(): name for name in formats.NAMES}
+    spelled = {name.lower(): name for name in (formats.STORED, *formats.NAMES)}
     return spelled[_known(text.lower(), spelled, FORMAT_ALIASES, "--method").lower()]
 
 

@@ -1,33 +1,50 @@
-"""The tensors of a model and what they are for: exact from headers, computed for the known families."""
+"""The tensors of a model and what they are for: exact from headers; templates.py computes them without."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from quantkit.capacity.families import FAMILIES, Family
+from quantkit.capacity.defaults import SYNONYMS
+from quantkit.capacity.families import FAMILIES
 from quantkit.capacity.settings import Settings
 from quantkit.containers.safetensors_folder import TensorInfo, natural
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import QuantkitError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]
-FOURFOLD = ("gpt2", "gptj", "gpt_bigcode", "bloom", "falcon", "mpt")  # where no intermediate size is said
-MOST_TENSORS = 1_000_000
 BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
 # Masks and frequencies that old checkpoints carry along: no parameters.
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 EXPERT = re.compile(r"\.experts(\.|$)")
+*_, EXPERTS, ROUTED = SYNONYMS
+MOST_EXPERTS = 10_000
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
+EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight$")  # never multiplied
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter that headers describe. nbytes: as a plain checkpoint has it; stored_nbytes: of its codes
+    and scales, where it is quantized."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    stored_nbytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Tensor:
     """A stored tensor. block: index of its decoder block, None outside; local: its name inside it.
 
+    nbytes: as a plain checkpoint has it; stored_nbytes: of its codes and scales, where it is quantized.
     out_features, in_features: of a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
     """
 
@@ -39,11 +56,17 @@ class Tensor:
     out_features: int = 0
     in_features: int = 0
     conv1d: bool = False
+    stored_nbytes: int | None = None
 
     @property
     def size(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
+
+    @property
+    def in_file(self) -> int:
+        """Bytes that it takes in the file it was read from."""
+        return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
 
     @property
     def is_linear(self) -> bool:
@@ -55,14 +78,31 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Group:
+    """So many tensors of the kind of this one, and what a token does with them.
+
+    role: `read`, `expert` (where it is routed there), `table` (it looks up a row), or `beside` (of a block
+    that is not the model's own).
+    """
+
+    tensor: Tensor
+    role: str
+    count: int
+
+
+@dataclass(frozen=True)
 class Parameters:
-    """All tensors of a model, buffers left out. exact: they were read; else computed from config.json."""
+    """All tensors of a model, buffers left out. exact: they were read; else computed from config.json.
+
+    blocks: how many decoder blocks are the model's own.
+    """
 
     tensors: tuple[Tensor, ...]
     exact: bool
+    blocks: int
     is_tied: bool = False
 
-    @property
+    @cached_property
     def linears(self) -> list[Tensor]:
         """Linears of the blocks: what methods quantize."""
         return [tensor for tensor in self.tensors if tensor.is_linear]
@@ -75,7 +115,7 @@ class Parameters:
     @property
     def fused_experts(self) -> bool:
         """Whether all experts of a block are one tensor, `[experts, …]`."""
-        return any(tensor.is_expert and len(tensor.shape) > 2 for tensor in self.tensors)
+        return any(len(group.tensor.shape) > 2 and group.tensor.is_expert for group in self.groups)
 
     @cached_property
     def head_copy(self) -> Tensor | None:
@@ -83,11 +123,7 @@ class Parameters:
         if not self.is_tied:
             return None
         outside = [tensor for tensor in self.tensors if tensor.block is None and len(tensor.shape) == 2]
-        heads = [
-            tensor
-            for tensor in outside
-            if re.search(r"(^|\.)(lm_head|embed_out|output)\.weight$", tensor.name)
-        ]
+        heads = [tensor for tensor in outside if HEAD.search(tensor.name)]
         twins = [
             head for head in heads if any(head.shape == other.shape for other in outside if other is not head)
         ]
@@ -96,162 +132,106 @@ class Parameters:
     @property
     def count(self) -> int:
         """Number of parameters, a tied head counted once."""
-        return sum(t.size for t in self.tensors) - (self.head_copy.size if self.head_copy else 0)
+        return self.total(lambda t: t.size) - (self.head_copy.size if self.head_copy else 0)
 
     @property
     def stored_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.total(lambda tensor: tensor.in_file)
 
-    def active(self, settings: Settings) -> int:
-        """Parameters that a token meets: of experts only those it is routed to."""
-        experts = sum(tensor.size for tensor in self.tensors if tensor.is_expert)
-        if not experts:
-            return self.count
-        chosen = settings.size("num_experts_per_tok", "moe_topk", "num_experts_per_token")
-        of = settings.size("num_local_experts", "num_experts", "n_routed_experts")
-        return self.count - experts + experts * chosen // of
+    @property
+    def quantized(self) -> bool:
+        """Whether some tensors are stored as codes and scales."""
+        return any(group.tensor.stored_nbytes is not None for group in self.groups)
+
+    def active(self, settings: Settings) -> int | None:
+        """Parameters that a token meets: of experts only those it is routed to; None where config.json does
+        not say how many those are."""
+        copy = self.head_copy
+        return self.read(settings, lambda tensor: tensor.size * (tensor is not copy), tables=True)
+
+    def total(self, amount: Callable[[Tensor], int]) -> int:
+        """The sum of `amount` over all tensors."""
+        return sum(group.count * amount(group.tensor) for group in self.groups)
+
+    def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
+        """The sum of `amount` over what a token reads; None where it is not known how many experts those are.
+
+        Not read are tables of which it looks up a row (unless `tables`), and blocks beside the model's own,
+        which predict further tokens. Experts count by the part that a token is routed to.
+        """
+        sums = dict.fromkeys(("read", "table", "expert", "beside"), 0)
+        for group in self.groups:
+            sums[group.role] += group.count * amount(group.tensor)
+        everything = sums["read"] + (sums["table"] if tables else 0)
+        if not sums["expert"]:
+            return everything
+        if settings.get(*ROUTED) is None or settings.get(*EXPERTS) is None:
+            return None
+        chosen, of = (settings.size(*names, most=MOST_EXPERTS) for names in (ROUTED, EXPERTS))
+        return everything + sums["expert"] * chosen // of
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Tensors that are alike but for their names: thousands of experts are of a few kinds."""
+        has_head = any(tensor.block is None and HEAD.search(tensor.name) for tensor in self.tensors)
+        first: dict[tuple, Tensor] = {}
+        counts: Counter[tuple] = Counter()
+        for tensor in self.tensors:
+            role = self._role(tensor, has_head)
+            name = tensor.name if tensor.block is None else None
+            key = role, name, tensor.shape, tensor.nbytes, tensor.stored_nbytes, tensor.is_linear
+            first.setdefault(key, tensor)
+            counts[key] += 1
+        return [Group(tensor, key[0], counts[key]) for key, tensor in first.items()]
+
+    def _role(self, tensor: Tensor, has_head: bool) -> str:
+        if tensor.block is not None:
+            if tensor.block >= self.blocks:
+                return "beside"
+            return "expert" if tensor.is_expert else "read"
+        table = TABLES.search(tensor.name) or (has_head and EMBEDDING.search(tensor.name))
+        return "table" if table else "read"
 
 
-def from_headers(infos: Iterable[TensorInfo], settings: Settings) -> Parameters:
+def from_headers(infos: Iterable[TensorInfo | Entry], settings: Settings) -> Parameters:
     """Parameters as they are stored. Raises QuantkitError if no list of blocks fits the configuration."""
     infos = [info for info in infos if not BUFFER.search(info.name)]
     blocks = _find_blocks([info.name for info in infos], settings)
     tensors = [
-        _tensor(info.name, info.shape, info.nbytes, blocks, settings)
+        make_tensor(
+            info.name, info.shape, info.nbytes, blocks, settings, getattr(info, "stored_nbytes", None)
+        )
         for info in sorted(infos, key=lambda info: natural(info.name))
     ]
-    return Parameters(tuple(tensors), exact=True, is_tied=_is_tied(settings))
+    return Parameters(tuple(tensors), exact=True, blocks=settings.layers, is_tied=is_tied(settings))
 
 
-def from_config(settings: Settings) -> Parameters:
-    """Parameters that a known family has under this configuration.
-
-    Raises QuantkitError (exit code 4) for an unknown one: a guess would be worse than no answer.
-    """
-    family = FAMILIES.get(settings.model_type)
-    if family is None or not _follows(settings):
-        raise QuantkitError(
-            f"parameters of {settings.model_type} cannot be computed from config.json alone",
-            hint="give a folder or hub id with safetensors, whose headers say it exactly, or --params; "
-            f"known families: {', '.join(sorted(FAMILIES))}",
-            exit_code=UNSUPPORTED,
-        )
-    element = DTYPE_BYTES[settings.stored_dtype]
-    sizes = _sizes(settings)
-    switches = _switches(family, settings)
-    conv1d = settings.model_type in CONV1D_FAMILIES
-    block = list(_expand(family.block, sizes, switches, conv1d))
-    if len(block) * settings.layers > MOST_TENSORS:
-        raise QuantkitError(
-            f"config.json describes {len(block) * settings.layers:,} tensors",
-            "it is damaged: download it again",
-        )
-    shapes = {
-        f"{family.blocks}.{k}.{name}": shape for k in range(settings.layers) for name, shape in block
-    } | dict(_expand(family.rest, sizes, switches, conv1d))
-    tensors = [
-        _tensor(name, shape, element * math.prod(shape), family.blocks, settings)
-        for name, shape in shapes.items()
-    ]
-    return Parameters(tuple(tensors), exact=False, is_tied=_is_tied(settings))
-
-
-def _follows(settings: Settings) -> bool:
-    """Whether all blocks are of the one kind that the templates know."""
-    if settings.model_type == "qwen3_moe":
-        return settings.get("decoder_sparse_step", default=1) == 1 and not settings.get("mlp_only_layers")
-    if settings.model_type == "stablelm":
-        return not settings.flag("qk_layernorm")
-    return not (settings.model_type == "phi" and settings.flag("qk_layernorm"))
-
-
-def _is_tied(settings: Settings) -> bool:
+def is_tied(settings: Settings) -> bool:
+    """Whether the head is the embedding."""
     family = FAMILIES.get(settings.model_type)
     return settings.flag("tie_word_embeddings", family.tied if family else False)
 
 
-def _sizes(settings: Settings) -> dict[str, int]:
-    """The letters of the templates; what a family does not have is left out."""
-    hidden, heads, kv_heads, head_dim = settings.hidden, settings.heads, settings.kv_heads, settings.head_dim
-    fourfold = settings.size("expansion_ratio", default=4) * hidden
-    inner = fourfold if settings.model_type in FOURFOLD else None
-    names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-    sizes = {
-        "h": hidden,
-        "q": heads * head_dim,
-        "kv": kv_heads * head_dim,
-        "n": heads,
-        "k": kv_heads,
-        "d": head_dim,
-        "v": settings.vocabulary,
-        "w": settings.size("word_embed_proj_dim", default=hidden),
-        "f": settings.size(*names, default=inner),
-    }
-    if settings.context:
-        sizes["p"] = settings.context
-    experts = settings.get("num_local_experts", "num_experts")
-    if experts is not None:
-        sizes["e"] = settings.size("num_local_experts", "num_experts", most=10_000)
-        sizes["m"] = settings.size("moe_intermediate_size", default=sizes["f"])
-    return sizes
-
-
-def _switches(family: Family, settings: Settings) -> dict[str, bool]:
-    """Every word after `+`, `?` or `!` in the family's lines, and whether it holds."""
-    words = set(re.findall(r"[+?!](\w+)", family.block + family.rest))
-    switches = {word: settings.flag(word, family.defaults.get(word, False)) for word in words}
-    new = settings.flag("new_decoder_architecture")
-    tied = settings.flag("tie_word_embeddings", family.tied)
-    own = {
-        "bias": True,
-        "none": False,
-        "qkv_bias": settings.flag("bias"),
-        "two_norms": new and settings.get("num_ln_in_parallel_attn", default=2) == 2,
-        "parallel_attn": new or settings.flag("parallel_attn", True),
-        "projects": settings.get("word_embed_proj_dim", default=settings.hidden) != settings.hidden,
-    }
-    return switches | own | {family.head: not tied}
-
-
-def _expand(
-    lines: str, sizes: dict[str, int], switches: dict[str, bool], conv1d: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the tensors that the lines describe; a bias has an entry per output."""
-    for line in filter(None, lines.splitlines()):
-        name, *words = line.split()
-        conditions = [word for word in words if word[0] in "?!"]
-        biases = [word[1:] for word in words if word[0] == "+"]
-        shape = tuple(_size(word, sizes) for word in words if word[0] not in "+?!")
-        if not switches.get(name, True) or any(switches[c[1:]] != (c[0] == "?") for c in conditions):
-            continue
-        for each in [name.replace("*", str(k)) for k in range(sizes["e"])] if "*" in name else [name]:
-            yield f"{each}.weight", shape
-            if any(switches[bias] for bias in biases):
-                yield f"{each}.bias", shape[-1:] if conv1d else shape[:1]
-
-
-def _size(expression: str, sizes: dict[str, int]) -> int:
-    """The value of `q+2kv`."""
-    total = 0
-    for term in expression.split("+"):
-        factor, symbol = re.fullmatch(r"(\d*)([a-z]*)", term).groups()
-        total += int(factor or 1) * (sizes[symbol] if symbol else 1)
-    return total
-
-
-def _tensor(name: str, shape: tuple[int, ...], nbytes: int, blocks: str, settings: Settings) -> Tensor:
-    """A tensor with its place in the model."""
+def make_tensor(
+    name: str,
+    shape: tuple[int, ...],
+    nbytes: int,
+    blocks: str,
+    settings: Settings,
+    stored_nbytes: int | None = None,
+) -> Tensor:
+    """A tensor with its place in the model, whose decoder blocks are the list `blocks`."""
     match = BLOCK.fullmatch(name) if name.startswith(f"{blocks}.") else None
     if match is None or match["blocks"] != blocks:
-        return Tensor(name, shape, nbytes)
+        return Tensor(name, shape, nbytes, stored_nbytes=stored_nbytes)
     index, local = int(match["index"]), match["local"]
     module, _, leaf = local.rpartition(".")
     plain = len(shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
     if not plain or not all(shape):
-        return Tensor(name, shape, nbytes, index, local)
+        return Tensor(name, shape, nbytes, index, local, stored_nbytes=stored_nbytes)
     conv1d = settings.model_type in CONV1D_FAMILIES
     out_features, in_features = shape[::-1] if conv1d else shape
-    return Tensor(name, shape, nbytes, index, local, out_features, in_features, conv1d)
+    return Tensor(name, shape, nbytes, index, local, out_features, in_features, conv1d, stored_nbytes)
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:

@@ -4,76 +4,172 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit import hub
-from quantkit.capacity import parameters
+from quantkit.capacity import parameters, templates
 from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.containers import safetensors_folder
 from quantkit.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.hub_headers import Repository
 
+QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
+AS_IF_PACKED = (
+    "sizes as if every parameter were packed: embeddings that stay in 16 bit come on top (GGUF file types: "
+    "at the bits per weight of a Llama's file)"
+)
+BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
+MOST_TOKENS = 1 << 32
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model's configuration and tensors. basis: what the tensors were read from, or computed from."""
+class Count:
+    """A number of parameters. active: of them those that a token meets, None where that is not known."""
 
-    name: str
-    settings: Settings
-    parameters: Parameters
+    total: int
+    active: int | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is known of a model. basis: what its tensors were read from, or computed from.
+
+    parameters: its tensors; None where a user said no more than their `count`. name, settings: None where
+    there is no model but that count. layout: how it is stored where it is quantized, such as `gptq` or `fp8`.
+    """
+
+    name: str | None
+    settings: Settings | None
+    parameters: Parameters | None
     basis: str
     notes: tuple[str, ...] = ()
+    layout: str | None = None
+    count: Count | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its files hold codes."""
+        return self.parameters is not None and self.parameters.quantized
 
 
-def read(source: str, revision: str | None = None, offline: bool = False) -> Source:
-    """A local folder, the path of a config.json, or a hub id, of which only headers are fetched.
+def read(
+    source: str, revision: str | None = None, offline: bool = False, count: Count | None = None
+) -> Source:
+    """A local folder, a GGUF file, the path of a config.json, or a hub id, of which only headers are fetched.
 
-    Raises QuantkitError for what is none of these, and for a family that is not known where no headers are.
+    count: what a user says of it where no headers do. Raises QuantkitError for what is none of these, for
+    a family that is not known where neither is there, and where both are.
     """
     path = Path(source).expanduser()
     if path.is_file() and hub.is_gguf(path):
-        raise QuantkitError(
-            f"{source} is packed already", "plan the checkpoint it was made from", UNSUPPORTED
-        )
+        from quantkit.capacity import gguf_header  # it needs numpy, which takes a while to import
+
+        found = gguf_header.read(path)
+        _refuse(count, source)
+        made = parameters.from_headers(found.entries, found.settings)
+        notes = (QUANTIZED,) if made.quantized else ()
+        layout = "gguf" if made.quantized else None
+        return Source(source, found.settings, made, "the GGUF header", notes, layout)
+    config, infos, folder = _contents(source, path, revision, offline)
+    if infos is not None:
+        _refuse(count, source)
+        return _of_headers(source, config, infos, folder)
+    return _of_config(source, config, count)
+
+
+def of_count(count: Count) -> Source:
+    """So many parameters, and nothing known about where they are; those that count a token meets."""
+    dense = count if count.active else replace(count, active=count.total)
+    return Source(None, None, None, "--params", (AS_IF_PACKED,), count=dense)
+
+
+def _contents(
+    source: str, path: Path, revision: str | None, offline: bool
+) -> tuple[Mapping[str, Any], list[TensorInfo] | None, Path | None]:
+    """config.json, what headers say (None: there are none), and the folder of both, if it is here."""
     if path.suffix == ".json" and path.is_file():
-        return _understand(source, safetensors_folder.read_config(path), None)
+        return safetensors_folder.read_config(path), None, None
     folder = hub.local(source)
     if folder is None and not offline:
         repository = Repository.open(source, revision)
         config, found = safetensors_folder.read_config(repository.fetch("config.json")), repository.tensors()
-        return _understand(source, config, None if found is None else list(found.values()))
+        return config, None if found is None else list(found.values()), None
     folder = folder or hub.resolve(source, revision, offline)
     config = safetensors_folder.read_config(folder / "config.json")
     stored = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    infos = list(safetensors_folder.read_folder(folder).values()) if stored else None
-    return _understand(source, config, infos)
+    return config, list(safetensors_folder.read_folder(folder).values()) if stored else None, folder
 
 
-def _understand(name: str, config: Mapping[str, Any], infos: list[TensorInfo] | None) -> Source:
+def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], folder: Path | None) -> Source:
+    settings, told = Settings.of(config), config.get("quantization_config")
+    if told:
+        from quantkit.capacity import quantized  # what plain checkpoints do not need
+
+        infos = quantized.entries(name, config, infos, folder)
+    found = parameters.from_headers(infos, settings)
+    if not found.quantized:
+        return Source(name, settings, found, "safetensors headers")
+    layout = str(told.get("quant_method")) if isinstance(told, dict) else str(told)
+    return Source(name, settings, found, "safetensors headers", (QUANTIZED,), layout)
+
+
+def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
     settings = Settings.of(config)
-    if config.get("quantization_config"):
-        stored = f", stored in {sum(info.nbytes for info in infos) / 1e9:,.2f} GB" if infos else ""
-        note = f"it is quantized already{stored}: all sizes are those of its original"
-        return Source(name, settings, parameters.from_config(settings), "config.json", (note,))
-    if infos is None:
-        return Source(name, settings, parameters.from_config(settings), "config.json")
-    return Source(name, settings, parameters.from_headers(infos, settings), "safetensors headers")
+    notes = ("it is quantized already: all sizes are those of its original",)
+    notes = notes if config.get("quantization_config") else ()
+    if config.get("vision_config") or config.get("audio_config"):
+        notes += ("of its parts only the language model is counted",)
+    if count is None:
+        return Source(name, settings, templates.from_config(settings), "config.json", notes)
+    if count.active is None:
+        dense = settings.get(*parameters.EXPERTS) in (None, 0, 1)
+        count = replace(count, active=count.total if dense else None)
+    if count.active is None:
+        notes += (f"for tokens/s say how many parameters are active: --params {_example(count)}",)
+    return Source(name, settings, None, "--params", (AS_IF_PACKED, *notes), count=count)
 
 
-def parse_count(text: str) -> int:
-    """`175B`, `350M` or a plain number of parameters. Raises QuantkitError for anything else."""
-    match = re.fullmatch(
-        r"(\d+(?:\.\d+)?)\s*([KMBT]?)", text.strip().replace(",", "").replace("_", "").upper()
-    )
-    count = round(float(match[1]) * UNITS[match[2]]) if match else 0
-    if not 0 < count < 10**15:
+def _example(count: Count) -> str:
+    return f"{count.total / 1e9:g}B-A{max(1, round(count.total / 2e10))}B"
+
+
+def _refuse(count: Count | None, source: str) -> None:
+    if count is not None:
         raise QuantkitError(
-            f"--params {text!r} is no number of parameters", "for example 175B or 350M", USAGE
+            f"the headers of {source} say how many parameters it has", "leave out --params", USAGE
         )
-    return count
+
+
+def parse_count(text: str) -> Count:
+    """Parameters as users write them: `175B`, `350M`, `1.5e9`, a plain number; `671B-A37B` with those active.
+
+    Raises QuantkitError for anything else.
+    """
+    total, dash, active = text.upper().partition("-A")
+    counts = _number(total), _number(active) if dash else None
+    if not counts[0] or (dash and not (counts[1] and counts[1] <= counts[0])):
+        raise QuantkitError(
+            f"--params {text!r} is no number of parameters", "for example 175B, 350M or 30B-A3B", USAGE
+        )
+    return Count(*counts)
+
+
+def _number(text: str) -> int | None:
+    """None for what is no number from 1 to 10^15."""
+    text = text.strip().replace(",", "").replace("_", "")
+    match = re.fullmatch(r"(\d{1,16}(?:\.\d{0,16})?(?:E\+?\d{1,2})?)\s*([KMBT]?)", text)
+    number = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    return number if 0 < number < 10**15 else None
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of a context as users write them: 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
+    match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
+    if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST_TOKENS:
+        raise QuantkitError(f"--ctx {text} makes no sense", "choose 1 or more, such as 8192 or 32k", USAGE)
+    return tokens

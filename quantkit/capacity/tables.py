@@ -9,20 +9,24 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from quantkit.capacity.formats import STORED
+
 GIB = 1 << 30
 SHOWN = ("bf16", "int8", "nf4", "gptq", "awq", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 MISSING = "–"
 Record = dict[str, Any]
 
 
-def show(record: Record) -> None:
-    """Print a record of forecast.py."""
+def show(record: Record, quiet: bool = False) -> None:
+    """Print a record of forecast.py; `quiet` leaves out what explains it."""
     console = Console(highlight=False)
     _facts(console, _about(record))
     console.print(_weights(record))
     _facts(console, _cache(record))
     if record["job"]:
         console.print(_jobs(record))
+    if quiet:
+        return
     for line in _remarks(record):
         console.print(line, style="dim", markup=False, soft_wrap=True)
     for note in record["notes"]:
@@ -31,7 +35,7 @@ def show(record: Record) -> None:
 
 def gigabytes(nbytes: float) -> str:
     """Decimal units, as disks and hubs count."""
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
+    return f"{_figure(nbytes / 1e9)} GB" if nbytes >= 1e9 else f"{_figure(nbytes / 1e6)} MB"
 
 
 def gibibytes(nbytes: float) -> str:
@@ -50,10 +54,12 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3.5 h`."""
+    """`40 s`, `12 min`, `3.5 h`, `13.1 days`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
 
 
 def _facts(console: Console, facts: dict[str, str]) -> None:
@@ -66,14 +72,15 @@ def _about(record: Record) -> dict[str, str]:
     facts = {"model": record["model"]} if record["model"] else {}
     certain = "exact, from" if parameters["exact"] else "estimate from"
     facts["parameters"] = f"{count(parameters['count'])} ({certain} {parameters['basis']})"
-    if parameters["active"] != parameters["count"]:
+    if parameters["active"] not in (parameters["count"], None):
         facts["parameters"] += f", {count(parameters['active'])} of them active"
+    if parameters["quantized"]:
+        facts["parameters"] += f", stored in {gigabytes(parameters['stored_bytes'])}"
     if shape:
         facts["shape"] = f"{shape['model_type']}, {shape['layers']} layers × {shape['hidden']:,}"
-        heads, pairs = shape["heads"], shape["kv_heads"]
-        if heads:
-            kind = "MHA" if pairs == heads else "MQA" if pairs == 1 else "GQA"
-            facts["shape"] += f", {heads} heads, {pairs} KV heads ({kind})"
+        if shape["heads"]:
+            pairs = f", {shape['kv_heads']} KV heads" if shape["kv_heads"] else ""
+            facts["shape"] += f", {shape['heads']} heads{pairs} ({shape['attention']})"
     if device:
         numbers = [gibibytes(device["memory_bytes"])] if device["memory_bytes"] else []
         numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []
@@ -89,7 +96,7 @@ def _weights(record: Record) -> Table:
     device = record["device"] or {}
     columns: dict[str, Callable[[Record], str]] = {
         "size": lambda row: gigabytes(row["bytes"]),
-        "GiB": lambda row: f"{row['bytes'] / GIB:,.2f}",
+        "GiB": lambda row: _figure(row["bytes"] / GIB),
         "bits": lambda row: f"{row['bits_per_weight']:.2f}",
     }
     if device.get("memory_bytes"):
@@ -100,6 +107,9 @@ def _weights(record: Record) -> Table:
     if device.get("bandwidth") and device.get("flops"):
         columns["best batch"] = lambda row: f"{row['optimal_batch']:,.0f}"
     table = _table("weights", *columns)
+    stored = record["weights"].get(STORED)
+    if stored and stored["bytes"] != record["weights"]["bf16"]["bytes"]:
+        table.add_row("as stored", *(cell(stored) for cell in columns.values()))
     for name in SHOWN:
         row = record["weights"][name]
         known = row["bytes"] is not None
@@ -107,25 +117,35 @@ def _weights(record: Record) -> Table:
     return table
 
 
+def _figure(value: float) -> str:
+    """Two decimals, one from a hundred on, or as many as a small number needs to show three digits."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
+
+
 def _requests(row: Record) -> str:
     return MISSING if row["requests_that_fit"] is None else f"{row['requests_that_fit']:,}"
 
 
 def _speed(row: Record) -> str:
-    return MISSING if row["fits"] is False else f"≤ {row['tokens_per_second']:,.0f}"
+    bound = row["tokens_per_second"]
+    return MISSING if row["fits"] is False or bound is None else f"≤ {bound:,.0f}"
 
 
 def _cache(record: Record) -> dict[str, str]:
     cache = record["kv_cache"]
     if cache["bytes_per_sequence"] is None:
-        return {"KV cache": f"{'unsupported' if record['model'] else 'unknown'}: {cache['unsupported']}"}
+        word = "unsupported" if record["architecture"] else "unknown"
+        return {"KV cache": f"{word}: {cache['unsupported']}"}
     each = gibibytes(cache["bytes_per_sequence"])
     facts = {"KV cache": f"{each} per sequence of {cache['tokens']:,} tokens ({cache['dtype']})"}
     if cache["batch"] > 1:
         facts["KV cache"] += f", {gibibytes(cache['bytes'])} for {cache['batch']}"
     kinds = record["architecture"]["layer_types"]
     if set(kinds) != {"full"}:
-        facts["layers"] = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+        windows = record["architecture"]["windows"]
+        facts["layers"] = ", ".join(
+            f"{number} {kind}{_window(windows.get(kind))}" for kind, number in kinds.items()
+        )
     if cache["what_if"]:
         facts["what if"] = ", ".join(
             f"{name.upper()} ({row['kv_heads']}) {gibibytes(row['bytes_per_sequence'])}"
@@ -144,16 +164,21 @@ def _cache(record: Record) -> dict[str, str]:
     return facts
 
 
+def _window(tokens: list[int] | None) -> str:
+    """` (4,096 tokens)`; nothing where there is none."""
+    return f" ({' or '.join(f'{each:,}' for each in tokens)} tokens)" if tokens else ""
+
+
 def _jobs(record: Record) -> Table:
-    table = _table("to make it", "peak memory", "disk", "time", "runs on")
+    table = _table("to make it", "peak memory", "disk", "time")
     for method, job in record["job"].items():
         if job["peak_memory_bytes"] is None:
-            table.add_row(method, *[MISSING] * 4)
+            table.add_row(method, *[MISSING] * 3)
             continue
         seconds = job["seconds"]
         time = f"{duration(seconds[0])} to {duration(seconds[1])}" if seconds else "unknown"
         memory = gibibytes(job["peak_memory_bytes"]) + (", too much" if job["fits"] is False else "")
-        table.add_row(method, memory, gigabytes(job["disk_bytes"]), time, f"{job['device']}, {job['dtype']}")
+        table.add_row(method, memory, gigabytes(job["disk_bytes"]), time)
     return table
 
 
@@ -166,19 +191,29 @@ def _remarks(record: Record) -> Iterator[str]:
             remarks.setdefault(f"not possible: {row['reason']}", []).append(name)
     for method, job in record["job"].items():
         if job["peak_memory_bytes"] is not None:
-            remarks.setdefault(f"time from {job['basis']}", []).append(method)
+            known = "time from" if job["seconds"] else "time unknown:"
+            remarks.setdefault(f"{known} {job['basis']}", []).append(method)
+            if job["needs"]:
+                why = "the errors of both quantizations add up"
+                remarks.setdefault(f"only with {job['needs']}: {why}", []).append(method)
         elif f"not possible: {job['reason']}" not in remarks:
             remarks.setdefault(f"refused: {job['reason']}", []).append(method)
+    made = [job for job in record["job"].values() if job["peak_memory_bytes"] is not None]
+    if made:
+        yield f"to make it: on {made[0]['device']} in {made[0]['dtype']}"
     for remark, names in remarks.items():
         yield f"{', '.join(names)}: {remark}"
     if not record["device"]:
         yield "add --gpu NAME for what fits and how fast it can be"
     elif record["kv_cache"]["bytes_per_sequence"] is not None:
-        yield "requests: sequences at once; tokens/s: of one, at most; best batch: beyond it, more cost time"
+        yield (
+            "fits: with the cache of all sequences; requests: sequences at once; tokens/s: of one, at most; "
+            "best batch: beyond it more sequences cost time (by the bits of the blocks' linears alone)"
+        )
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # all of it in 80 columns
     for position, column in enumerate(columns):
         table.add_column(column, justify="left" if position == 0 else "right", no_wrap=True)
     return table

@@ -1,0 +1,89 @@
+"""Parameters of a checkpoint that is quantized already: of what shape they were, from headers alone.
+
+inspection/stored.py finds codes and scales; here they become what a plain checkpoint of the model holds,
+so that all that is computed of one holds for the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.capacity import templates
+from quantkit.capacity.families import FAMILIES
+from quantkit.capacity.parameters import DTYPE_BYTES, Entry
+from quantkit.capacity.settings import Settings
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.inspection.contents import Contents
+from quantkit.inspection.stored import Weight, weights_of
+
+FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
+
+
+def entries(
+    source: str, config: Mapping[str, Any], infos: Sequence[TensorInfo], folder: Path | None
+) -> list[Entry]:
+    """Every parameter, of its own shape. folder: where the files lie, None on the hub.
+
+    Raises QuantkitError (exit code 4) naming what is stored in a way that is not understood.
+    """
+    settings = Settings.of(config)
+    contents = Contents(
+        source=source,
+        container="safetensors",
+        files={},
+        config=dict(config),
+        infos={info.name: info for info in infos},
+        read=lambda name: None,
+        path=folder,
+    )
+    weights = weights_of(contents)
+    if odd := [weight.name for weight in weights if not _understood(weight)]:
+        raise QuantkitError(
+            f"how {source} stores {name_all(odd, 2)} is not understood",
+            hint="give the checkpoint it was made from, or --params beside its config.json",
+            exit_code=UNSUPPORTED,
+        )
+    unknown = any(weight.shape is None for weight in weights)
+    shapes = _shapes_by_family(settings) if unknown else {}
+    element = DTYPE_BYTES[settings.stored_dtype]
+    return [_entry(weight, contents.infos, shapes, element) for weight in weights]
+
+
+def _understood(weight: Weight) -> bool:
+    """Whether it is known how many parameters its bytes are."""
+    if weight.codes:
+        two_a_byte = weight.codes.form == "int8" and weight.dtype == "U8"  # 4 bits under a name for 8
+        return bool(weight.parameters) and not weight.codes.problem and not two_a_byte
+    return weight.dtype.startswith(FLOATS) or len(weight.shape or ()) < 2
+
+
+def _entry(
+    weight: Weight, infos: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], element: int
+) -> Entry:
+    coded = weight.codes is not None or weight.dtype.startswith(FLOAT8)
+    if not coded:
+        return Entry(weight.name, tuple(weight.shape), weight.nbytes)
+    shape = weight.shape or _experts(weight, infos) or shapes.get(weight.name)
+    if shape is None or math.prod(shape) != weight.parameters:
+        shape = (weight.parameters,)
+    return Entry(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
+
+
+def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...] | None:
+    """`[experts, rows, columns]` of MXFP4 experts, whose blocks are `[experts, rows, groups, 16]`."""
+    blocks = infos.get(f"{weight.name.removesuffix('.weight')}_blocks")
+    if blocks is None or len(blocks.shape) != 4:
+        return None
+    experts, rows, groups, nbytes = blocks.shape
+    return experts, rows, groups * nbytes * 2
+
+
+def _shapes_by_family(settings: Settings) -> dict[str, tuple[int, ...]]:
+    """Shapes by name for a known family: bitsandbytes keeps them in a JSON text that is no header."""
+    if settings.model_type not in FAMILIES:
+        return {}
+    return {tensor.name: tensor.shape for tensor in templates.from_config(settings).tensors}

@@ -1,0 +1,371 @@
+"""Quantized models and GGUF files: parameters of their originals, and the files as they are."""
+
+import json
+import struct
+
+import gguf_files
+import pytest
+import torch
+from families import FAMILIES, GROUPED, save_model
+from safetensors.torch import save_file
+
+from quantkit.capacity import forecast, formats, parameters, source
+from quantkit.containers.gguf_file import Entry, GgufWriter
+from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.errors import QuantkitError
+from quantkit.layouts import _sizes
+
+QUESTION = forecast.Question()
+
+
+def deepseek_v3() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> dtype and shape of every tensor of DeepSeek V3, as published, its further block left out."""
+    linears = {
+        "self_attn.q_a_proj": (1536, 7168),
+        "self_attn.q_b_proj": (24576, 1536),
+        "self_attn.kv_a_proj_with_mqa": (576, 7168),
+        "self_attn.kv_b_proj": (32768, 512),
+        "self_attn.o_proj": (7168, 16384),
+    }
+    norms = {"input_layernorm": 7168, "post_attention_layernorm": 7168}
+    norms |= {"self_attn.q_a_layernorm": 1536, "self_attn.kv_a_layernorm": 512}
+    tensors = {f"{name}.weight": ("BF16", (129280, 7168)) for name in ("model.embed_tokens", "lm_head")}
+    tensors["model.norm.weight"] = "BF16", (7168,)
+    for block in range(61):
+        prefix = f"model.layers.{block}."
+        own = dict(linears)
+        modules = [f"experts.{k}." for k in range(256)] + ["shared_experts."] if block >= 3 else [""]
+        width = 2048 if block >= 3 else 18432
+        for module in modules:
+            own |= {f"mlp.{module}{leaf}": (width, 7168) for leaf in ("gate_proj", "up_proj")}
+            own[f"mlp.{module}down_proj"] = 7168, width
+        for name, (out_features, in_features) in own.items():
+            tensors[f"{prefix}{name}.weight"] = "F8_E4M3", (out_features, in_features)
+            blocks = -(-out_features // 128), -(-in_features // 128)
+            tensors[f"{prefix}{name}.weight_scale_inv"] = "F32", blocks
+        tensors |= {f"{prefix}{name}.weight": ("BF16", (width,)) for name, width in norms.items()}
+        if block >= 3:
+            tensors[f"{prefix}mlp.gate.weight"] = "BF16", (256, 7168)
+            tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = "F32", (256,)
+    return tensors
+
+
+def save_headers(folder, tensors: dict, config: dict) -> None:
+    """A checkpoint that is all header: the file has its size, but nothing was written into it."""
+    sizes, header, end = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "U32": 4}, {}, 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = sizes[dtype]
+        for size in shape:
+            nbytes *= size
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    folder.mkdir()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 129280,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+def test_deepseek_v3_is_planned_from_its_headers(tmp_path):
+    """671 billion parameters, 37 of them active; the published files hold 8 bits a weight."""
+    save_headers(tmp_path / "m", deepseek_v3(), DEEPSEEK)
+    found = source.read(str(tmp_path / "m"))
+    assert found.parameters.count == 671_026_419_200 and found.parameters.exact
+    active = found.parameters.active(found.settings)
+    assert active == 671_026_419_200 - 58 * 248 * 3 * 2048 * 7168
+    record = forecast.of_source(found, QUESTION)
+    stored, bf16 = record["weights"]["stored"], record["weights"]["bf16"]
+    assert bf16["bytes"] == 2 * 671_026_419_200
+    assert stored["bytes"] == found.parameters.stored_bytes and 8.0 < stored["bits_per_weight"] < 8.1
+    assert 8 * stored["bytes_per_weight"] == pytest.approx(8 + 32 / 128**2, rel=1e-4)
+    assert bf16["read_bytes"] == 2 * (active - 129280 * 7168)
+    assert record["kv_cache"]["bytes_per_token"] == 61 * 576 * 2
+    assert record["architecture"]["attention"] == "MLA" and record["method"] == "stored"
+    assert {row["reason"] for row in record["job"].values()} == {"mixtures of experts are not compressed yet"}
+
+
+def test_blocks_for_further_tokens_are_stored_and_not_read(tmp_path):
+    tensors = {"model.embed_tokens.weight": ("BF16", (512, 64)), "lm_head.weight": ("BF16", (512, 64))}
+    for block in range(3):  # the last predicts further tokens
+        tensors[f"model.layers.{block}.mlp.up_proj.weight"] = "BF16", (128, 64)
+    config = {**GROUPED, "model_type": "llama", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    save_headers(tmp_path / "m", tensors, config)
+    found = source.read(str(tmp_path / "m"))
+    assert found.parameters.count == 2 * 512 * 64 + 3 * 128 * 64
+    assert formats.weights("bf16", found.parameters, found.settings).read_bytes == 2 * (512 + 2 * 128) * 64
+
+
+@pytest.fixture
+def rewrite(tmp_path):
+    """`rewrite(config, change)`: a plain tiny Llama in float16, and it with its linears stored otherwise."""
+
+    def run(config: dict, change, **overrides):
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32} | overrides
+        plain = save_model(tmp_path / "plain", "llama", dtype="float16", **sizes)
+        whole = source.read(str(plain))
+        tensors = {}
+        for tensor in whole.parameters.tensors:
+            values = torch.zeros(tensor.shape, dtype=torch.float16)
+            tensors |= change(tensor) if tensor.is_linear else {tensor.name: values}
+        folder = tmp_path / "packed"
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        told = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+        (folder / "config.json").write_text(json.dumps(told))
+        return whole, source.read(str(folder)), sum(t.numel() * t.element_size() for t in tensors.values())
+
+    return run
+
+
+def gptq(tensor) -> dict[str, torch.Tensor]:
+    name, (out, width) = tensor.name.removesuffix(".weight"), (tensor.out_features, tensor.in_features)
+    return {
+        f"{name}.qweight": torch.zeros(width // 8, out, dtype=torch.int32),
+        f"{name}.qzeros": torch.zeros(width // 128, out // 8, dtype=torch.int32),
+        f"{name}.scales": torch.zeros(width // 128, out, dtype=torch.float16),
+        f"{name}.g_idx": torch.zeros(width, dtype=torch.int32),
+    }
+
+
+def awq(tensor) -> dict[str, torch.Tensor]:
+    name, (out, width) = tensor.name.removesuffix(".weight"), (tensor.out_features, tensor.in_features)
+    return {
+        f"{name}.qweight": torch.zeros(width, out // 8, dtype=torch.int32),
+        f"{name}.qzeros": torch.zeros(width // 128, out // 8, dtype=torch.int32),
+        f"{name}.scales": torch.zeros(width // 128, out, dtype=torch.float16),
+    }
+
+
+def int8(tensor) -> dict[str, torch.Tensor]:
+    return {
+        tensor.name: torch.zeros(tensor.shape, dtype=torch.int8),
+        tensor.name.removesuffix("weight") + "SCB": torch.zeros(tensor.out_features),
+    }
+
+
+def nf4(tensor) -> dict[str, torch.Tensor]:
+    state = _sizes.nf4_state(tensor.out_features, tensor.in_features, None)
+    return {
+        tensor.name: torch.zeros(tensor.size // 2, 1, dtype=torch.uint8),
+        f"{tensor.name}.absmax": torch.zeros(tensor.size // 64),
+        f"{tensor.name}.quant_map": torch.zeros(16),
+        f"{tensor.name}.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
+    }
+
+
+def packed(tensor) -> dict[str, torch.Tensor]:
+    name, (out, width) = tensor.name.removesuffix(".weight"), (tensor.out_features, tensor.in_features)
+    return {
+        f"{name}.weight_packed": torch.zeros(out, width // 8, dtype=torch.int32),
+        f"{name}.weight_scale": torch.zeros(out, width // 128, dtype=torch.float16),
+        f"{name}.weight_shape": torch.tensor([out, width]),
+    }
+
+
+def fp8(tensor) -> dict[str, torch.Tensor]:
+    return {
+        tensor.name: torch.zeros(tensor.shape, dtype=torch.float8_e4m3fn),
+        f"{tensor.name}_scale_inv": torch.zeros(1, 1),
+    }
+
+
+GROUP = {"weights": {"num_bits": 4, "group_size": 128, "type": "int"}}
+LAYOUTS = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq),
+    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
+    "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}}, packed),
+    "fp8": ({"quant_method": "fp8"}, fp8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantized_checkpoint_has_the_parameters_of_its_original(rewrite, layout):
+    whole, found, nbytes = rewrite(*LAYOUTS[layout])
+    assert found.quantized and found.parameters.exact and not whole.quantized
+    expected = {(t.name, t.shape, t.out_features, t.nbytes) for t in whole.parameters.tensors}
+    assert {(t.name, t.shape, t.out_features, t.nbytes) for t in found.parameters.tensors} == expected
+    assert found.parameters.stored_bytes == nbytes
+    plain, record = forecast.of_source(whole, QUESTION), forecast.of_source(found, QUESTION)
+    stored = record["weights"].pop("stored")
+    assert stored["bytes"] == nbytes
+    coded = sum(tensor.in_file for tensor in found.parameters.linears)
+    weights = sum(tensor.size for tensor in found.parameters.linears)
+    assert stored["bytes_per_weight"] == coded / weights < 1.3
+    assert stored["read_bytes"] == nbytes - 2 * 512 * 128  # all but the embedding
+    assert record["weights"] == {key: row for key, row in plain["weights"].items() if key != "stored"}
+    assert record["kv_cache"] == plain["kv_cache"] and record["method"] == "stored"
+    for job in record["job"].values():
+        if layout == "fp8":
+            assert job["reason"] == "linears stored as fp8 are not read"
+        else:
+            assert job["needs"] == "--allow-requantize" and job["peak_memory_bytes"]
+    assert {job["needs"] for job in plain["job"].values()} == {None}
+
+
+def test_shapes_that_no_header_tells_are_those_of_the_family(rewrite):
+    """bitsandbytes keeps them in a text, which is out of reach on the hub."""
+    from quantkit.capacity import quantized
+
+    whole, found, _ = rewrite(*LAYOUTS["nf4"])
+    folder = found.name
+    config = json.loads((source.Path(folder) / "config.json").read_text())
+    infos = list(source.safetensors_folder.read_folder(source.Path(folder)).values())
+    entries = quantized.entries("org/name", config, infos, None)
+    assert {e.name: e.shape for e in entries} == {t.name: t.shape for t in whole.parameters.tensors}
+    strange = quantized.entries("org/name", config | {"model_type": "strange"}, infos, None)
+    assert sum(torch.Size(entry.shape).numel() for entry in strange) == whole.parameters.count
+    assert parameters.from_headers(strange, whole.settings).linears == []
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """gpt-oss: blocks of 32 values of 4 bit with a scale of 8."""
+    tensors = {"model.embed_tokens.weight": ("BF16", (512, 64)), "lm_head.weight": ("BF16", (512, 64))}
+    for block in range(2):
+        name = f"model.layers.{block}.mlp.experts.gate_up_proj"
+        tensors[f"{name}_blocks"] = "U8", (4, 256, 2, 16)
+        tensors[f"{name}_scales"] = "U8", (4, 256, 2)
+        tensors[f"{name}_bias"] = "BF16", (4, 256)
+    config = {**GROUPED, "model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 4}
+    config |= {"num_experts_per_tok": 1, "quantization_config": {"quant_method": "mxfp4"}}
+    save_headers(tmp_path / "m", tensors, config)
+    found = source.read(str(tmp_path / "m"))
+    experts = [tensor for tensor in found.parameters.tensors if tensor.name.endswith("gate_up_proj.weight")]
+    assert [tensor.shape for tensor in experts] == [(4, 256, 64)] * 2
+    assert experts[0].in_file == 4 * 256 * 2 * 17
+    assert found.parameters.count == 2 * 512 * 64 + 2 * 4 * 256 * 65
+    read = formats.weights("stored", found.parameters, found.settings).read_bytes
+    assert read == 2 * 512 * 64 + 2 * (4 * 256 * 2 * 17 + 2 * 4 * 256) // 4
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"weight": ("U32", (128, 16)), "scales": ("BF16", (128, 2)), "biases": ("BF16", (128, 2))},  # MLX
+        {"weight": ("U8", (128, 64)), "weight_scale": ("F8_E4M3", (128, 8))},  # two 4-bit floats a byte
+        {"qweight": ("I32", (16, 128)), "scales": ("F32", (7,))},
+    ],
+)
+def test_what_is_stored_otherwise_is_refused_rather_than_counted_wrongly(tmp_path, parts):
+    tensors = {"model.embed_tokens.weight": ("BF16", (512, 64))}
+    for block in range(3):
+        tensors |= {f"model.layers.{block}.mlp.up_proj.{part}": told for part, told in parts.items()}
+    config = {**GROUPED, "model_type": "llama", "quantization_config": {"bits": 4}}
+    save_headers(tmp_path / "m", tensors, config)
+    with pytest.raises(
+        QuantkitError, match=r"stores .*layers\.0\.mlp\.up_proj.* is not understood"
+    ) as refused:
+        source.read(str(tmp_path / "m"))
+    assert refused.value.exit_code == 4 and "--params" in refused.value.hint
+
+
+# ---- GGUF
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "opt"])
+def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
+    """But for a window of Mistral's, which llama.cpp does not have."""
+    gemma = {"query_pre_attn_scalar": 16, "sliding_window": 16}
+    gemma |= {"num_hidden_layers": 6, "layer_types": None} if family == "gemma3" else {}
+    changes = gemma if family.startswith("gemma") else {"sliding_window": None} if family == "mistral" else {}
+    folder = save_model(tmp_path / family, family, **changes)
+    path = gguf_files.export(folder, tmp_path / "model.gguf")
+    question = forecast.Question(tokens=100)
+    whole, found = (forecast.of_source(source.read(str(place)), question) for place in (folder, path))
+    assert found["parameters"]["basis"] == "the GGUF header" and not found["parameters"]["quantized"]
+    for row in (found, whole):  # BLOOM's configuration has no context
+        del row["kv_cache"]["reserved"], row["architecture"]["context"]
+    assert found["kv_cache"] == whole["kv_cache"]
+    model_type = "llama" if family == "mistral" else whole["architecture"]["model_type"]
+    assert found["architecture"] == whole["architecture"] | {"model_type": model_type}
+    assert found["weights"]["stored"]["bytes"] == pytest.approx(path.stat().st_size, abs=20000)
+    assert found["parameters"]["count"] == whole["parameters"]["count"]
+    for name in ("bf16", "int8", "Q4_K_M", "Q8_0"):
+        assert found["weights"][name]["bytes"] == whole["weights"][name]["bytes"], name
+    for method, job in whole["job"].items():
+        for key in ("peak_memory_bytes", "output_bytes", "needs", "reason"):
+            assert found["job"][method].get(key) == job.get(key), (method, key)
+
+
+def test_a_quantized_gguf_file(tmp_path):
+    folder = save_model(tmp_path / "m", "llama", hidden_size=256, intermediate_size=512, dtype="float16")
+    path = gguf_files.export(folder, tmp_path / "model.gguf", "Q8_0")
+    whole, found = source.read(str(folder)), source.read(str(path))
+    assert found.quantized and found.layout == "gguf"
+    assert found.parameters.count == whole.parameters.count
+    linear = next(tensor for tensor in found.parameters.linears if tensor.local.endswith("up_proj.weight"))
+    assert linear.in_file == 512 * 256 * 34 // 32 and linear.nbytes == 2 * 512 * 256
+    record = forecast.of_source(found, QUESTION)
+    assert record["weights"]["stored"]["bytes"] == record["weights"]["Q8_0"]["bytes"]
+    assert record["job"]["gptq"]["needs"] == "--allow-requantize"
+
+
+def write_gguf(path, architecture: str, keys: dict, tensors: dict[str, tuple[int, ...]]):
+    metadata = {"general.architecture": architecture}
+    metadata |= {f"{architecture}.{key}": value for key, value in keys.items()}
+    with GgufWriter(path, metadata, [Entry(name, "F16", shape) for name, shape in tensors.items()]) as writer:
+        for name, shape in tensors.items():
+            writer.write(name, [bytes(2 * torch.Size(shape).numel())])
+    return path
+
+
+KEYS = {"block_count": 2, "embedding_length": 64, "attention.head_count": 4, "context_length": 256}
+TENSORS = {"token_embd.weight": (512, 64)} | {
+    f"blk.{block}.attn_{part}.weight": (width, 64)
+    for block in range(2)
+    for part, width in (("q", 64), ("k", 32), ("v", 32))
+}
+
+
+def test_other_architectures_are_known_by_their_projections_unless_something_is_unusual(tmp_path):
+    plain = write_gguf(tmp_path / "a.gguf", "strange", KEYS, TENSORS)
+    record = forecast.of_source(source.read(str(plain)), QUESTION)
+    assert record["kv_cache"]["bytes_per_token"] == 2 * 2 * 64
+    assert "no GGUF architecture" in record["weights"]["Q8_0"]["reason"]
+    for key in ("ssm.conv_kernel", "attention.sliding_window", "attention.kv_lora_rank"):
+        path = write_gguf(tmp_path / "b.gguf", "strange", KEYS | {key: 8}, TENSORS)
+        cache = forecast.of_source(source.read(str(path)), QUESTION)["kv_cache"]
+        assert cache["bytes_per_sequence"] is None and "not known" in cache["unsupported"]
+    moe = write_gguf(
+        tmp_path / "c.gguf",
+        "qwen3moe",
+        KEYS | {"attention.head_count_kv": 2, "expert_count": 4, "expert_used_count": 1},
+        TENSORS | {f"blk.{block}.ffn_up_exps.weight": (4, 64, 64) for block in range(2)},
+    )
+    found = source.read(str(moe))
+    assert found.settings.model_type == "qwen3_moe" and found.settings.kv_heads == 2
+    assert found.parameters.active(found.settings) == found.parameters.count - 2 * 3 * 64 * 64
+
+
+def test_a_gguf_file_that_is_no_model_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf", "llama", {}, {"token_embd.weight": (512, 64)})
+    with pytest.raises(QuantkitError, match="is no language model") as refused:
+        source.read(str(path))
+    assert refused.value.exit_code == 4
+    with pytest.raises(QuantkitError, match="say how many parameters it has"):
+        source.read(str(write_gguf(path, "llama", KEYS, TENSORS)), count=source.Count(1, 1))
+
+
+def test_headers_of_safetensors_are_entries_too():
+    info = TensorInfo("model.layers.0.mlp.up_proj.weight", "BF16", (128, 64), source.Path("x"), 0, 16384)
+    settings = source.Settings.of({"model_type": "llama", "num_hidden_layers": 1})
+    (tensor,) = parameters.from_headers([info], settings).tensors
+    assert tensor.in_file == tensor.nbytes == 16384 and tensor.stored_nbytes is None
