@@ -136,6 +136,18 @@ MORE = {
         },
     ),
     "mixtral": REFUSED["mixtral"],
+    "llama4": (
+        hf.Llama4TextConfig,
+        {
+            **{key: value for key, value in GROUPED.items() if key != "num_hidden_layers"},
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 2,
+            "attention_chunk_size": 16,
+            "no_rope_layers": [],
+        },
+    ),
     "deepseek_v2": (hf.DeepseekV2Config, {**LATENT, "topk_method": "greedy"}),
     "deepseek_v3": (hf.DeepseekV3Config, LATENT),
     "qwen3_next": (
@@ -283,6 +295,18 @@ def test_weights_of_another_shape_than_the_configuration_says(tmp_path):
         Unsupported, match="config.json says 128 numbers a token and layer, k_proj and v_proj 64"
     ):
         layer_caches(other, found.parameters)
+
+
+def test_layers_of_llama_4_where_its_file_does_not_name_their_types():
+    make, arguments = MORE["llama4"]
+    told = make(**arguments).to_dict()
+    expected = layer_caches(Settings.of(told))
+    assert [cache.kind for cache in expected] == ["chunked"] * 3 + ["full", "chunked"]
+    published = {key: value for key, value in told.items() if key not in ("layer_types", "no_rope_layers")}
+    assert layer_caches(Settings.of(published)) == expected
+    assert layer_caches(Settings.of(published | {"no_rope_layers": [1, 1, 1, 0, 1]})) == expected
+    with pytest.raises(Unsupported, match="positions of other layers than its 5"):
+        layer_caches(Settings.of(published | {"no_rope_layers": [1, 0]}))
 
 
 def test_families_without_rules_have_no_row():

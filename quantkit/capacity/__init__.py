@@ -3,12 +3,14 @@
 Everything follows from config.json and the headers of the weight files. No module of this package imports
 torch or transformers, so that an answer takes less than a second.
 
-    source.py        what there is to read: a folder, a hub id, a config.json, or a number of parameters
-    settings.py      values of config.json, checked, under whichever name a family has for them
-    parameters.py    the tensors of a model: from headers, or from the templates of families.py
+    source.py        what there is to read: a folder, a hub id, a config.json, or a number of parameters;
+                     quantized.py what codes and scales were, gguf_header.py a GGUF file
+    settings.py      values of config.json, checked, under whichever name a family has for them; defaults.py
+                     what transformers fills in
+    parameters.py    the tensors of a model, from headers; templates.py computes those of families.py
     attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes
     formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
-    devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
+    devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow; fit.py of a format
     job.py           peak memory and disk of a quantization job; job_time.py how long it takes
     forecast.py      all of it as one record; tables.py for people
 
