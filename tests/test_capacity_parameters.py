@@ -86,6 +86,24 @@ def test_experts_are_counted(make, arguments):
     assert len(routers) == 3 and not any(t.is_linear for t in routers)
 
 
+def test_experts_that_are_no_list_are_counted_too():
+    """Granite's lie in one tensor; without a word on how many a token meets, the active ones are unknown."""
+    settings = Settings.of({**GROUPED, "model_type": "granitemoe", "num_local_experts": 4} | {"moe_topk": 1})
+    stored = {"model.embed_tokens.weight": (512, 64)}
+    for block in range(3):
+        mixture = f"model.layers.{block}.block_sparse_moe"
+        stored |= {
+            f"{mixture}.input_linear.weight": (4, 256, 64),
+            f"{mixture}.output_linear.weight": (4, 64, 128),
+        }
+        stored[f"{mixture}.router.layer.weight"] = 4, 64
+    infos = [parameters.Entry(name, shape, 2 * math.prod(shape)) for name, shape in stored.items()]
+    found = parameters.from_headers(infos, settings)
+    assert found.active(settings) == found.count - 3 * 3 * (256 * 64 + 64 * 128) and found.fused_experts
+    unsaid = Settings({key: value for key, value in settings.values.items() if "experts" not in key})
+    assert found.active(unsaid) is None
+
+
 def test_every_template_is_compared():
     tested = {make.model_type for make, _ in (FAMILIES | FURTHER).values()} | {"mixtral", "qwen3_moe"}
     assert tested == TEMPLATES.keys()

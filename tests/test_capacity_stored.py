@@ -190,7 +190,7 @@ GROUP = {"weights": {"num_bits": 4, "group_size": 128, "type": "int"}}
 LAYOUTS = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq),
-    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8),
+    "int8": ({"load_in_8bit": True}, int8),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
     "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}}, packed),
     "fp8": ({"quant_method": "fp8"}, fp8),
@@ -353,6 +353,15 @@ def test_other_architectures_are_known_by_their_projections_unless_something_is_
     found = source.read(str(moe))
     assert found.settings.model_type == "qwen3_moe" and found.settings.kv_heads == 2
     assert found.parameters.active(found.settings) == found.parameters.count - 2 * 3 * 64 * 64
+
+
+def test_experts_of_old_gguf_files_lie_one_by_one(tmp_path):
+    experts = {f"blk.{b}.ffn_up.{k}.weight": (64, 64) for b in range(2) for k in range(4)}
+    keys = KEYS | {"attention.head_count_kv": 2, "expert_count": 4, "expert_used_count": 2}
+    found = source.read(str(write_gguf(tmp_path / "a.gguf", "llama", keys, TENSORS | experts)))
+    assert found.parameters.active(found.settings) == found.parameters.count - 2 * 2 * 64 * 64
+    reasons = {row["reason"] for row in forecast.of_source(found, QUESTION)["job"].values()}
+    assert reasons == {"mixtures of experts are not compressed yet"}
 
 
 def test_a_gguf_file_that_is_no_model_is_refused(tmp_path):

@@ -10,7 +10,8 @@ torch or transformers, so that an answer takes less than a second.
     parameters.py    the tensors of a model, from headers; templates.py computes those of families.py
     attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes
     formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
-    devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow; fit.py of a format
+    devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
+    fit.py           what a format leaves room for on a device, and how fast it can be
     job.py           peak memory and disk of a quantization job; job_time.py how long it takes
     forecast.py      all of it as one record; tables.py for people
 

@@ -34,6 +34,7 @@ NAMES = {  # part of a GGUF name -> what most checkpoints call it; the first tha
     r"\.attn_qkv\.": ".self_attn.qkv_proj.",
     r"\.attn_output\.": ".self_attn.o_proj.",
     r"\.ffn_(gate|up|down)_exps\.": r".mlp.experts.\1_proj.",
+    r"\.ffn_(gate|up|down)\.(\d+)\.": r".mlp.experts.\2.\1_proj.",  # in old files one by one
     r"\.ffn_gate_inp\.": ".mlp.gate.",
     r"\.ffn_(gate|up|down)\.": r".mlp.\1_proj.",
 }

@@ -21,7 +21,7 @@ BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
 # Masks and frequencies that old checkpoints carry along: no parameters.
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
-EXPERT = re.compile(r"\.experts(\.|$)")
+EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\.")  # the latter: Granite's
 *_, EXPERTS, ROUTED = SYNONYMS
 MOST_EXPERTS = 10_000
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")

@@ -24,6 +24,7 @@ AS_IF_PACKED = (
 )
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
 MOST_TOKENS = 1 << 32
+MIXTURE = re.compile(r"expert|moe")  # in keys of a model whose tokens meet a part of it
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -114,20 +115,26 @@ def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], f
     found = parameters.from_headers(infos, settings)
     if not found.quantized:
         return Source(name, settings, found, "safetensors headers")
-    layout = str(told.get("quant_method")) if isinstance(told, dict) else str(told)
-    return Source(name, settings, found, "safetensors headers", (QUANTIZED,), layout)
+    return Source(name, settings, found, "safetensors headers", (QUANTIZED,), _layout(told))
+
+
+def _layout(told: Any) -> str:
+    """How a quantization_config calls what it describes; bitsandbytes' oldest do not say."""
+    told = told if isinstance(told, dict) else {"quant_method": told}
+    unnamed = "bitsandbytes" if {"load_in_8bit", "load_in_4bit"} & told.keys() else "unnamed"
+    return str(told.get("quant_method") or unnamed)
 
 
 def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
     settings = Settings.of(config)
     notes = ("it is quantized already: all sizes are those of its original",)
     notes = notes if config.get("quantization_config") else ()
-    if config.get("vision_config") or config.get("audio_config"):
-        notes += ("of its parts only the language model is counted",)
     if count is None:
+        if config.get("vision_config") or config.get("audio_config"):
+            notes += ("of its parts only the language model is counted",)
         return Source(name, settings, templates.from_config(settings), "config.json", notes)
     if count.active is None:
-        dense = settings.get(*parameters.EXPERTS) in (None, 0, 1)
+        dense = not any(value for key, value in settings.values.items() if MIXTURE.search(key))
         count = replace(count, active=count.total if dense else None)
     if count.active is None:
         notes += (f"for tokens/s say how many parameters are active: --params {_example(count)}",)
