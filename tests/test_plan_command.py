@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf_files
 import pytest
 from families import save_model
 from published import CONFIGS, PARAMETERS, gated
@@ -242,6 +243,7 @@ def test_what_is_not_known_is_said_and_the_rest_answered(record, quantkit, tmp_p
             and "not known" in found["kv_cache"]["unsupported"]
         )
         assert "KV cache     unsupported: gemma4_text is not known" in quantkit(folder)[1]
+        assert found["architecture"]["attention"] is None and found["architecture"]["kv_heads"] is None
     else:
         assert found["job"]["int8"] == {
             "peak_memory_bytes": None,
@@ -370,6 +372,24 @@ def test_neither_torch_nor_transformers_is_imported(demo_model):
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     imported, _, seconds = done.stderr.strip().rpartition(" ")
     assert imported == "set()" and float(seconds) < 2  # 0.5 on an idle machine
+
+
+def test_no_torch_for_gguf_files_and_quantized_folders_either(tmp_path):
+    folder = save_model(tmp_path / "m", "llama")
+    path = folder / "config.json"
+    told = {"quantization_config": {"quant_method": "gptq"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | told))
+    gguf = gguf_files.export(save_model(tmp_path / "g", "llama"), tmp_path / "m.gguf", "Q8_0")
+    code = (
+        "import sys\n"
+        "from quantkit.capacity import forecast, source\n"
+        "for path in sys.argv[1:]: forecast.of_source(source.read(path), forecast.Question())\n"
+        "print({'torch', 'transformers'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(gguf)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    assert done.stdout == "set()\n"
 
 
 def test_a_damaged_header_is_named(quantkit, tiny_model):

@@ -135,7 +135,8 @@ def _kv_bytes(question: Question) -> Fraction:
 def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> dict[str, Any]:
     heads = settings.heads if settings.get(*HEADS) else None
     latent = any(cache.kind == "latent" for cache in caches or ())
-    kv_heads = None if heads is None or latent else settings.kv_heads
+    known = heads and caches is not None and not latent
+    kv_heads = settings.kv_heads if known else None
     windows: dict[str, list[int]] = {}
     for cache in caches or ():
         if cache.window is not None and cache.window not in windows.setdefault(cache.kind, []):
@@ -146,7 +147,7 @@ def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> di
         "hidden": settings.hidden,
         "heads": heads,
         "kv_heads": kv_heads,
-        "attention": "MLA" if latent else heads and _kind_of_attention(heads, kv_heads),
+        "attention": "MLA" if latent else _kind_of_attention(heads, kv_heads) if known else None,
         "head_dim": settings.head_dim if heads else None,
         "context": settings.context,
         "layer_types": dict(Counter(cache.kind for cache in caches)) if caches else None,

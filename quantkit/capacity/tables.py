@@ -18,16 +18,14 @@ Record = dict[str, Any]
 
 
 def show(record: Record, quiet: bool = False) -> None:
-    """Print a record of forecast.py; `quiet` leaves out what explains it."""
+    """Print a record of forecast.py; `quiet` leaves out what explains it, but for warnings."""
     console = Console(highlight=False)
     _facts(console, _about(record))
     console.print(_weights(record))
     _facts(console, _cache(record))
     if record["job"]:
         console.print(_jobs(record))
-    if quiet:
-        return
-    for line in _remarks(record):
+    for line in () if quiet else _remarks(record):
         console.print(line, style="dim", markup=False, soft_wrap=True)
     for note in record["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -80,7 +78,8 @@ def _about(record: Record) -> dict[str, str]:
         facts["shape"] = f"{shape['model_type']}, {shape['layers']} layers × {shape['hidden']:,}"
         if shape["heads"]:
             pairs = f", {shape['kv_heads']} KV heads" if shape["kv_heads"] else ""
-            facts["shape"] += f", {shape['heads']} heads{pairs} ({shape['attention']})"
+            kind = f" ({shape['attention']})" if shape["attention"] else ""
+            facts["shape"] += f", {shape['heads']} heads{pairs}{kind}"
     if device:
         numbers = [gibibytes(device["memory_bytes"])] if device["memory_bytes"] else []
         numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []

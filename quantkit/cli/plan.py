@@ -89,7 +89,7 @@ def command(
     offline: flags.OFFLINE = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only the figures, without the remarks below them.")
+        bool, typer.Option("--quiet", "-q", help="Only figures and warnings, no explanations.")
     ] = False,
 ) -> None:
     """Memory, cache and speed of a model on a device, and what each job takes: before anything is loaded."""
