@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,22 @@ def make_model(bench: Bench, layers: int) -> Path:
     return folder
 
 
+def demo_model(bench: Bench) -> Path:
+    """The demo model, stored in the dtype the tools are to compute in: they take that of the weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(DEMO, bench.folder / "demo"))
+    dtype = getattr(torch, bench.args.dtype)
+    weights = load_file(folder / "model.safetensors")
+    converted = {name: weight.to(dtype) for name, weight in weights.items()}
+    save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": bench.args.dtype}))
+    return folder
+
+
 def columns(found: dict[str, Measured | str], figures: dict[str, tuple[str, float, str]]) -> list[list[str]]:
     """Rows of a table, one per tool, and the ratio of ours to the best peer's. figures: see `bench_gptq`."""
     rows = []
@@ -168,8 +185,9 @@ def bench_quality(bench: Bench) -> None:
     from quantkit.checkpoint import Checkpoint
     from quantkit.errors import QuantkitError
 
-    base = Checkpoint.open(str(DEMO))
-    tokens = bench.tokens(DEMO, *(8, 128) if bench.args.quick else (128, 256))
+    model = demo_model(bench)
+    base = Checkpoint.open(str(model))
+    tokens = bench.tokens(model, *(8, 128) if bench.args.quick else (128, 256))
     windows = windows_of.load(base, bench.args.text, 256, None, 2048 if bench.args.quick else 40960)
     cases = [("llmcompressor", {}), ("gptqmodel", {}), ("gptqmodel", {"mse": 2.4}), ("quantkit", {})]
     rows = []
@@ -178,7 +196,7 @@ def bench_quality(bench: Bench) -> None:
         for tool, options in cases:
             label = f"{tool}{', mse' if options else ''}, {bits} bit"
             try:
-                measured, out = bench.run(tool, DEMO, tokens, method="gptq", bits=bits, **options)
+                measured, out = bench.run(tool, model, tokens, method="gptq", bits=bits, **options)
                 written = Checkpoint.open(str(out))
                 device = torch.device("cpu")
                 result = evaluate.evaluate([base, written], windows, torch.float32, device).results[1]
