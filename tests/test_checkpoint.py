@@ -228,6 +228,28 @@ def test_broken_files_are_refused_by_name(tmp_path, content):
     assert error.exit_code == RUNTIME and error.hint
 
 
+def test_a_git_lfs_pointer_is_called_one(tmp_path):
+    (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    error = error_of(read_folder, tmp_path)
+    assert error.message == f"{tmp_path / SINGLE} is a Git LFS pointer, not the file it stands for"
+    assert "git lfs pull" in error.hint and "hf download" in error.hint
+    (tmp_path / SINGLE).write_bytes(b"")
+    assert error_of(read_folder, tmp_path).message.endswith("not safetensors: it is empty")
+
+
+def test_what_is_wrong_with_single_shards_can_be_taken_instead_of_raised(tmp_path):
+    """In `errors`; the tensors of the other shards are returned all the same."""
+    store_sharded(tmp_path, ONE, TRUE_MAP | {"z": "c.safetensors", "w": "a.safetensors"})
+    (tmp_path / "b.safetensors").write_bytes(b"")
+    errors = []
+    assert list(read_folder(tmp_path, errors)) == ["x"]
+    assert [error.message.removeprefix(str(tmp_path)) for error in errors] == [
+        f"1 of 3 shards named in {tmp_path / INDEX} are absent: c.safetensors",
+        "/b.safetensors is truncated or not safetensors: it is empty",
+        f"/{INDEX} places tensors in shards that do not hold them: w",
+    ]
+
+
 @pytest.mark.parametrize("part", [0.2, 0.9, 0.999])
 def test_a_truncated_checkpoint_is_refused_before_loading(tiny_model, part):
     folder = tiny_model("llama")

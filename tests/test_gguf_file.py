@@ -157,7 +157,8 @@ def tensor(name=b"x", shape=(4,), code=0, offset=0) -> bytes:
 
 HUGE = (1 << 64) - 1
 BROKEN = {
-    "empty": (b"", "truncated or not GGUF"),
+    "empty": (b"", "truncated or not GGUF: it is empty"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not the file"),
     "not gguf": (b"PK\3\4" + bytes(100), "does not begin with GGUF"),
     "big-endian": (header(version=3 << 24), "is big-endian"),
     "version 1": (header(version=1), "has GGUF version 1"),

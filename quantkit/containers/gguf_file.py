@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from quantkit.containers.git_lfs import refuse_pointer
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
 
@@ -171,19 +172,20 @@ def _numbers(value: Any) -> np.ndarray:
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
     """Metadata and the place of every tensor, from the header alone; shapes are `[out, in]` as in torch.
 
-    Raises QuantkitError naming the file when it is not GGUF, is cut short, or its header contradicts
-    itself or the size of the file.
+    Raises QuantkitError naming the file when it is a Git LFS pointer, is not GGUF, is cut short, or its
+    header contradicts itself or the size of the file.
     """
     try:
+        refuse_pointer(path)
         file_bytes = path.stat().st_size
+        if not file_bytes:
+            raise _broken(path, "it is empty")
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             cursor = _Cursor(path, memoryview(mapped)[:MAX_HEADER_BYTES], file_bytes)
             try:
                 return _parse(cursor)
             finally:
                 cursor.data.release()
-    except ValueError as error:  # mmap refuses an empty file
-        raise _broken(path, str(error)) from error
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "check the path", exit_code=NOT_FOUND

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantkit.containers.git_lfs import refuse_pointer
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
 
 SINGLE = "model.safetensors"
@@ -48,10 +49,13 @@ def natural(name: str) -> list:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of one safetensors file, from its header alone.
 
-    Raises QuantkitError naming the file if the header is malformed, a size does not fit its dtype and
-    shape, or the tensors do not fill the file without holes.
+    Raises QuantkitError naming the file if it is a Git LFS pointer, the header is malformed, a size does not
+    fit its dtype and shape, or the tensors do not fill the file without holes.
     """
+    refuse_pointer(path)
     file_bytes = path.stat().st_size
+    if not file_bytes:
+        raise _broken(path, "it is empty")
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
@@ -124,14 +128,15 @@ def read_config(path: Path) -> dict:
     return config
 
 
-def read_folder(folder: Path) -> dict[str, TensorInfo]:
+def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:
     """All tensors of a checkpoint folder, single-file or sharded.
 
     Raises QuantkitError when there are no weights, only pickles, or the index names a file that is
-    absent, outside the folder, or does not hold the tensor.
+    absent, outside the folder, or does not hold the tensor. `errors` takes what is wrong with single shards
+    instead, and the tensors of all others are returned.
     """
     if (folder / INDEX).is_file():
-        return _read_sharded(folder)
+        return _read_sharded(folder, errors)
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
     pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
@@ -151,8 +156,39 @@ def read_folder(folder: Path) -> dict[str, TensorInfo]:
     )
 
 
-def _read_sharded(folder: Path) -> dict[str, TensorInfo]:
+def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str, TensorInfo]:
     path = folder / INDEX
+    weight_map = _read_index(path)
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).is_file()]
+    found = []
+    if absent:
+        what = f"{len(absent)} of {len(names)} shards named in {path} are absent: {name_all(absent)}"
+        found.append(QuantkitError(what, "download the missing files", NOT_FOUND))
+    infos: dict[str, TensorInfo] = {}
+    for name in names:
+        try:
+            infos |= {} if name in absent else read_header(folder / name)
+        except QuantkitError as error:
+            absent.append(name)
+            found.append(error)
+    lost = [
+        key
+        for key, name in weight_map.items()
+        if name not in absent and (key not in infos or infos[key].file.name != name)
+    ]
+    if lost:
+        what = f"{path} places tensors in shards that do not hold them: {name_all(lost)}"
+        found.append(QuantkitError(what, "index and shards belong to different downloads; fetch both again"))
+    if errors is None and found:
+        raise found[0]
+    if errors is not None:
+        errors += found
+    return infos
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The shard of every tensor. Raises QuantkitError for no index, or one that points outside its folder."""
     try:
         weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         if not all(isinstance(name, str) for name in weight_map.values()):
@@ -161,29 +197,14 @@ def _read_sharded(folder: Path) -> dict[str, TensorInfo]:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
+    outside = [name for name in weight_map.values() if Path(name).name != name or name in ("", ".", "..")]
     if outside:
         raise QuantkitError(
-            f"{path} points outside its folder: {name_all(outside)}",
+            f"{path} points outside its folder: {name_all(sorted(set(outside)))}",
             hint="do not trust this checkpoint; shards must lie beside their index",
             exit_code=UNSUPPORTED,
         )
-    absent = [name for name in names if not (folder / name).is_file()]
-    if absent:
-        raise QuantkitError(
-            f"{len(absent)} of {len(names)} shards named in {path} are absent: {name_all(absent)}",
-            hint="download the missing files",
-            exit_code=NOT_FOUND,
-        )
-    infos = {key: info for name in names for key, info in read_header(folder / name).items()}
-    lost = [key for key, name in weight_map.items() if key not in infos or infos[key].file.name != name]
-    if lost:
-        raise QuantkitError(
-            f"{path} places tensors in shards that do not hold them: {name_all(lost)}",
-            hint="index and shards belong to different downloads; fetch both again",
-        )
-    return infos
+    return weight_map
 
 
 def raw(info: TensorInfo) -> Iterator[bytes]:
