@@ -23,6 +23,7 @@ from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.layouts import Layout, _sizes, fusions, of_linear
 from quantkit.layouts._packing import WORD, pack, unpack, whole_words
+from quantkit.layouts._rules import Rule, rule_of, stored_rules
 
 if TYPE_CHECKING:
     from quantkit.spec import LinearSpec
@@ -44,7 +45,7 @@ class GptqLayout(Layout):
     desc_act: bool = False
     damp_percent: float = 0.01
     version: int = 1
-    rules: tuple[tuple[str, dict], ...] | None = field(default=None, compare=False)
+    rules: tuple[Rule, ...] | None = field(default=None, compare=False)
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -55,7 +56,7 @@ class GptqLayout(Layout):
 
     def at(self, linear: str) -> GptqLayout:
         """With the bits and the group size that the stored configuration gives one linear."""
-        found = next((rule for pattern, rule in self.rules or () if re.match(pattern, linear)), {})
+        found = rule_of(self.rules or (), linear)
         return replace(self, **found) if found else self
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -185,26 +186,5 @@ def detect(config: dict) -> GptqLayout | None:
         symmetric=config.get("sym", True),
         desc_act=config.get("desc_act", False),
         version=1 if form == "gptq" else 2,
-        rules=_stored_rules(config),
+        rules=stored_rules(config),
     )
-
-
-def _stored_rules(config: dict) -> tuple[tuple[str, dict], ...]:
-    """GPTQModel's `dynamic`: `{"+:pattern": {"bits": …, "group_size": …}}`; without a sign it is a plus."""
-    stored = config.get("dynamic") or {}
-    if not isinstance(stored, dict):
-        raise QuantkitError("quantization_config's dynamic is not understood", "download config.json again")
-    rules = []
-    for pattern, values in stored.items():
-        values = values if isinstance(values, dict) else {}
-        known = {key: value for key, value in values.items() if key in ("bits", "group_size")}
-        try:
-            re.compile(pattern.removeprefix("+:").removeprefix("-:"))
-        except re.error as error:
-            raise QuantkitError(
-                f"quantization_config's dynamic holds {pattern!r}, which is no regular expression",
-                hint="download config.json again",
-            ) from error
-        if not pattern.startswith("-:"):
-            rules.append((pattern.removeprefix("+:"), known))
-    return tuple(rules)
