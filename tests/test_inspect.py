@@ -23,6 +23,8 @@ from quantkit.skeleton import Skeleton
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 RTN = {"solver": "rtn"}
+NF4 = "weight.quant_state.bitsandbytes__nf4"
+PAIR = [f"model.layers.{block}.mlp.up_proj.weight" for block in (0, 1)]  # headers alone do not miss both
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 
@@ -84,7 +86,7 @@ def test_every_layout_is_told_from_its_headers(made, name):
     codes = [stored for stored in packed if stored.endswith(f".{CODES.get(name, 'weight')}")]
     assert sum(part["code_bytes"] for part in parts) == sum(nbytes[stored] for stored in codes)
     assert sum(part["code_bytes"] + part["scale_bytes"] for part in parts) == sum(nbytes.values())
-    assert found["integrity"] == {"deep": False, "tensors": len(tensors), "problems": []}
+    assert found["integrity"] == {"deep": False, "tensors": len(tensors), "problems": [], "warnings": []}
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -224,7 +226,7 @@ def remove(*gone: str):
     [
         ("gptq", replace(f"{Q}.scales", lambda t: t[:, :64].clone()), {}, f"{Q}.weight: g_idx and qweight"),
         ("gptq", remove(f"{Q}.scales"), {}, f"{Q}.weight: its scales are absent"),
-        ("gptq", same, {"quantization_config": None}, "14 linears hold codes"),
+        ("gptq", same, {"quantization_config": None}, "config.json does not say that 14 linears hold codes"),
         ("gptq", same, {"num_hidden_layers": 3}, "of 3 blocks, 1 have no tensors: 2"),
         ("gptq", same, {"num_hidden_layers": 1}, "there are tensors of block 1"),
         ("gptq", same, {"intermediate_size": 300}, "but intermediate_size is 300"),
@@ -238,13 +240,151 @@ def remove(*gone: str):
         (
             "gptq", lambda t: (remove(*[n for n in t if n.startswith(f"{DOWN}.")])(t),
                                t.update({f"{DOWN}.weight": torch.zeros(128, 256)})), {},
-            f"1 linears that the manifest calls quantized are not: {DOWN}",
+            f"the manifest calls 1 linear quantized that hold no codes: {DOWN}",
         ),
     ],
 )  # fmt: skip
 def test_what_headers_give_away(copy, name, change, config, words):
     problems = inspected(copy(name, change, **config))["integrity"]["problems"]
     assert any(words in problem for problem in problems), problems
+
+
+def quantized(name: str, **changes):
+    """`quantization_config` of what `made` writes by that name, with changes."""
+    told = {"gptq": {"bits": 4, "group_size": 64}, "awq": {"bits": 4, "group_size": 32, "version": "gemm"}}
+    return {"quantization_config": {"quant_method": name} | told[name] | changes}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "config", "problem"),
+    [
+        ("plain", remove("model.embed_tokens.weight"), {}, "the input embeddings are absent"),
+        ("plain", remove("model.norm.weight"), {}, "the norm behind the last block is absent"),
+        (
+            "plain", remove("lm_head.weight"), {},
+            "the head is absent (lm_head), and the configuration does not tie it to the embeddings",
+        ),
+        (
+            "plain", same, {"num_key_value_heads": 4},
+            "k_proj and v_proj have 64 rows, but the configuration says 4 key-value heads of 32",
+        ),
+        ("gptq", remove(f"{Q}.qzeros"), {}, f"qzeros is absent, which clients need, of {Q}"),
+        ("gptq", remove(f"{Q}.g_idx"), {}, f"g_idx is absent, which clients need, of {Q}"),
+        ("gptq", remove(f"{Q}.qweight"), {}, f"of what a quantized linear takes, these have only some: {Q}"),
+        (
+            "gptq", same, quantized("gptq", bits=8),
+            "quantization_config says 8 bit in groups of 64, but 4 bit in groups of 64 are stored of "
+            + ", ".join(f"model.layers.0.{name}_proj" for name in ("mlp.down", "mlp.gate", "mlp.up"))
+            + " and 11 more",
+        ),
+        (
+            "gptq", same, quantized("gptq", dynamic={r"+:.*\.1\.self_attn\.q": {"group_size": 32}}),
+            f"quantization_config says 4 bit in groups of 32, but 4 bit in groups of 64 are stored of {Q}",
+        ),
+        ("awq", remove(f"{Q}.qzeros"), {}, f"qzeros is absent, which clients need, of {Q}"),
+        (
+            "awq", lambda t: [t.pop(name) for name in list(t) if "_proj" in name and Q not in name],
+            quantized("awq", group_size=64),
+            f"quantization_config says 4 bit in groups of 64, but 4 bit in groups of 32 are stored of {Q}",
+        ),
+        ("nf4", remove(f"{Q}.weight.absmax"), {}, f"weight.absmax is absent, which clients need, of {Q}"),
+        (
+            "nf4", remove(f"{Q}.weight.nested_absmax"), {},
+            f"weight.nested_absmax is absent, which clients need, of {Q}",
+        ),
+        (
+            "nf4", replace(f"{Q}.weight.absmax", lambda t: t[:200].clone()), {},
+            f"{Q}.weight: 200 scales for 16384 codes in blocks of 64",
+        ),
+        ("nf4", remove(f"{Q}.{NF4}"), {}, f"of what a quantized linear takes, these have only some: {Q}"),
+        ("int8", remove(f"{Q}.SCB"), {}, f"of what a quantized linear takes, these have only some: {Q}"),
+        ("ct", remove(f"{Q}.weight_shape"), {}, f"weight_shape is absent, which clients need, of {Q}"),
+    ],
+)  # fmt: skip
+def test_what_no_client_can_load(copy, quantkit, name, change, config, problem):
+    """Is a problem, the exit code 1, and no client's "yes"."""
+    folder = copy(name, change, **config)
+    found = inspected(folder)
+    assert problem in found["integrity"]["problems"]
+    assert not any(row["loads"] for row in found["clients"])
+    assert quantkit("inspect", folder, "-q").code == 1
+
+
+def test_a_head_may_be_tied(copy):
+    """In words, or by the default of its family."""
+    assert inspected(copy("plain", remove("lm_head.weight"), tie_word_embeddings=True))["integrity"] == {
+        "deep": False, "tensors": 20, "problems": [], "warnings": [],
+    }  # fmt: skip
+
+
+def test_one_g_idx_and_none(copy):
+    """Without any, GPTQModel and vLLM know what is meant: the table says who does not."""
+    found = inspected(copy("gptq", lambda t: [t.pop(name) for name in list(t) if name.endswith(".g_idx")]))
+    assert found["integrity"]["problems"] == []
+    assert {row["client"] for row in found["clients"] if row["loads"]} == {"GPTQModel", "vLLM", "AutoGPTQ"}
+
+
+def test_a_manifest_that_is_wrong_keeps_no_client_away(copy):
+    folder = copy("gptq")
+    manifest = json.loads((folder / "quantkit.json").read_text())
+    manifest["linears"] = manifest["linears"][1:]
+    (folder / "quantkit.json").write_text(json.dumps(manifest))
+    found = inspected(folder)
+    (problem,) = found["integrity"]["problems"]
+    assert problem == "the manifest leaves out 1 quantized linear: model.layers.0.self_attn.q_proj"
+    assert any(row["loads"] for row in found["clients"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer.json", "{}", "tokenizer.json holds no tokenizer"),
+        (
+            "tokenizer.json",
+            "version https://git-lfs.github.com/spec/v1\n",
+            "tokenizer.json is a Git LFS pointer",
+        ),
+        ("config.json", "{", "config.json is not JSON"),
+    ],
+)
+def test_small_files_that_are_broken(copy, name, text, words):
+    folder = copy("plain")
+    (folder / name).write_text(text)
+    found = inspected(folder)
+    assert found["integrity"]["problems"][0].startswith(words)
+    assert not any(row["loads"] for row in found["clients"])
+
+
+def test_what_is_rarely_meant_is_a_warning(copy, quantkit):
+    folder = copy("plain", eos_token_id=[1, 512], bos_token_id=511)
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    done = quantkit("inspect", folder, "-q")
+    assert done.code == 0 and "nothing is wrong" in done.out
+    assert "warning: eos_token_id is 512, but the vocabulary has 512 tokens" in done.out
+    assert "warning: there is no tokenizer" in done.out and "bos_token_id" not in done.out
+
+
+def test_of_a_missing_shard_the_others_are_told(made, tmp_path, quantkit):
+    checkpoint = Checkpoint.open(str(made / "gptq"))
+    folder = tmp_path / "sharded"
+    shutil.copytree(made / "gptq", folder)
+    (folder / "model.safetensors").unlink()
+    safetensors_folder.write_folder(folder, checkpoint.infos.values(), 100_000)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    shards[1].unlink()
+    for arguments in ((), ("--deep",)):
+        done = quantkit("inspect", folder, "--json", "-q", *arguments)
+        record = json.loads(done.out)
+        (problem,) = record["integrity"]["problems"]
+        assert problem.endswith(f"are absent: {shards[1].name}") and problem.startswith(f"1 of {len(shards)}")
+        assert done.code == record["error"]["exit_code"] == 1
+        assert 0 < record["integrity"]["tensors"] < len(checkpoint.infos)
+        assert not any(row["loads"] for row in record["clients"])
+    assert record["integrity"]["notes"] == [f"values were not read: {problem}"]
+    for shard in shards[2:] + shards[:1]:
+        shard.unlink()
+    assert quantkit("inspect", folder, "-q").code == 3  # nothing is left to tell of
 
 
 def test_an_index_that_is_incomplete(made, tmp_path):
@@ -261,7 +401,7 @@ def test_an_index_that_is_incomplete(made, tmp_path):
     path.write_text(json.dumps(index))
     total = index["metadata"]["total_size"]
     assert inspected(folder)["integrity"]["problems"] == [
-        f"{safetensors_folder.INDEX} leaves out 1 tensors: model.norm.weight",
+        f"{safetensors_folder.INDEX} leaves out 1 tensor: model.norm.weight",
         f"{safetensors_folder.INDEX} says {total} bytes of tensors, the files hold {total + 1}",
     ]
 
@@ -278,7 +418,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
         ("int8", replace(f"{Q}.SCB", nan), f"{Q}.SCB holds NaN"),
         ("nf4", replace(f"{Q}.weight.nested_absmax", lambda t: t / 0), f"{Q}.weight.nested_absmax holds NaN"),
         ("awq", replace("model.norm.weight", nan), "model.norm.weight holds NaN"),
-        ("plain", remove("model.norm.weight"), "model.norm.weight is absent"),
+        ("plain", remove(*PAIR), f"{PAIR[0]} is absent"),
         ("plain", replace("model.norm.weight", lambda t: t[:64].clone()), "model.norm.weight is [64]"),
     ],
 )
@@ -287,7 +427,13 @@ def test_values_are_looked_at_when_asked(copy, quantkit, name, change, words):
     assert quantkit("inspect", folder, "-q").code == 0
     done = quantkit("inspect", folder, "--deep", "-q")
     assert done.code == 1 and done.err.startswith("error: ") and words in done.err
-    assert words in done.out and "1 problem" in done.out
+    assert words in done.out and ("2 problems" if PAIR[0] in words else "1 problem\n") in done.out
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_scales_of_zero_are_a_warning(copy, quantkit, name):
+    done = quantkit("inspect", copy(name, replace(f"{Q}.scales", torch.zeros_like)), "--deep", "-q")
+    assert done.code == 0 and f"warning: 1 weight of zeros alone: {Q}.weight" in done.out
 
 
 def test_a_problem_is_in_the_json_with_all_the_rest(copy, quantkit):
@@ -352,6 +498,8 @@ def test_no_more_than_one_weight_of_each_is_held(made, make, monkeypatch, argume
 def test_a_checkpoint_is_equal_to_itself(made, quantkit):
     done = quantkit("inspect", made / "nf4", made / "nf4", "-q")
     assert done.code == 0 and "21 compared, 21 equal" in done.out
+    assert done.out.splitlines()[-1] == "A and B      equal in configuration, tokenizer and every weight"
+    assert "─" not in done.out  # no table without a row
 
 
 def test_conv1d_is_turned_before_it_is_compared(tiny_model, tmp_path, make):

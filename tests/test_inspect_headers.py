@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.containers.safetensors_folder import TensorInfo
-from quantkit.inspection import clients, names, positions
+from quantkit.inspection import agreement, clients, names, positions
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import NF4, weights_of
 
@@ -97,6 +97,15 @@ def test_sizes_that_do_not_fit_are_told(infos, words):
     assert words in codes_of(infos, GROUPS).problem
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"quant_method": "awq", "version": "gemv"}, {"quant_method": "gptq", "checkpoint_format": "marlin"}],
+)
+def test_forms_that_are_not_understood_are_not_judged(config):
+    infos = stored(qweight=("I32", [64, 16]), qzeros=("I32", [64, 1]), scales=("F16", [64, 8]))
+    assert codes_of(infos, config).problem == ""
+
+
 def test_headers_of_any_size_are_survived():
     """Names, types and shapes come from strangers: whatever they say, a sentence comes out."""
     source = random.Random(0)
@@ -113,7 +122,9 @@ def test_headers_of_any_size_are_survived():
         groups = {"a": source.choice(({}, None, {"weights": {"num_bits": source.choice((0, 4, "x", 99))}}))}
         config = {"quant_method": method, "bits": source.choice((0, 4, None)), "config_groups": groups}
         contents = Contents("x", "safetensors", {}, {"quantization_config": config}, infos, lambda name: None)
-        assert sum(weight.nbytes for weight in weights_of(contents)) == 64 * len(infos)
+        weights = weights_of(contents)
+        assert sum(weight.nbytes for weight in weights) == 64 * len(infos)
+        assert all(isinstance(words, str) for words in agreement.problems(contents, weights))
 
 
 # ---- positions

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags
-from quantkit.errors import QuantkitError
-
-if TYPE_CHECKING:
-    from quantkit.checkpoint import Checkpoint
-    from quantkit.inspection.values import Listener
+from quantkit.errors import QuantkitError, count
 
 EPILOG = """Examples:
 
@@ -45,20 +41,14 @@ def command(
 
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     found = [record.describe(open_contents(*source, offline)) for source in sources]
+    made = found[0]
     if deep or other is not None:
-        from quantkit.checkpoint import Checkpoint
-        from quantkit.cli.progress import listener
-
-        with listener(quiet) as progress:
-            opened = [Checkpoint.open(*source, offline, trust_remote_code) for source in sources]
-            made = _with_values(opened, found, deep, progress.counting)
-    else:
-        made = found[0]
+        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
     if not as_json:
         (printed.print_record if other is None else printed.print_comparison)(made)
     broken = [problem for model in found for problem in model["integrity"]["problems"]]
     if broken:
-        more = f" (and {len(broken) - 1} more problems)" if len(broken) > 1 else ""
+        more = f" (and {count(len(broken) - 1, 'more problem')})" if len(broken) > 1 else ""
         raise QuantkitError(
             broken[0] + more, "the checkpoint is incomplete or damaged: copy or download it again", found=made
         )
@@ -67,12 +57,32 @@ def command(
 
 
 def _with_values(
-    opened: list[Checkpoint], found: list[dict[str, Any]], deep: bool, listen: Listener
+    sources: list[tuple[str, str | None]],
+    found: list[dict[str, Any]],
+    deep: bool,
+    options: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
-    """The record of one checkpoint with what its values say, or of the comparison of two."""
+    """The record of one checkpoint with what its values say, or of the comparison of two.
+
+    options: offline, trust_remote_code and quiet. A checkpoint that is known to be damaged, and does not open
+    therefore, keeps the record that its headers gave it.
+    """
+    from quantkit.checkpoint import Checkpoint
+    from quantkit.cli.progress import listener
     from quantkit.inspection import compare, values
 
-    if deep:
-        for checkpoint, model in zip(opened, found, strict=True):
-            values.check(checkpoint, model, listen)
-    return found[0] if len(opened) == 1 else compare.compare(*opened, (found[0], found[1]), listen)
+    offline, trust_remote_code, quiet = options
+    try:
+        opened = [Checkpoint.open(*source, offline, trust_remote_code) for source in sources]
+    except QuantkitError as error:
+        if len(found) > 1 or not found[0]["integrity"]["problems"]:
+            raise
+        found[0]["integrity"]["notes"] = [f"values were not read: {error.message}"]
+        return found[0]
+    with listener(quiet) as progress:
+        if deep:
+            for checkpoint, model in zip(opened, found, strict=True):
+                values.check(checkpoint, model, progress.counting)
+        if len(opened) == 1:
+            return found[0]
+        return compare.compare(*opened, (found[0], found[1]), progress.counting)

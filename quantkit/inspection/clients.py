@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 OUTCOMES = ("loads", "note")
+DAMAGED = "something is wrong with the checkpoint, see below"
 
 
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
@@ -20,6 +21,11 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
         found.append({"client": row["client"], "version": row["version"]} | outcome)
     return found
+
+
+def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same of a checkpoint that is damaged: nobody loads it as it was meant."""
+    return [row | {"loads": False, "note": DAMAGED} if row["loads"] else row for row in rows]
 
 
 def _matches(rule: Mapping[str, Any], facts: Mapping[str, set]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import hub
-from quantkit.containers import safetensors_folder
+from quantkit.containers import git_lfs, safetensors_folder
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.hub_headers import Repository
@@ -64,6 +64,17 @@ class Contents:
             return self.json(MANIFEST)
         return _parse(MANIFEST, str(stored).encode(), self.problems)
 
+    @cached_property
+    def absent(self) -> frozenset[str]:
+        """Tensors that the index promises and no shard holds, because one is absent or broken."""
+        mapped = (self.index or {}).get("weight_map")
+        return frozenset(mapped) - frozenset(self.infos) if isinstance(mapped, dict) else frozenset()
+
+    @cached_property
+    def index(self) -> dict[str, Any] | None:
+        """Which shard holds which tensor; None where there is one file."""
+        return self.json(safetensors_folder.INDEX)
+
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the checkpoint; None where there is none, or none that can be read."""
         data = self.read(name)
@@ -80,6 +91,9 @@ class Contents:
 
 
 def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None:
+    if git_lfs.is_pointer(data):
+        problems.append(f"{name} is a Git LFS pointer, not the file it stands for")
+        return None
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -94,7 +108,8 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
 def open_contents(source: str, revision: str | None = None, offline: bool = False) -> Contents:
     """A folder, a GGUF file or a hub id, of which nothing but headers and small files is fetched.
 
-    Raises QuantkitError when there is no such thing, or its headers are broken.
+    Raises QuantkitError when there is no such thing, or its headers are broken: all of them, where there are
+    several shards.
     """
     path = Path(source).expanduser()
     if not offline and not path.exists() and hub.is_id(source):
@@ -124,7 +139,11 @@ def _of_folder(source: str, folder: Path) -> Contents:
             hint="give a checkpoint folder, a GGUF file or a hub id",
             exit_code=NOT_FOUND,
         )
-    infos = safetensors_folder.read_folder(folder)
+    errors: list[QuantkitError] = []
+    infos = safetensors_folder.read_folder(folder, errors)
+    if errors and not infos:
+        raise errors[0]
+    problems += [error.message for error in errors]
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return Contents(
         source=source,

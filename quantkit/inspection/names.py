@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 PARTS = {  # the first that matches a name counts
     "head": r"^(model\.)?(lm_head|embed_out|output)\.",
@@ -13,6 +14,7 @@ PARTS = {  # the first that matches a name counts
     "other": r"",
 }
 IN_BLOCK = re.compile(r"^(?P<stack>.*?)\.(?P<block>\d+)\.(?P<local>.*)$")
+EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
 INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|token_embd)\.weight$")
 
 
@@ -25,6 +27,34 @@ def split(name: str) -> tuple[int | None, str]:
     """Block and name inside it; None and the name itself outside the blocks."""
     found = IN_BLOCK.match(name)
     return (int(found["block"]), found["local"]) if found else (None, name)
+
+
+def without_expert(local: str) -> tuple[str, int | None]:
+    """`mlp.experts.{}.up_proj.weight` and 3 of `mlp.experts.3.up_proj.weight`; None where there is none."""
+    found = EXPERT.match(local)
+    return (f"{found[1]}{{}}{found[3]}", int(found[2])) if found else (local, None)
+
+
+def stack_of(name: str) -> str | None:
+    """`model.layers` of a parameter of a block; None outside the blocks."""
+    found = IN_BLOCK.match(name)
+    return found["stack"] if found else None
+
+
+def parent(name: str) -> str:
+    """What the names of its neighbours begin with: `model.` of `model.layers`, "" of `layers`."""
+    return "".join(name.rpartition(".")[:2])
+
+
+def language_stack(names: Iterable[str]) -> str | None:
+    """The stack of blocks that is the language model: the only one, or else the only one that has input
+    embeddings beside it. None where that is not clear."""
+    names = list(names)
+    stacks = {stack for name in names if (stack := stack_of(name)) is not None}
+    if len(stacks) > 1:
+        beside = {parent(name.removesuffix(".weight")) for name in names if INPUT_EMBEDDINGS.search(name)}
+        stacks = {stack for stack in stacks if parent(stack) in beside}
+    return stacks.pop() if len(stacks) == 1 else None
 
 
 def is_linear(name: str, shape: tuple[int, ...] | None) -> bool:

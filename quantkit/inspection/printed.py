@@ -16,7 +16,7 @@ def print_record(record: dict[str, Any]) -> None:
     """Facts, then bytes by part, tensors and clients."""
     console = Console(highlight=False)
     print_facts(console, _facts(record))
-    for warning in record["positions"]["warnings"]:
+    for warning in (*record["positions"]["warnings"], *record["integrity"]["warnings"]):
         print_line(console, f"warning: {warning}", "yellow")
     _print_parts(console, record)
     _print_tensors(console, record["tensors"])
@@ -163,16 +163,26 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
     for entry in record["config"]:
         rows.add_row(printable(entry["key"]), *(printable(str(value)) for value in entry["values"]))
     rows.columns[0].overflow = "fold"
-    console.print(rows)
+    if rows.row_count:
+        console.print(rows)
     _print_differences(console, record["weights"], top)
     if record["tokenizers"] != "equal":
         print_facts(console, {"tokenizers": record["tokenizers"]})
+    if _are_equal(record):
+        print_facts(console, {"A and B": "equal in configuration, tokenizer and every weight"})
+
+
+def _are_equal(record: dict[str, Any]) -> bool:
+    """Whether the two differ in nothing but where they lie, or how they are stored."""
+    found = record["weights"]
+    same = found["compared"] == found["equal"] and not found["unlike"] and not any(found["only"])
+    return same and not record["config"] and record["tokenizers"] == "equal"
 
 
 def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
     unequal = [row for row in found["differences"] if row["largest"]]
     if unequal:
-        rows = make_table("largest differences", "|A − B| / |A|", "largest of a value")
+        rows = make_table("largest differences", "|A − B| / |A|", "largest |A − B|")
         for row in unequal[:top]:
             rows.add_row(
                 row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", f"{row['largest']:.3g}"

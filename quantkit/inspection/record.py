@@ -9,9 +9,10 @@ from typing import Any
 from quantkit.containers.safetensors_folder import natural
 from quantkit.inspection import clients, integrity, tokenizer
 from quantkit.inspection.contents import Contents
-from quantkit.inspection.names import is_linear, part_of, split
+from quantkit.inspection.names import is_linear, part_of, split, without_expert
 from quantkit.inspection.positions import positions
 from quantkit.inspection.stored import Weight, weights_of
+from quantkit.tables import ranges
 
 SCHEMA = "quantkit.inspect/1"
 
@@ -25,6 +26,8 @@ def describe(contents: Contents) -> dict[str, Any]:
     places = positions(config, shapes, told["limit"] if told else None)
     total = sum(weight.nbytes for weight in weights)
     count = sum(weight.parameters for weight in weights)
+    damage = integrity.damage(contents, weights, told)
+    loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places.scaling)}})
     return {
         "schema": SCHEMA,
         "source": contents.source,
@@ -46,8 +49,13 @@ def describe(contents: Contents) -> dict[str, Any]:
         "positions": places.record() | {"text": places.describe()},
         "tokenizer": told,
         "provenance": _provenance(contents),
-        "clients": clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places.scaling)}}),
-        "integrity": integrity.of_headers(contents, weights, told),
+        "clients": clients.of_damaged(loaded_by) if damage else loaded_by,
+        "integrity": {
+            "deep": False,
+            "tensors": len(contents.infos),
+            "problems": list(dict.fromkeys(damage + integrity.contradictions(contents, weights))),
+            "warnings": integrity.warnings(contents),
+        },
     }
 
 
@@ -180,21 +188,27 @@ def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
 
 
 def _tensors(weights: Sequence[Weight], reasons: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Like kinds over blocks in one row: name inside the block, shape, how it is stored; with `reasons`,
-    by name, why a linear was kept."""
+    """Like kinds over blocks and experts in one row: name inside the block, shape, how it is stored; with
+    `reasons`, by name, why a linear was kept."""
     rows: dict[tuple, dict[str, Any]] = {}
+    experts: dict[tuple, set[int]] = {}
     for weight in sorted(weights, key=_place):
         block, local = split(weight.name)
+        local, expert = without_expert(local)
         shape = list(weight.shape) if weight.shape is not None else None
         why = None if reasons is None else reasons.get(weight.name.removesuffix(".weight"))
         key = local, block is None, tuple(shape or ()), weight.stored, why
         row = rows.setdefault(key, {"name": local, "blocks": [], "shape": shape, "stored": weight.stored})
         row.update({} if reasons is None else {"why": why})
-        row["blocks"] += [] if block is None else [block]
+        if block is not None and block not in row["blocks"][-1:]:
+            row["blocks"].append(block)
+        experts.setdefault(key, set()).update(() if expert is None else (expert,))
         row["count"] = row.get("count", 0) + 1
         row["bytes"] = row.get("bytes", 0) + weight.nbytes
     kinds = list(dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values()))
-    return sorted(rows.values(), key=lambda row: kinds.index((row["name"], not row["blocks"])))
+    ordered = sorted(rows.items(), key=lambda item: kinds.index((item[1]["name"], not item[1]["blocks"])))
+    return [row | {"name": row["name"].replace("{}", f"{{{ranges(sorted(experts[key]))}}}")}
+            for key, row in ordered]  # fmt: skip
 
 
 def _place(weight: Weight) -> tuple:

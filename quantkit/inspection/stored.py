@@ -114,9 +114,12 @@ def _packed(infos: Mapping[str, TensorInfo]) -> dict[str, tuple[Reader, str, Par
 
 
 def _gptq(parts: Parts, contents: Contents) -> Codes:
-    """`qweight [in * bits / 32, out]`, `scales [groups, out]`; AWQ packs along out instead."""
+    """`qweight [in * bits / 32, out]`, `scales [groups, out]`; AWQ packs along out instead. Other forms that
+    have the same names (of AWQ's gemv, Marlin, BitBLAS) are read as if they were these, and not judged."""
     config, qweight, scales = contents.quantization, parts["qweight"].shape, parts.get("scales")
-    awq = config.get("quant_method") == "awq"
+    method = f"{config.get('quant_method')} {config.get('packing_format')}"  # the latter is AutoRound's
+    awq = "awq" in method
+    version = config.get("version") if awq else config.get("checkpoint_format") or config.get("format")
     form = "awq" if awq else "gptq"
     if scales is None or len(scales.shape) != 2 or len(qweight) != 2 or not all((*scales.shape, *qweight)):
         return Codes(form, _number(config, "bits"), None, None, 0, "its scales are absent or no matrix")
@@ -136,6 +139,8 @@ def _gptq(parts: Parts, contents: Contents) -> Codes:
         *([f"qweight ({bits:g} bit)"] if bits not in (2, 3, 4, 8) or (awq and in_features % groups) else []),
         *(["qweight"] if not awq and qweight[1] != out_features else []),
     ]
+    if str(version or form).lower() not in ("gemm", "awq", "gptq", "gptq_v2"):
+        problems = []
     sizes = ", ".join(f"{part} {list(info.shape)}" for part, info in parts.items())
     return Codes(
         form,
@@ -166,6 +171,10 @@ def _four_bit(form: str) -> Reader:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Codes(form, 4, None, None, weights, "its quantization state is not understood")
         why = "" if shape is None or math.prod(shape) == weights else f"{weights} codes for {list(shape)}"
+        scales = parts.get("weight.absmax")
+        held = math.prod(scales.shape) if scales else None
+        if state is not None and held not in (None, -(-weights // max(1, block))):
+            why = why or f"{held} scales for {weights} codes in blocks of {block}"
         return Codes(form, 4, block, shape, weights, why)
 
     return read

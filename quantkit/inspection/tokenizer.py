@@ -25,6 +25,8 @@ def _of_files(contents: Contents) -> dict[str, Any] | None:
     if not config and whole is None and pieces is None and "tokenizer.json" not in contents.files:
         return None
     model = (whole or {}).get("model")
+    if whole is not None and not isinstance(model, dict):
+        contents.problems.append("tokenizer.json holds no tokenizer")
     kind = str(model.get("type")) if isinstance(model, dict) else "SentencePiece" if pieces else None
     return {
         "kind": kind,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, count, name_all
+from quantkit.inspection.clients import of_damaged
 from quantkit.skeleton import Skeleton
 
 Listener = Callable[[str, int, int], None]  # what, done, of how many
@@ -16,21 +17,22 @@ Listener = Callable[[str, int, int], None]  # what, done, of how many
 
 def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> None:
     """Add to the record's `integrity` what is wrong with values: tensors that the model needs and the
-    checkpoint lacks, shapes, weights that cannot be decoded, scales and weights that are not finite.
+    checkpoint lacks, shapes, weights that cannot be decoded, scales and weights that are not finite. A
+    matrix of zeros alone is a warning: few are meant to be.
 
     Where transformers cannot build the model, each tensor is read as it is stored, and `notes` say so.
     """
     found = record["integrity"]
-    problems, notes = found["problems"], []
+    problems, notes, zeros = [], [], []
     try:
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     except QuantkitError as error:
         notes.append(f"not compared with the shapes of a model: {error.message}")
-        readers = {name: _reader(checkpoint, name) for name in checkpoint.names}
+        readers = {name: _reader(checkpoint, name, zeros) for name in checkpoint.names}
     else:
         problems += [f"{name} is absent" for name in skeleton.missing()]
         readers = {
-            skeleton.stored_name(name): _model_reader(skeleton, name, parameter)
+            skeleton.stored_name(name): _model_reader(skeleton, name, parameter, zeros)
             for name, parameter in skeleton.named_parameters()
             if skeleton.holds(name)
         }
@@ -41,20 +43,34 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         listen("reading the weights", done, len(readers))
     if record["tokenizer"]:
         problems += _errors_of(lambda: checkpoint.tokenizer)
+    if zeros:
+        found["warnings"].append(f"{count(len(zeros), 'weight')} of zeros alone: {name_all(zeros, 3)}")
+    if problems:
+        record["clients"] = of_damaged(record["clients"])
+    found["problems"] += [problem for problem in problems if problem not in found["problems"]]
     found.update(deep=True, notes=notes)
 
 
-def _reader(checkpoint: Checkpoint, name: str) -> Callable[[], None]:
+def _reader(checkpoint: Checkpoint, name: str, zeros: list[str]) -> Callable[[], None]:
     def read() -> None:
         values = checkpoint.read(name)
         if values.is_floating_point() and not values.float().isfinite().all():
             raise QuantkitError(f"{name} holds NaN or infinite values")
+        _look(name, values, zeros)
 
     return read
 
 
-def _model_reader(skeleton: Skeleton, name: str, parameter: torch.Tensor) -> Callable[[], Any]:
-    return lambda: skeleton.read(name, parameter)
+def _model_reader(
+    skeleton: Skeleton, name: str, parameter: torch.Tensor, zeros: list[str]
+) -> Callable[[], None]:
+    return lambda: _look(skeleton.stored_name(name), skeleton.read(name, parameter), zeros)
+
+
+def _look(name: str, values: torch.Tensor, zeros: list[str]) -> None:
+    """Add `name` to `zeros` if the matrix says nothing; a vector of zeros is a bias, or a norm of Gemma's."""
+    if values.ndim > 1 and not values.any():
+        zeros.append(name)
 
 
 def _errors_of(read: Callable[[], Any]) -> list[str]:
