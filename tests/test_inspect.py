@@ -268,37 +268,37 @@ def quantized(name: str, **changes):
             "plain", same, {"num_key_value_heads": 4},
             "k_proj and v_proj have 64 rows, but the configuration says 4 key-value heads of 32",
         ),
-        ("gptq", remove(f"{Q}.qzeros"), {}, f"qzeros is absent, which clients need, of {Q}"),
-        ("gptq", remove(f"{Q}.g_idx"), {}, f"g_idx is absent, which clients need, of {Q}"),
-        ("gptq", remove(f"{Q}.qweight"), {}, f"of what a quantized linear takes, these have only some: {Q}"),
+        ("gptq", remove(f"{Q}.qzeros"), {}, f"qzeros, which clients need, is absent from {Q}"),
+        ("gptq", remove(f"{Q}.g_idx"), {}, f"g_idx, which clients need, is absent from {Q}"),
+        ("gptq", remove(f"{Q}.qweight"), {}, f"of a quantized linear's tensors, only some are stored: {Q}"),
         (
             "gptq", same, quantized("gptq", bits=8),
-            "quantization_config says 8 bit in groups of 64, but 4 bit in groups of 64 are stored of "
+            "quantization_config says 8 bit in groups of 64, but "
             + ", ".join(f"model.layers.0.{name}_proj" for name in ("mlp.down", "mlp.gate", "mlp.up"))
-            + " and 11 more",
+            + " and 11 more hold 4 bit in groups of 64",
         ),
         (
             "gptq", same, quantized("gptq", dynamic={r"+:.*\.1\.self_attn\.q": {"group_size": 32}}),
-            f"quantization_config says 4 bit in groups of 32, but 4 bit in groups of 64 are stored of {Q}",
+            f"quantization_config says 4 bit in groups of 32, but {Q} holds 4 bit in groups of 64",
         ),
-        ("awq", remove(f"{Q}.qzeros"), {}, f"qzeros is absent, which clients need, of {Q}"),
+        ("awq", remove(f"{Q}.qzeros"), {}, f"qzeros, which clients need, is absent from {Q}"),
         (
             "awq", lambda t: [t.pop(name) for name in list(t) if "_proj" in name and Q not in name],
             quantized("awq", group_size=64),
-            f"quantization_config says 4 bit in groups of 64, but 4 bit in groups of 32 are stored of {Q}",
+            f"quantization_config says 4 bit in groups of 64, but {Q} holds 4 bit in groups of 32",
         ),
-        ("nf4", remove(f"{Q}.weight.absmax"), {}, f"weight.absmax is absent, which clients need, of {Q}"),
+        ("nf4", remove(f"{Q}.weight.absmax"), {}, f"weight.absmax, which clients need, is absent from {Q}"),
         (
             "nf4", remove(f"{Q}.weight.nested_absmax"), {},
-            f"weight.nested_absmax is absent, which clients need, of {Q}",
+            f"weight.nested_absmax, which clients need, is absent from {Q}",
         ),
         (
             "nf4", replace(f"{Q}.weight.absmax", lambda t: t[:200].clone()), {},
             f"{Q}.weight: 200 scales for 16384 codes in blocks of 64",
         ),
-        ("nf4", remove(f"{Q}.{NF4}"), {}, f"of what a quantized linear takes, these have only some: {Q}"),
-        ("int8", remove(f"{Q}.SCB"), {}, f"of what a quantized linear takes, these have only some: {Q}"),
-        ("ct", remove(f"{Q}.weight_shape"), {}, f"weight_shape is absent, which clients need, of {Q}"),
+        ("nf4", remove(f"{Q}.{NF4}"), {}, f"of a quantized linear's tensors, only some are stored: {Q}"),
+        ("int8", remove(f"{Q}.SCB"), {}, f"of a quantized linear's tensors, only some are stored: {Q}"),
+        ("ct", remove(f"{Q}.weight_shape"), {}, f"weight_shape, which clients need, is absent from {Q}"),
     ],
 )  # fmt: skip
 def test_what_no_client_can_load(copy, quantkit, name, change, config, problem):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.containers.safetensors_folder import TensorInfo
-from quantkit.inspection import agreement, clients, names, positions
+from quantkit.inspection import agreement, architecture, clients, names, positions
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import NF4, weights_of
 
@@ -125,6 +125,67 @@ def test_headers_of_any_size_are_survived():
         weights = weights_of(contents)
         assert sum(weight.nbytes for weight in weights) == 64 * len(infos)
         assert all(isinstance(words, str) for words in agreement.problems(contents, weights))
+
+
+# ---- the model
+
+
+def problems_of(names: list[str], config: dict, container: str = "safetensors") -> list[str]:
+    """Of two blocks of `64 x 64` matrices, and whatever else is named."""
+    shapes = {name: (64,) if "norm" in name else (64, 64) for name in names}
+    infos = {name: TensorInfo(name, "F32", shape, Path("f"), 0, 4) for name, shape in shapes.items()}
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 64} | config
+    contents = Contents("x", container, {}, config, infos, lambda name: None)
+    return list(architecture.problems(contents, weights_of(contents), None))
+
+
+LOCALS = ("input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight")
+BLOCKS = [f"model.layers.{block}.{local}" for block in (0, 1) for local in LOCALS]
+ENDS = ["model.embed_tokens.weight", "model.norm.weight"]
+VISION = [f"vision.layers.{block}.self_attn.q_proj.weight" for block in range(5)]
+GGUF = [f"blk.{block}.attn_norm.weight" for block in (0, 1)]
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+EMBEDDINGS, NORM, HEAD = "the input embeddings are absent", "the norm behind", "the head is absent"
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "told"),
+    [
+        (BLOCKS + ENDS, {}, ()),
+        (BLOCKS + ENDS[1:], {}, [EMBEDDINGS]),
+        (BLOCKS + ENDS[:1], {}, [NORM]),
+        (BLOCKS + ENDS, LLAMA, [HEAD]),  # by llama's default
+        (BLOCKS + ENDS, LLAMA | {"tie_word_embeddings": True}, ()),
+        (BLOCKS + ENDS, LLAMA | {"model_type": "unknown"}, ()),
+        (BLOCKS + ENDS + ["lm_head.weight"], LLAMA, ()),
+        (BLOCKS + ENDS[1:] + ["lm_head.weight"], LLAMA, [EMBEDDINGS]),
+        (BLOCKS + ENDS[1:] + ["lm_head.weight"], LLAMA | {"tie_word_embeddings": True}, ()),
+        ([name.removeprefix("model.") for name in BLOCKS + ENDS], LLAMA, ()),  # saved to embed texts
+        (BLOCKS + ENDS, LLAMA | {"architectures": ["LlamaModel"]}, ()),
+        (BLOCKS, LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, ()),  # a draft borrows them
+        (VISION + BLOCKS + ENDS, {"num_attention_heads": 4, "num_key_value_heads": 4}, ()),
+        (VISION + BLOCKS + ENDS[:1], {}, [NORM]),
+        (BLOCKS + ENDS + ["model.layers.2.eh_proj.weight"], {}, ["the configuration says 2 blocks"]),
+        (BLOCKS + ENDS + ["model.layers.2.eh_proj.weight"], {"num_nextn_predict_layers": 1}, ()),
+        (BLOCKS + ENDS, {"num_attention_heads": 4, "num_key_value_heads": 2}, ["k_proj and v_proj have 64"]),
+        (  # what a family calls otherwise
+            BLOCKS + ENDS,
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "swa_num_key_value_heads": 4}, (),
+        ),
+        (BLOCKS + ENDS, {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}, ()),
+    ],
+)  # fmt: skip
+def test_what_is_absent_of_a_model(names, config, told):
+    problems = problems_of(names, config)
+    assert len(problems) == len(told) and all(map(str.startswith, problems, told)), problems
+
+
+def test_what_is_absent_of_a_gguf_file():
+    assert problems_of([*GGUF, "token_embd.weight", "output_norm.weight"], {}, "gguf") == []
+    assert problems_of([*GGUF, "token_embd.weight"], {}, "gguf") == [f"{NORM} the last block is absent"]
+    assert problems_of([*GGUF, "output_norm.weight"], {}, "gguf") == [EMBEDDINGS]
+    assert problems_of([f"blk.{k}.attn_q.weight.lora_a" for k in (0, 1)], {}, "gguf") == []
+    assert problems_of([f"v.blk.{k}.ln1.weight" for k in (0, 1)] + ["v.patch_embd.weight"], {}, "gguf") == []
 
 
 # ---- positions

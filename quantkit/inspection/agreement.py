@@ -51,7 +51,7 @@ def _absent_parts(contents: Contents, coded: Mapping[str, Weight]) -> Iterator[s
             if f"{linear}.{part}" not in names:
                 lost.setdefault(part, []).append(linear)
     for part, linears in sorted(lost.items()):
-        yield f"{part} is absent, which clients need, of {name_all(linears, 3)}"
+        yield f"{part}, which clients need, is absent from {name_all(linears, 3)}"
 
 
 def _headless(contents: Contents, weights: Sequence[Weight], coded: Mapping[str, Weight]) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _headless(contents: Contents, weights: Sequence[Weight], coded: Mapping[str,
         if not weight.codes and weight.dtype in types and weight.name.endswith(".weight")
     }
     if lost:
-        yield f"of what a quantized linear takes, these have only some: {name_all(sorted(lost), 3)}"
+        yield f"of a quantized linear's tensors, only some are stored: {name_all(sorted(lost), 3)}"
 
 
 def _numbers(contents: Contents, coded: Mapping[str, Weight]) -> Iterator[str]:
@@ -93,7 +93,8 @@ def _numbers(contents: Contents, coded: Mapping[str, Weight]) -> Iterator[str]:
             words = " or ".join(map(_words, dict.fromkeys(told)))
             unlike.setdefault((words, _words(stored)), []).append(linear)
     for (words, stored), linears in unlike.items():
-        yield f"quantization_config says {words}, but {stored} are stored of {name_all(linears, 3)}"
+        verb = "holds" if len(linears) == 1 else "hold"
+        yield f"quantization_config says {words}, but {name_all(linears, 3)} {verb} {stored}"
 
 
 def _promised(config: Mapping[str, Any]) -> Callable[[str], list[Numbers]] | None:

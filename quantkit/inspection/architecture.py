@@ -122,15 +122,15 @@ def _share(local: str, held: dict[int, set[str]]) -> float:
 
 def _outside(model: Model) -> Iterator[str]:
     """What lies before and behind the blocks: embeddings, final norm and head."""
-    if not model.name.endswith(MODELS):  # "" does
+    first = any(FIRST_NORM.match(local) for block in model.blocks.values() for local in block)
+    if not (model.name.endswith(MODELS) if model.name else first):  # adapters and importances have no norms
         return
     family = model.config.get("model_type")
     tied = model.config.get("tie_word_embeddings", False if family in UNTIED else None)
-    headed = any(HEAD.search(name) for name in model.outside)
+    headed = any(HEAD.search(name) and "norm" not in name for name in model.outside)
     if not any(EMBEDDINGS.search(name) and not NO_TOKENS.search(name) for name in model.outside):
         if not headed or tied is False:  # a head that is tied to them provides them
             yield "the input embeddings are absent"
-    first = any(FIRST_NORM.match(local) for block in model.blocks.values() for local in block)
     behind = (name for name in model.outside if name.startswith(parent(model.stack)))
     if first and family not in NO_FIRST_NORM:
         if not any(LAST_NORM.search(name) and not EMBEDDINGS.search(name) for name in behind):
