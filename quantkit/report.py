@@ -11,6 +11,7 @@ from shlex import quote
 from rich.console import Console
 
 from quantkit.comparison.table import print_comparison
+from quantkit.errors import counted
 from quantkit.finish import Summary
 from quantkit.job import Job
 from quantkit.tables import make_table, megabytes, print_facts, ranges
@@ -116,15 +117,17 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         "written": summary.output,
         "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
         f"({ratio:.2f}× smaller)",
-        "bits/weight": f"{summary.bits_per_weight:.2f} in {summary.linears} {quantized}linears, "
+        "bits/weight": f"{summary.bits_per_weight:.2f} in {counted(summary.linears, f'{quantized}linear')}, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
     }
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
-    fallbacks = f"{len(summary.fallbacks)} linears to round to nearest" if summary.fallbacks else "nothing"
+    fallbacks = (
+        f"{counted(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
+    )
     facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
     if summary.kept:
-        facts["kept 16 bit"] = f"{summary.kept} linears"
+        facts["kept 16 bit"] = counted(summary.kept, "linear")
     print_facts(console, facts)
     if summary.outlier_columns:
         _print_outliers(console, summary.outlier_columns)

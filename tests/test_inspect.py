@@ -226,8 +226,8 @@ def remove(*gone: str):
     [
         ("gptq", replace(f"{Q}.scales", lambda t: t[:, :64].clone()), {}, f"{Q}.weight: g_idx and qweight"),
         ("gptq", remove(f"{Q}.scales"), {}, f"{Q}.weight: its scales are absent"),
-        ("gptq", same, {"quantization_config": None}, "config.json does not say that 14 linears hold codes"),
-        ("gptq", same, {"num_hidden_layers": 3}, "of 3 blocks, 1 have no tensors: 2"),
+        ("gptq", same, {"quantization_config": None}, "config.json says nothing of the codes of 14 linears"),
+        ("gptq", same, {"num_hidden_layers": 3}, "of 3 blocks, 1 without tensors: 2"),
         ("gptq", same, {"num_hidden_layers": 1}, "there are tensors of block 1"),
         ("gptq", same, {"intermediate_size": 300}, "but intermediate_size is 300"),
         ("plain", same, {"hidden_size": 64}, "but hidden_size is 64"),

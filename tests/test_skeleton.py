@@ -243,7 +243,7 @@ def test_what_is_no_causal_language_model_is_refused(tiny_model):
 def test_a_missing_tensor_is_named(tiny_model):
     folder, name = tiny_model("llama"), "model.layers.1.mlp.up_proj.weight"
     rewrite(folder, lambda tensors: {key: t for key, t in tensors.items() if key != name})
-    assert refused(folder).message == f"the checkpoint lacks 1 tensors of the model: {name}"
+    assert refused(folder).message == f"the checkpoint lacks 1 tensor of the model: {name}"
 
 
 def test_a_configuration_of_a_deeper_model_names_what_is_missing(tiny_model):
