@@ -68,9 +68,3 @@ def name_all(names, limit: int = 8) -> str:
     names = list(names)
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
-
-
-def counted(number: int, word: str) -> str:
-    """`1 block`, `1,024 blocks`."""
-    plural = {"matrix": "matrices"}.get(word, f"{word}s")
-    return f"{number:,} {word if number == 1 else plural}"

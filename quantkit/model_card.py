@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantkit import __version__
-from quantkit.errors import counted
+from quantkit.errors import count
 
 
 def render(job, summary) -> str:
@@ -24,7 +24,7 @@ def render(job, summary) -> str:
         "",
         f"# {name}",
         "",
-        f"{source}, compressed by quantkit {__version__}: {counted(summary.linears, 'linear')} at "
+        f"{source}, compressed by quantkit {__version__}: {count(summary.linears, 'linear')} at "
         f"{summary.bits_per_weight:.2f} bits per weight ({summary.bits_per_weight_model:.2f} over the whole "
         f"model), {summary.source_bytes / 1e6:,.1f} MB to {summary.output_bytes / 1e6:,.1f} MB.",
         "",
@@ -42,7 +42,7 @@ def render(job, summary) -> str:
             f"(sha256 {made.sha256[:16]}…)."
         )
     if summary.kept:
-        lines.append(f"Kept in 16 bit: {counted(summary.kept, 'linear')}.")
+        lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
     if summary.fallbacks:
         lines += ["", "Fallbacks:", "", *(f"- `{k}`: {v}" for k, v in summary.fallbacks.items())]
     lines += [

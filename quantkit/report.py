@@ -11,10 +11,10 @@ from shlex import quote
 from rich.console import Console
 
 from quantkit.comparison.table import print_comparison
-from quantkit.errors import counted
+from quantkit.errors import count
 from quantkit.finish import Summary
 from quantkit.job import Job
-from quantkit.tables import make_table, megabytes, print_facts, ranges
+from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
 
 
 def plan_record(job: Job) -> dict:
@@ -117,22 +117,22 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         "written": summary.output,
         "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
         f"({ratio:.2f}× smaller)",
-        "bits/weight": f"{summary.bits_per_weight:.2f} in {counted(summary.linears, f'{quantized}linear')}, "
+        "bits/weight": f"{summary.bits_per_weight:.2f} in {count(summary.linears, f'{quantized}linear')}, "
         f"{summary.bits_per_weight_model:.2f} over the whole model",
     }
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     fallbacks = (
-        f"{counted(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
+        f"{count(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
     )
     facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
     if summary.kept:
-        facts["kept 16 bit"] = counted(summary.kept, "linear")
+        facts["kept 16 bit"] = count(summary.kept, "linear")
     print_facts(console, facts)
     if summary.outlier_columns:
         _print_outliers(console, summary.outlier_columns)
     for linear, reason in summary.fallbacks.items():
-        console.print(f"  {linear}: {reason}", markup=False, soft_wrap=True)
+        print_line(console, f"  {linear}: {reason}", indent=4)
     if evaluation:
         print_comparison(evaluation)
     else:
@@ -162,9 +162,9 @@ def _print_outliers(console: Console, counts: dict[str, int]) -> None:
     """How many input columns of every linear reached the threshold, block by block."""
     table = make_table("linear", "outlier columns, by block")
     kinds: dict[str, list[int]] = {}
-    for name, count in counts.items():
+    for name, number in counts.items():
         _, _, local = re.split(r"\.(\d+)\.", name, maxsplit=1)
-        kinds.setdefault(local, []).append(count)
+        kinds.setdefault(local, []).append(number)
     for local, row in kinds.items():
         table.add_row(local, " ".join(map(str, row)))
     console.print(table)

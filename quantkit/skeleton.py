@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit import meta_model
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import UNSUPPORTED, QuantkitError, counted, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.grids import is_finite
 from quantkit.heap import return_freed_pages
 from quantkit.layouts import Layout
@@ -357,7 +357,7 @@ def check_complete(skeleton: Skeleton) -> None:
     missing = skeleton.missing()
     if missing:
         raise QuantkitError(
-            f"the checkpoint lacks {counted(len(missing), 'tensor')} of the model: {name_all(missing)}",
+            f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
             hint="the download is incomplete, config.json belongs to another model, or the architecture "
             "fuses tensors while loading (mixtures of experts), which quantkit does not read yet",
         )

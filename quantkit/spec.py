@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, counted, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.grids import Grid
 from quantkit.layouts import Layout, fusions
 from quantkit.skeleton import Skeleton
@@ -164,8 +164,8 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
         raise QuantkitError(
             f"group size {uneven[0].grid.group_size} does not divide in_features of "
-            f"{counted(len(uneven), 'linear')}: "
-            + ", ".join(f"{what} in {counted(number, 'block')}" for what, number in Counter(places).items()),
+            f"{count(len(uneven), 'linear')}: "
+            + ", ".join(f"{what} in {count(number, 'block')}" for what, number in Counter(places).items()),
             hint="these group sizes divide all of them: "
             + ", ".join(str(g) for g in [*fits, -1])
             + "; or keep the linears in 16 bit with --exclude",
@@ -175,7 +175,7 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
     refused = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     if refused:
         raise QuantkitError(
-            f"the layout cannot hold {counted(len(refused), 'linear')}: {name_all(refused)}",
+            f"the layout cannot hold {count(len(refused), 'linear')}: {name_all(refused)}",
             hint="change the options as it says, or keep these linears in 16 bit with --exclude",
             exit_code=UNSUPPORTED,
         )

@@ -13,7 +13,7 @@ from functools import partial
 from quantkit.capacity import gguf
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.errors import counted, name_all
+from quantkit.errors import count, name_all
 from quantkit.layouts import _sizes
 
 BITS, GROUP_SIZE = 4, 128  # defaults of gptq and awq
@@ -75,7 +75,7 @@ class Packed:
             if group.tensor.is_linear and (why := self._unfit(group.tensor)):
                 refused[why] += group.count
         if refused:
-            found = (f"{why} ({counted(number, 'linear')})" for why, number in refused.items())
+            found = (f"{why} ({count(number, 'linear')})" for why, number in refused.items())
             raise Unfit(name_all(found, 2))
 
     def _unfit(self, tensor: Tensor) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quantkit.capacity.formats import STORED
+from quantkit.tables import print_facts, print_line
 
 GIB = 1 << 30
 SHOWN = ("bf16", "int8", "nf4", "gptq", "awq", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
@@ -20,15 +21,15 @@ Record = dict[str, Any]
 def show(record: Record, quiet: bool = False) -> None:
     """Print a record of forecast.py; `quiet` leaves out what explains it, but for warnings."""
     console = Console(highlight=False)
-    _facts(console, _about(record))
+    print_facts(console, _about(record))
     console.print(_weights(record))
-    _facts(console, _cache(record))
+    print_facts(console, _cache(record))
     if record["job"]:
         console.print(_jobs(record))
     for line in () if quiet else _remarks(record):
-        console.print(line, style="dim", markup=False, soft_wrap=True)
+        print_line(console, line, "dim")
     for note in record["notes"]:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
+        print_line(console, f"note: {note}")
 
 
 def gigabytes(nbytes: float) -> str:
@@ -58,11 +59,6 @@ def duration(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
-
-
-def _facts(console: Console, facts: dict[str, str]) -> None:
-    for name, fact in facts.items():
-        console.print(f"{name:12s} {fact}", markup=False, soft_wrap=True)
 
 
 def _about(record: Record) -> dict[str, str]:

@@ -57,4 +57,4 @@ def _show(found: dict[str, list], quiet: bool) -> None:
             mark = "!" if row.ok is False else " "
             style = "yellow" if row.ok is False else None
             line = f"{mark} {row.name:18s} {row.value}{note}"
-            print_line(console, line, style)
+            print_line(console, line, style, indent=21)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.errors import QuantkitError, counted
+from quantkit.errors import QuantkitError, count
 
 EPILOG = """Examples:
 
@@ -48,7 +48,7 @@ def command(
         (printed.print_record if other is None else printed.print_comparison)(made)
     broken = [problem for model in found for problem in model["integrity"]["problems"]]
     if broken:
-        more = f" (and {counted(len(broken) - 1, 'more problem')})" if len(broken) > 1 else ""
+        more = f" (and {count(len(broken) - 1, 'more problem')})" if len(broken) > 1 else ""
         raise QuantkitError(
             broken[0] + more, "the checkpoint is incomplete or damaged: copy or download it again", found=made
         )

@@ -23,7 +23,7 @@ from quantkit.comparison.svg import (
     draw,
     escape,
 )
-from quantkit.errors import counted
+from quantkit.errors import count
 
 WORST = 10  # linears of a model that are listed
 STYLE = f"""
@@ -168,7 +168,7 @@ def _layers(record: dict) -> str:
         ]
         what = f"relative squared error, {model['layers']['measure']}"
         parts.append(
-            f"<details><summary>{escape(name)}: largest of {counted(len(errors), 'linear')}</summary>"
+            f"<details><summary>{escape(name)}: largest of {count(len(errors), 'linear')}</summary>"
             f"{_table(('linear', what), lines)}</details>"
         )
     if silent:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import counted, name_all
+from quantkit.errors import count, name_all
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
 from quantkit.inspection.stored import Weight
@@ -99,7 +99,7 @@ def _blocks(model: Model) -> Iterator[str]:
     if isinstance(depth, int) and 0 < depth < 10**5 and model.whole:
         absent = [str(block) for block in range(depth) if block not in held]
         if absent:
-            yield f"of {counted(depth, 'block')}, {len(absent)} without tensors: {name_all(absent)}"
+            yield f"of {count(depth, 'block')}, {len(absent)} without tensors: {name_all(absent)}"
         more = model.config.get(EXTRA_BLOCKS)
         beyond = [str(b) for b in sorted(held) if b >= depth + (more if isinstance(more, int) else 0)]
         if beyond:

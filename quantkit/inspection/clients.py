@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 OUTCOMES = ("loads", "note")
-DAMAGED = "something is wrong with the checkpoint, see below"
+DAMAGED = "the checkpoint is damaged, see below"
 
 
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:

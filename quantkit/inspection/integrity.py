@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from quantkit.containers import safetensors_folder
-from quantkit.errors import counted, name_all
+from quantkit.errors import count, name_all
 from quantkit.inspection import agreement, architecture
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import Weight
@@ -57,7 +57,7 @@ def _special(contents: Contents) -> Iterator[str]:
         ids = config.get(key) if isinstance(config.get(key), list) else [config.get(key)]
         beyond = [str(place) for place in ids if type(place) is int and place >= size]
         if beyond:
-            yield f"{key} is {name_all(beyond)}, but the vocabulary has {counted(size, 'token')}"
+            yield f"{key} is {name_all(beyond)}, but the vocabulary has {count(size, 'token')}"
 
 
 def _index(contents: Contents) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _index(contents: Contents) -> Iterator[str]:
     mapped = (contents.index or {}).get("weight_map")
     lost = [name for name in contents.infos if name not in mapped] if isinstance(mapped, dict) else []
     if lost:
-        yield f"{safetensors_folder.INDEX} leaves out {counted(len(lost), 'tensor')}: {name_all(lost, 3)}"
+        yield f"{safetensors_folder.INDEX} leaves out {count(len(lost), 'tensor')}: {name_all(lost, 3)}"
 
 
 def _total(contents: Contents) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _configuration(contents: Contents, weights: Sequence[Weight]) -> Iterator[st
     """Codes and a configuration that tells clients of them come together."""
     coded = sum(weight.codes is not None for weight in weights)
     if contents.container == "safetensors" and coded and not contents.quantization:
-        yield f"config.json says nothing of the codes of {counted(coded, 'linear')}: no client decodes them"
+        yield f"config.json says nothing of the codes of {count(coded, 'linear')}: no client decodes them"
 
 
 def _manifest(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
@@ -94,10 +94,10 @@ def _manifest(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
     lost = [name for name, row in told.items() if row.get("grid") and name not in coded]
     if lost and not contents.absent:
         named = name_all(map(str, lost), 3)
-        yield f"the manifest calls {counted(len(lost), 'linear')} quantized that hold no codes: {named}"
+        yield f"the manifest calls {count(len(lost), 'linear')} quantized that hold no codes: {named}"
     added = [name for name in coded if name not in told]
     if added:
-        yield f"the manifest leaves out {counted(len(added), 'quantized linear')}: {name_all(added, 3)}"
+        yield f"the manifest leaves out {count(len(added), 'quantized linear')}: {name_all(added, 3)}"
     for name, weight in coded.items():
         shape = told.get(name, {}).get("shape")
         if weight.shape is not None and shape is not None and list(weight.shape) != shape:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from quantkit.errors import counted, name_all, printable
+from quantkit.errors import count, name_all, printable
 from quantkit.tables import make_table, print_facts, print_line, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
@@ -28,13 +28,13 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
     model, files, found = record["model"], record["files"], record["quantization"]
     shape = [f"{model['blocks']} blocks"] if model["blocks"] else []
     shape += [f"hidden size {model['hidden_size']}"] if model["hidden_size"] else []
-    shape += [counted(model["parameters"], "parameter")] + ["tied embeddings"] * model["tied"]
+    shape += [count(model["parameters"], "parameter")] + ["tied embeddings"] * model["tied"]
     facts = {
         "checkpoint": record["source"],
         "model": ", ".join([str(model["model_type"]), *shape]),
         "weights": f"{size(model['bytes'])} of {record['container']}, "
         f"{model['bits_per_weight'] or 0:.2f} bits per weight "
-        f"({counted(files['count'], 'file')} of {size(files['bytes'])} in all)",
+        f"({count(files['count'], 'file')} of {size(files['bytes'])} in all)",
         "quantized": _quantized(found),
         "kept": _kept(found),
         "activations": found["activations"] if found and found["activations"] else "",
@@ -61,7 +61,7 @@ def _quantized(found: dict[str, Any] | None) -> str:
     told += ["columns reordered"] if found["desc_act"] else []
     word = "matrix" if found["layout"] == "gguf" else "linear"  # embeddings among them
     bits = f"{found['bits_per_weight']:.2f} bits per weight"
-    return f"{counted(found['linears'], word)}: {kinds}, {bits} ({', '.join(told)})"
+    return f"{count(found['linears'], word)}: {kinds}, {bits} ({', '.join(told)})"
 
 
 def _kept(found: dict[str, Any] | None) -> str:
@@ -141,9 +141,9 @@ def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
 
 def _print_integrity(console: Console, found: dict[str, Any]) -> None:
     """What was looked at, and what is wrong with it."""
-    looked = f"headers of {counted(found['tensors'], 'tensor')}, index, sizes and manifest"
+    looked = f"headers of {count(found['tensors'], 'tensor')}, index, sizes and manifest"
     looked += " and every value" if found["deep"] else " (values: --deep)"
-    wrong = counted(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
+    wrong = count(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
     print_facts(console, {"checked": f"{looked}: {wrong}"})
     for words in (*found["problems"], *found.get("notes", ())):
         print_line(console, f"  {words}")

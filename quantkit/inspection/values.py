@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import QuantkitError, counted, name_all
+from quantkit.errors import QuantkitError, count, name_all
 from quantkit.inspection.clients import of_damaged
 from quantkit.skeleton import Skeleton
 
@@ -44,7 +44,7 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     if record["tokenizer"]:
         problems += _errors_of(lambda: checkpoint.tokenizer)
     if zeros:
-        found["warnings"].append(f"{counted(len(zeros), 'weight')} of zeros alone: {name_all(zeros, 3)}")
+        found["warnings"].append(f"{count(len(zeros), 'weight')} of zeros alone: {name_all(zeros, 3)}")
     if problems:
         record["clients"] = of_damaged(record["clients"])
     found["problems"] += [problem for problem in problems if problem not in found["problems"]]

@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, counted, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def refuse_headless(layout: Layout | None, names: Iterable[str]) -> None:
     lost = [name for name in lost if not {name, f"{name.removesuffix(layout.marker)}weight"} & names]
     if lost:
         raise QuantkitError(
-            f"these tensors of {counted(len(lost), 'quantized linear')} are absent: {name_all(lost)}",
+            f"these tensors of {count(len(lost), 'quantized linear')} are absent: {name_all(lost)}",
             hint="download it again",
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from quantkit import meta_model
-from quantkit.errors import UNSUPPORTED, QuantkitError, counted, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.llamacpp import architectures, rope
 from quantkit.llamacpp.architectures import Architecture, kv_heads
 from quantkit.skeleton import checked
@@ -117,7 +117,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
     absent = [name for target in targets for name in target.parameters if name not in found]
     if absent:
         raise QuantkitError(
-            f"the checkpoint lacks {counted(len(absent), 'tensor')} of the model: {name_all(absent)}",
+            f"the checkpoint lacks {count(len(absent), 'tensor')} of the model: {name_all(absent)}",
             hint="the download is incomplete, or config.json belongs to another model",
         )
     return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, counted, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose
 from quantkit.methods import Method, check_feedback, refuse_override
@@ -210,7 +210,7 @@ def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleto
     unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
     if unfit and options.strict:
         raise QuantkitError(
-            f"{counted(len(unfit), 'tensor')} cannot have the type asked for: {name_all(unfit)}",
+            f"{count(len(unfit), 'tensor')} cannot have the type asked for: {name_all(unfit)}",
             hint="leave out --strict for the next type that fits, or choose one with --tensor-type",
             exit_code=UNSUPPORTED,
         )
