@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.containers.safetensors_folder import TensorInfo
-from quantkit.inspection import agreement, architecture, clients, names, positions
+from quantkit.inspection import agreement, architecture, clients, names, positions, record
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import NF4, weights_of
 
@@ -178,6 +178,25 @@ EMBEDDINGS, NORM, HEAD = "the input embeddings are absent", "the norm behind", "
 def test_what_is_absent_of_a_model(names, config, told):
     problems = problems_of(names, config)
     assert len(problems) == len(told) and all(map(str.startswith, problems, told)), problems
+
+
+@pytest.mark.parametrize("junk", [None, "x", [], ["x"], {}, {"x": 1}, -1, 0, 1.5, True, 2**70])
+def test_configurations_of_any_kind_are_survived(junk):
+    """Whatever a value is, a sentence comes out, or none."""
+    sound = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "quantization_config": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"x": {"bits": 8}}}}  # fmt: skip
+    keys = [*sound, "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "head_dim",
+            "tie_word_embeddings", "word_embed_proj_dim", "num_nextn_predict_layers", "text_config",
+            "eos_token_id", "rope_scaling", "max_position_embeddings", "sliding_window"]  # fmt: skip
+    infos = stored(qweight=("I32", [16, 64]), qzeros=("I32", [1, 8]), scales=("F16", [1, 64]))
+    infos |= {name: TensorInfo(name, "F32", (64, 64), Path("f"), 0, 4) for name in BLOCKS + ENDS}
+    inner = [("quantization_config", key) for key in ("bits", "group_size", "dynamic", "checkpoint_format",
+             "config_groups", "quant_method", "version", "packing_format")]  # fmt: skip
+    for key in [*((key,) for key in keys), *inner]:
+        changed = {key[-1]: junk} if len(key) == 1 else {key[0]: sound[key[0]] | {key[1]: junk}}
+        contents = Contents("x", "safetensors", {}, sound | changed, infos, lambda name: None)
+        problems = record.describe(contents)["integrity"]["problems"]
+        assert all(isinstance(words, str) for words in problems)
 
 
 def test_what_is_absent_of_a_gguf_file():

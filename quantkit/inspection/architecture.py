@@ -125,7 +125,7 @@ def _outside(model: Model) -> Iterator[str]:
     first = any(FIRST_NORM.match(local) for block in model.blocks.values() for local in block)
     if not (model.name.endswith(MODELS) if model.name else first):  # adapters and importances have no norms
         return
-    family = model.config.get("model_type")
+    family = str(model.config.get("model_type"))
     tied = model.config.get("tie_word_embeddings", False if family in UNTIED else None)
     headed = any(HEAD.search(name) and "norm" not in name for name in model.outside)
     if not any(EMBEDDINGS.search(name) and not NO_TOKENS.search(name) for name in model.outside):
@@ -151,8 +151,8 @@ def _embeddings(model: Model, weights: Sequence[Weight], tokenizer: dict[str, An
             continue
         if not INPUT_EMBEDDINGS.search(name) or shape is None or len(shape) != 2:
             continue
-        more = MORE_ROWS.match(str(model.config.get("model_type"))) and shape[0] > (vocabulary or 0)
-        if isinstance(vocabulary, int) and shape[0] != vocabulary and not more:
+        more = MORE_ROWS.match(str(model.config.get("model_type")))
+        if isinstance(vocabulary, int) and shape[0] != vocabulary and not (more and shape[0] > vocabulary):
             yield f"{name} has {shape[0]} rows, the configuration says {vocabulary} tokens"
         if isinstance(width, int) and shape[1] != width:
             yield f"{name} has {shape[1]} columns, the configuration says {width}"
@@ -188,8 +188,9 @@ def _heads(model: Model) -> Iterator[str]:
     if len(of_queries) != 1 or len(of_keys) != 1:
         return
     (queries,), (keys,) = of_queries, of_keys
-    told = config.get("head_dim")
-    head_dims = {queries / heads, told if isinstance(told, int) else (config.get("hidden_size") or 0) / heads}
+    told, hidden = config.get("head_dim"), config.get("hidden_size")
+    head_dims = {queries / heads}
+    head_dims |= {told} if isinstance(told, int) else {hidden / heads} if isinstance(hidden, int) else set()
     if keys not in {kv_heads * head_dim for head_dim in head_dims}:
         yield (
             f"k_proj and v_proj have {keys} rows, but the configuration says {kv_heads} key-value heads of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ DAMAGED = "the checkpoint is damaged, see below"
 
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     """Each client with `loads` (None: not tried) and `note`; `facts`: the values that linears have."""
-    import yaml
-
-    rows = yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
     found = []
-    for row in rows:
+    for row in _rows():
         rule = next((rule for rule in row["rules"] if _matches(rule, facts)), {})
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
         found.append({"client": row["client"], "version": row["version"]} | outcome)
     return found
+
+
+@cache
+def _rows() -> list[dict[str, Any]]:
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
 
 
 def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -153,13 +153,13 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     linears = [name.removesuffix(".qweight") for name in infos if name.endswith(".qweight")]
     return {
         "layout": {_layout(contents) or "none"},
-        "model_type": {contents.text_config.get("model_type")},
+        "model_type": {str(contents.text_config.get("model_type"))},
         "form": forms,
         "bits": {codes.bits for codes in coded},
         "group_size": {codes.group_size or -1 for codes in coded},
         "symmetric": {_symmetric(contents)},
         "desc_act": {bool(config.get("desc_act", False))},
-        "version": {config.get("checkpoint_format") or config.get("format") or "gptq"},
+        "version": {str(config.get("checkpoint_format") or config.get("format") or "gptq")},
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
         "biases": {any(name.endswith(".bias") for name in infos)},
