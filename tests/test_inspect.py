@@ -310,8 +310,21 @@ def test_what_no_client_can_load(copy, quantkit, name, change, config, problem):
     assert quantkit("inspect", folder, "-q").code == 1
 
 
+def test_groups_of_compressed_tensors_are_those_of_a_config_group(copy):
+    folder = copy("ct")
+    config = json.loads((folder / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["group_size"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+    downs = ", ".join(f"model.layers.{block}.mlp.down_proj" for block in (0, 1))
+    assert (
+        "quantization_config says 4 bit in groups of 64 or 8 bit in groups of 64, but "
+        f"{downs} hold 4 bit in groups of 128"
+    ) in inspected(folder)["integrity"]["problems"]
+
+
 def test_a_head_may_be_tied(copy):
-    """In words, or by the default of its family."""
+    """The configuration says so: nothing is absent."""
     assert inspected(copy("plain", remove("lm_head.weight"), tie_word_embeddings=True))["integrity"] == {
         "deep": False, "tensors": 20, "problems": [], "warnings": [],
     }  # fmt: skip
