@@ -257,10 +257,37 @@ def test_experts_in_mxfp4(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        (
+            {"quantization": {"group_size": 64, "bits": 4}},
+            {"weight": ("U32", (128, 8)), "scales": ("BF16", (128, 1)), "biases": ("BF16", (128, 1))},
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt"}},
+            {
+                "weight": ("U8", (128, 32)),
+                "weight_scale": ("F8_E4M3", (128, 4)),
+                "weight_scale_2": ("F32", ()),
+            },
+        ),
+    ],
+)
+def test_of_mlx_and_modelopt_the_parameters_are_known(tmp_path, method, parts):
+    tensors = {"model.embed_tokens.weight": ("BF16", (512, 64))}
+    for block in range(GROUPED["num_hidden_layers"]):
+        tensors |= {f"model.layers.{block}.mlp.up_proj.{part}": told for part, told in parts.items()}
+    save_headers(tmp_path / "m", tensors, {**GROUPED, "model_type": "llama", **method})
+    found = source.read(str(tmp_path / "m")).parameters
+    linears = [tensor for tensor in found.tensors if "up_proj" in tensor.name]
+    assert [tensor.shape for tensor in linears] == [(128, 64)] * GROUPED["num_hidden_layers"]
+    assert found.count == 512 * 64 + 128 * 64 * len(linears)
+
+
+@pytest.mark.parametrize(
     "parts",
     [
-        {"weight": ("U32", (128, 16)), "scales": ("BF16", (128, 2)), "biases": ("BF16", (128, 2))},  # MLX
-        {"weight": ("U8", (128, 64)), "weight_scale": ("F8_E4M3", (128, 8))},  # two 4-bit floats a byte
+        {"weight": ("U32", (128, 16)), "scales": ("BF16", (128, 2))},  # MLX without its group size
         {"qweight": ("I32", (16, 128)), "scales": ("F32", (7,))},
     ],
 )

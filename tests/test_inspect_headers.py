@@ -73,6 +73,16 @@ GROUPS = {"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}}
             ("float8, groups of 128", (64, 128)),
         ),
         (stored(weight=("I8", [64, 128]), SCB=("F32", [64])), None, ("int8, whole rows", (64, 128))),
+        (  # modelopt's
+            stored(weight=("U8", [64, 64]), weight_scale=("F8_E4M3", [64, 8]), weight_scale_2=("F32", [])),
+            {"quant_method": "modelopt"},
+            ("nvfp4, groups of 16", (64, 128)),
+        ),
+        (  # MLX, of 6 bit
+            stored(weight=("U32", [64, 24]), scales=("BF16", [64, 2]), biases=("BF16", [64, 2])),
+            {"group_size": 64, "bits": 4},
+            ("6 bit, groups of 64", (64, 128)),
+        ),
     ],
 )  # fmt: skip
 def test_forms_that_others_write(infos, config, told):
@@ -91,6 +101,7 @@ def test_forms_that_others_write(infos, config, told):
         (stored(weight=("I8", [64, 128]), SCB=("F32", [63])), "SCB [63] does not fit"),
         (stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [63, 4])), "weight_scale"),
         (stored(weight_packed=("I32", [64, 17]), weight_scale=("F16", [64, 4])), "weight_packed [64, 17]"),
+        (stored(weight=("U32", [64, 16]), scales=("F16", [64, 2])), "scales [64, 2] do not fit"),
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_told(infos, words):

@@ -56,8 +56,7 @@ def entries(
 def _understood(weight: Weight) -> bool:
     """Whether it is known how many parameters its bytes are."""
     if weight.codes:
-        two_a_byte = weight.codes.form == "int8" and weight.dtype == "U8"  # 4 bits under a name for 8
-        return bool(weight.parameters) and not weight.codes.problem and not two_a_byte
+        return bool(weight.parameters) and not weight.codes.problem
     return weight.dtype.startswith(FLOATS) or len(weight.shape or ()) < 2
 
 

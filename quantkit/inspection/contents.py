@@ -46,7 +46,9 @@ class Contents:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """`quantization_config` of config.json; {} where there is none."""
+        """`quantization_config` of config.json; {} where there is none. MLX calls it `quantization`."""
+        if isinstance(mlx := self.config.get("quantization"), dict):
+            return {"quant_method": "mlx"} | mlx
         stored = self.config.get("quantization_config")
         return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 

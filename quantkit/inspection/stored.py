@@ -21,7 +21,7 @@ NF4, FP4 = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandby
 OF_4_BIT = ("weight", "weight.quant_map", "weight.absmax", "weight.nested_absmax", "weight.nested_quant_map")
 OF_COMPRESSED = (
     "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
-    "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point",
+    "weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale", "input_zero_point",
 )  # fmt: skip
 PLAIN = ("F64", "F32", "F16", "BF16")
 
@@ -42,7 +42,8 @@ class Codes:
         """`4 bit, groups of 128`; the name alone where it says it all."""
         if self.form.isupper() or self.form in ("nf4", "fp4"):  # a ggml type, or bitsandbytes'
             return self.form
-        form = f"{self.bits:g} bit" if self.form in ("gptq", "awq", "pack-quantized") else self.form
+        integers = ("gptq", "awq", "mlx", "pack-quantized")
+        form = f"{self.bits:g} bit" if self.form in integers else self.form
         return f"{form}, groups of {self.group_size}" if self.group_size else f"{form}, whole rows"
 
 
@@ -181,13 +182,17 @@ def _four_bit(form: str) -> Reader:
 
 
 def _compressed(parts: Parts, contents: Contents) -> Codes:
-    """compressed-tensors: packed integers or floats with `weight_scale`, or `weight` itself of 8 bits."""
+    """compressed-tensors: packed integers or floats with `weight_scale`, or `weight` itself of 8 bits, which
+    of modelopt are two 4-bit floats a byte."""
     scales = parts["weight_scale"].shape if "weight_scale" in parts else ()
     groups = scales[1] if len(scales) == 2 else 1
     packed = parts.get("weight_packed")
     if packed is None:
-        shape = parts["weight"].shape
-        form = "float8" if parts["weight"].dtype.startswith("F8") else "int8"
+        shape, dtype = parts["weight"].shape, parts["weight"].dtype
+        if dtype == "U8" and len(shape) == 2 and shape[:1] == scales[:1]:
+            shape = (shape[0], 2 * shape[1])
+            return Codes("nvfp4", 4, _group_size(shape[1], groups), shape, math.prod(shape))
+        form = "float8" if dtype.startswith("F8") else "int8"
         fits = len(shape) == 2 and (len(scales) < 2 or scales[0] in (1, shape[0]) or scales[0] < shape[0])
         why = "" if fits else f"weight_scale {list(scales)} does not fit weight {list(shape)}"
         size = _group_size(shape[1], groups) if fits else None
@@ -227,6 +232,25 @@ def _fp8_blocks(parts: Parts, contents: Contents) -> Codes:
     return Codes("float8", 8, size, tuple(shape) if len(shape) == 2 else None, math.prod(shape))
 
 
+def _mlx(parts: Parts, contents: Contents) -> Codes:
+    """`weight [..., out, in * bits / 32]` as words, `scales` and `biases` `[..., out, groups]`; experts stand
+    first. Linears may have bits of their own, so they are counted."""
+    words, scales = parts["weight"], parts["scales"].shape
+    size = _number(contents.quantization, "group_size")
+    if (
+        words.dtype != "U32"
+        or len(scales) < 2
+        or words.shape[:-1] != scales[:-1]
+        or not (size and scales[-1])
+    ):
+        return Codes("mlx", 0, None, None, 0, f"scales {list(scales)} do not fit weight {list(words.shape)}")
+    shape = (*scales[:-1], scales[-1] * size)
+    bits = words.shape[-1] * WORD / shape[-1]
+    why = "" if bits in (2, 3, 4, 5, 6, 8) else f"{bits:g} bits a weight by groups of {size}"
+    matrix = (shape[0], shape[1]) if len(shape) == 2 else None
+    return Codes("mlx", bits, size, matrix, math.prod(shape), why)
+
+
 def _mxfp4_experts(parts: Parts, contents: Contents) -> Codes:
     return Codes("mxfp4", 4, 32, None, 2 * parts["blocks"].nbytes)
 
@@ -241,6 +265,7 @@ MARKERS: dict[str, tuple[str, str, tuple[str, ...], Reader]] = {
     "weight_scale": (".", "weight", OF_COMPRESSED, _compressed),
     "weight_scale_inv": (".", "weight", ("weight",), _fp8_blocks),
     "blocks": ("_", "blocks", ("scales",), _mxfp4_experts),
+    "scales": (".", "weight", ("weight", "biases"), _mlx),
 }
 
 
