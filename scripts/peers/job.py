@@ -34,6 +34,12 @@ class Job:
     threads: int = 1
     calibration: str | None = None  # the text the tokens were cut from, for quantkit; None: the shipped one
 
+    @property
+    def dtype(self) -> str:
+        """That of the weights, in which every tool is to compute: some take 16 bit unasked."""
+        config = json.loads((Path(self.model) / "config.json").read_text())
+        return config.get("dtype") or config["torch_dtype"]
+
     def rows(self) -> list[list[int]]:
         """Calibration sequences."""
         return json.loads(Path(self.tokens).read_text())

@@ -19,7 +19,8 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     clock = jobs.Clock()
     with clock("load"):
-        model = AutoAWQForCausalLM.from_pretrained(job.model, device_map="cpu")
+        dtype = getattr(torch, job.dtype)
+        model = AutoAWQForCausalLM.from_pretrained(job.model, torch_dtype=dtype, device_map="cpu")
         rows = job.rows()
     config = {"zero_point": not job.sym, "q_group_size": job.group_size, "w_bit": job.bits, "version": "GEMM"}
     with clock("quantize"):

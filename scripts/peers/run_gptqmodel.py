@@ -26,7 +26,7 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     clock = jobs.Clock()
     with clock("load"):
-        model = GPTQModel.load(job.model, config())
+        model = GPTQModel.load(job.model, config(), dtype=getattr(torch, job.dtype))
     rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in job.rows()]
     # its choice for AWQ wants CUDA, to pack; what is searched and solved does not depend on it
     backend = BACKEND.AWQ_TORCH if job.method == "awq" else BACKEND.AUTO
