@@ -802,8 +802,3 @@ def test_a_folder_without_tokenizer_is_called_that(refuse, model, small, tmp_pat
     assert "tokenizer.json" in hint
     (bare / "tokenizer.json").write_text("{")
     assert "there are no files" not in refuse(3, "gptq", bare, *small)[0]
-
-
-def test_resuming_nothing_is_said(quantkit, model, small):
-    done = quantkit("gptq", model, *small, "-o", "out", "--resume", "-q")
-    assert done.code == 0 and done.err == "warning: nothing is staged for out: it begins at the first block\n"

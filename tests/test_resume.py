@@ -390,7 +390,8 @@ def test_nothing_staged_starts_afresh(workplace, reference, quantkit, tmp_path, 
     if left:  # killed before the fingerprint was written: whose block that is, nobody knows
         (tmp_path / "out.partial").mkdir()
         (tmp_path / "out.partial" / left).write_text("?")
-    assert quantkit(*job(workplace), "--resume") == (0, "")
+    said = "warning: nothing is staged for out: it begins at the first block\n"
+    assert quantkit(*job(workplace), "--resume") == (0, said)
     assert contents(tmp_path / "out") == reference
 
 
