@@ -26,6 +26,7 @@ RTN = {"solver": "rtn"}
 NF4 = "weight.quant_state.bitsandbytes__nf4"
 PAIR = [f"model.layers.{block}.mlp.up_proj.weight" for block in (0, 1)]  # headers alone do not miss both
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +300,39 @@ def quantized(name: str, **changes):
         ("nf4", remove(f"{Q}.{NF4}"), {}, f"of a quantized linear's tensors, only some are stored: {Q}"),
         ("int8", remove(f"{Q}.SCB"), {}, f"of a quantized linear's tensors, only some are stored: {Q}"),
         ("ct", remove(f"{Q}.weight_shape"), {}, f"weight_shape, which clients need, is absent from {Q}"),
+        ("plain", lambda t: t.clear(), {}, "there are no tensors"),
+        (
+            "plain", replace("model.norm.weight", lambda t: t[:64].clone()), {},
+            "model.norm.weight is [64], but hidden_size is 128",
+        ),
+        (
+            "plain", replace(NORM, lambda t: t[:64].clone()), {}, f"{NORM} is [64], but hidden_size is 128",
+        ),
+        (
+            "plain", same, {"num_attention_heads": 8, "head_dim": 32},
+            "o_proj has 128 columns, but the configuration says 8 heads of 32",
+        ),
+        (
+            "plain", replace(f"{Q}.weight", lambda t: t[:64].clone()), {},
+            f"{Q}.weight has 64 rows, o_proj 128 columns",
+        ),
+        ("plain", same, {"hidden_size": "128"}, "hidden_size of config.json is text: '128'"),
+        (
+            "nf4", same, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "quantization_config does not say load_in_4bit, the weights are nf4",
+        ),
+        (
+            "int8", same, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+            "quantization_config does not say load_in_8bit, the weights are int8",
+        ),
+        ("gptq", same, quantized("gptq", group_size=0), "quantization_config says groups of 0"),
+        (
+            "gptq", same, {"quantization_config": "gptq"},
+            "quantization_config is 'gptq', no object of bits and groups",
+        ),
+        (
+            "gptq", replace(f"{Q}.qweight", torch.Tensor.long), {}, f"the codes of {Q} are no 32-bit words",
+        ),
     ],
 )  # fmt: skip
 def test_what_no_client_can_load(copy, quantkit, name, change, config, problem):
@@ -308,6 +342,24 @@ def test_what_no_client_can_load(copy, quantkit, name, change, config, problem):
     assert problem in found["integrity"]["problems"]
     assert not any(row["loads"] for row in found["clients"])
     assert quantkit("inspect", folder, "-q").code == 1
+
+
+@pytest.mark.parametrize("groups", [{}, None])
+def test_codes_that_are_not_understood_are_printed_all_the_same(copy, quantkit, groups):
+    folder = copy("ct")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = groups
+    (folder / "config.json").write_text(json.dumps(config))
+    done = quantkit("inspect", folder, "-q")
+    assert done.code == 1 and "does not fit weight_shape" in done.err and "checkpoint " in done.out
+
+
+def test_what_cannot_be_decoded_is_told_of_by_its_headers(copy, quantkit):
+    folder = copy("gptq", **quantized("gptq", checkpoint_format="marlin"))
+    done = quantkit("inspect", folder, "--deep", "-q")
+    assert done.code == 4 and "values were not read" in done.out and "14 linears" in done.out
+    record = json.loads(quantkit("inspect", folder, "--deep", "--json", "-q").out)
+    assert record["error"]["exit_code"] == 4 and record["quantization"]["linears"] == 14
 
 
 def test_groups_of_compressed_tensors_are_those_of_a_config_group(copy):
@@ -432,7 +484,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
         ("nf4", replace(f"{Q}.weight.nested_absmax", lambda t: t / 0), f"{Q}.weight.nested_absmax holds NaN"),
         ("awq", replace("model.norm.weight", nan), "model.norm.weight holds NaN"),
         ("plain", remove(*PAIR), f"{PAIR[0]} is absent"),
-        ("plain", replace("model.norm.weight", lambda t: t[:64].clone()), "model.norm.weight is [64]"),
+        ("gptq", replace(f"{Q}.g_idx", lambda t: t + 1), f"g_idx of {Q} names groups 1 to 2, there are 2"),
     ],
 )
 def test_values_are_looked_at_when_asked(copy, quantkit, name, change, words):

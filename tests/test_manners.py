@@ -249,6 +249,16 @@ def test_a_full_disk_is_no_mistake_of_ours():
     )
 
 
+def test_a_reader_that_goes_away_is_no_failure():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "quantkit", "recipes", "list"], stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 @pytest.mark.parametrize(
     ("tty", "term", "quiet", "kind"),
     [

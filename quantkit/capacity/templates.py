@@ -25,7 +25,7 @@ def from_config(settings: Settings) -> Parameters:
         raise QuantkitError(
             f"parameters of {settings.model_type} cannot be computed from config.json alone",
             hint="give a folder or hub id with safetensors, whose headers say it exactly, or say how many "
-            f"beside it: --params 70B; known families: {', '.join(sorted(FAMILIES))}",
+            f"beside it: --params 70B or 671B-A37B; known families: {', '.join(sorted(FAMILIES))}",
             exit_code=UNSUPPORTED,
         )
     element = DTYPE_BYTES[settings.stored_dtype]

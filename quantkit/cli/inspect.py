@@ -43,7 +43,12 @@ def command(
     found = [record.describe(open_contents(*source, offline)) for source in sources]
     made = found[0]
     if deep or other is not None:
-        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
+        try:
+            made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
+        except QuantkitError as error:
+            if error.found and not as_json:
+                printed.print_record(error.found)
+            raise
     if not as_json:
         (printed.print_record if other is None else printed.print_comparison)(made)
     broken = [problem for model in found for problem in model["integrity"]["problems"]]
@@ -64,8 +69,8 @@ def _with_values(
 ) -> dict[str, Any]:
     """The record of one checkpoint with what its values say, or of the comparison of two.
 
-    options: offline, trust_remote_code and quiet. A checkpoint that is known to be damaged, and does not open
-    therefore, keeps the record that its headers gave it.
+    options: offline, trust_remote_code and quiet. A checkpoint that does not open keeps the record that its
+    headers gave it: returned where they say that it is damaged, else in the QuantkitError that is raised.
     """
     from quantkit.checkpoint import Checkpoint
     from quantkit.cli.progress import listener
@@ -75,10 +80,13 @@ def _with_values(
     try:
         opened = [Checkpoint.open(*source, offline, trust_remote_code) for source in sources]
     except QuantkitError as error:
-        if len(found) > 1 or not found[0]["integrity"]["problems"]:
+        if len(found) > 1:
             raise
-        found[0]["integrity"]["notes"] = [f"values were not read: {error.message}"]
-        return found[0]
+        (made,) = found
+        made["integrity"]["notes"] = [f"values were not read: {error.message}"]
+        if not made["integrity"]["problems"]:
+            raise QuantkitError(error.message, error.hint, error.exit_code, found=made) from error
+        return made
     with listener(quiet) as progress:
         if deep:
             for checkpoint, model in zip(opened, found, strict=True):

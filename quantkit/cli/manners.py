@@ -27,6 +27,7 @@ from quantkit.errors import (
 )
 
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
+CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
 
 
@@ -100,7 +101,7 @@ def run(app: typer.Typer) -> NoReturn:
         _fail(_parser_error(error))
     except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
         _give_up_stdout()
-        sys.exit(1)
+        sys.exit(CLOSED_PIPE)
     except Exception as error:
         failed = _unexpected(error)
         _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from quantkit.errors import USAGE, QuantkitError
+
 EPILOG = """Examples:
 
   quantkit report result.json -o report.html     (of quantkit eval … --json > result.json)
@@ -30,6 +32,10 @@ def command(
     from quantkit.comparison.files import Outputs
     from quantkit.comparison.merge import merge, read
 
+    for path in results:
+        if path.suffix in (".png", ".svg", ".html"):
+            hint = "--png takes no name: plots are written beside the page, which -o names"
+            raise QuantkitError(f"{path} is no result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
     written = outputs.write(merge([read(path) for path in results]))

@@ -29,7 +29,27 @@ def problems(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
             yield f"{linear}.weight: {weight.codes.problem}"
     yield from _absent_parts(contents, coded)
     yield from _headless(contents, weights, coded)
+    yield from _flags(contents.quantization, coded)
     yield from _numbers(contents, coded)
+
+
+def _flags(config: Mapping[str, Any], coded: Mapping[str, Weight]) -> Iterator[str]:
+    """What kind of codes the configuration announces, against those that are there."""
+    forms = {weight.codes.form for weight in coded.values()}
+    four, eight = bool(config.get("load_in_4bit")), bool(config.get("load_in_8bit"))
+    if forms & {"nf4", "fp4"} and not four:
+        yield f"quantization_config does not say load_in_4bit, the weights are {name_all(sorted(forms))}"
+    if "int8" in forms and config.get("quant_method") == "bitsandbytes" and not eight:
+        yield "quantization_config does not say load_in_8bit, the weights are int8"
+    if forms & {"gptq", "awq"} and config.get("group_size", -1) in (0, None, ""):
+        yield f"quantization_config says groups of {config['group_size']!r}"
+    wide = [
+        linear
+        for linear, weight in coded.items()
+        if weight.codes.form in ("gptq", "awq") and weight.dtype not in ("I32", "U32")
+    ]
+    if wide and config.get("pack_dtype", "int32") == "int32":
+        yield f"the codes of {name_all(wide, 3)} are no 32-bit words"
 
 
 def _absent_parts(contents: Contents, coded: Mapping[str, Weight]) -> Iterator[str]:

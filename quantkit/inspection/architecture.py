@@ -17,7 +17,9 @@ from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, 
 from quantkit.inspection.stored import Weight
 
 MLP = re.compile(r"mlp\.(gate|up|down|gate_up)_proj\.weight$")
-QUERIES = "self_attn.q_proj.weight"
+QUERIES, OUTPUTS = "self_attn.q_proj.weight", "self_attn.o_proj.weight"
+NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 KEYS_AND_VALUES = ("self_attn.k_proj.weight", "self_attn.v_proj.weight")
 FEW = 0.1  # share of the blocks that may lack a tensor by mistake rather than by design
 EXTRA_BLOCKS = "num_nextn_predict_layers"  # behind the last one, to predict further tokens
@@ -82,9 +84,13 @@ def problems(
     contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None
 ) -> Iterator[str]:
     """Blocks, embeddings, final norm and head that are absent; shapes that the configuration contradicts."""
+    for key in NUMBERS:
+        if isinstance(contents.text_config.get(key), str):
+            yield f"{key} of config.json is text: {contents.text_config[key]!r}"
     model = Model.of(contents, weights)
     if model is None:
         return
+    yield from _norms(model, weights)
     yield from _blocks(model)
     yield from _outside(model)
     yield from _embeddings(model, weights, tokenizer)
@@ -171,6 +177,16 @@ def _sizes(model: Model) -> Iterator[str]:
             yield f"{name} is {list(shape)}, but hidden_size is {hidden}"
 
 
+def _norms(model: Model, weights: Sequence[Weight]) -> Iterator[str]:
+    """A value for every hidden feature, in the norms that are called so in all families that have them."""
+    hidden = model.config.get("hidden_size")
+    last = f"{parent(model.stack)}norm.weight"
+    inside = [block[local] for block in model.blocks.values() for local in NORMS if local in block]
+    for weight in (*inside, *(weight for weight in weights if weight.name == last)):
+        if type(hidden) is int and weight.shape is not None and weight.shape != (hidden,):
+            yield f"{weight.name} is {list(weight.shape)}, but hidden_size is {hidden}"
+
+
 def _heads(model: Model) -> Iterator[str]:
     """Rows of keys and values are `num_key_value_heads * head_dim`, where all blocks and heads are alike.
 
@@ -183,12 +199,22 @@ def _heads(model: Model) -> Iterator[str]:
     numbers = (kv_heads, heads)
     if set(own) - {"num_key_value_heads", "head_dim"} or not all(type(n) is int and n > 0 for n in numbers):
         return
+    told = config.get("head_dim")
+    of_outputs = {shape[1] for local, _, shape in model.matrices() if local == OUTPUTS}
+    if isinstance(told, int) and len(of_outputs) == 1 and of_outputs != {heads * told}:
+        (columns,) = of_outputs
+        yield f"o_proj has {columns} columns, but the configuration says {heads} heads of {told}"
+        return
+    for block in model.blocks.values():
+        pair = [block[local].shape for local in (QUERIES, OUTPUTS) if local in block]
+        if len(pair) == 2 and None not in pair and pair[0][0] not in (pair[1][1], 2 * pair[1][1]):
+            yield f"{block[QUERIES].name} has {pair[0][0]} rows, o_proj {pair[1][1]} columns"
     of_queries = {shape[0] for local, _, shape in model.matrices() if local == QUERIES}
     of_keys = {shape[0] for local, _, shape in model.matrices() if local in KEYS_AND_VALUES}
     if len(of_queries) != 1 or len(of_keys) != 1:
         return
     (queries,), (keys,) = of_queries, of_keys
-    told, hidden = config.get("head_dim"), config.get("hidden_size")
+    hidden = config.get("hidden_size")
     head_dims = {queries / heads}
     head_dims |= {told} if isinstance(told, int) else {hidden / heads} if isinstance(hidden, int) else set()
     if keys not in {kv_heads * head_dim for head_dim in head_dims}:

@@ -78,9 +78,14 @@ def _total(contents: Contents) -> Iterator[str]:
 
 def _configuration(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
     """Codes and a configuration that tells clients of them come together."""
+    if not contents.infos and not contents.absent:
+        yield "there are no tensors"
     coded = sum(weight.codes is not None for weight in weights)
     if contents.container == "safetensors" and coded and not contents.quantization:
         yield f"config.json says nothing of the codes of {count(coded, 'linear')}: no client decodes them"
+    stored = contents.config.get("quantization_config")
+    if coded and stored is not None and not isinstance(stored, dict):
+        yield f"quantization_config is {stored!r}, no object of bits and groups"
 
 
 def _manifest(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:

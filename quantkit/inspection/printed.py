@@ -60,8 +60,9 @@ def _quantized(found: dict[str, Any] | None) -> str:
     told += {True: ["symmetric"], False: ["with zero points"]}.get(found["symmetric"], [])
     told += ["columns reordered"] if found["desc_act"] else []
     word = "matrix" if found["layout"] == "gguf" else "linear"  # embeddings among them
-    bits = f"{found['bits_per_weight']:.2f} bits per weight"
-    return f"{count(found['linears'], word)}: {kinds}, {bits} ({', '.join(told)})"
+    bits = found["bits_per_weight"]  # None where the codes are not understood
+    kinds += "" if bits is None else f", {bits:.2f} bits per weight"
+    return f"{count(found['linears'], word)}: {kinds} ({', '.join(told)})"
 
 
 def _kept(found: dict[str, Any] | None) -> str:
@@ -141,7 +142,7 @@ def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
 
 def _print_integrity(console: Console, found: dict[str, Any]) -> None:
     """What was looked at, and what is wrong with it."""
-    looked = f"headers of {count(found['tensors'], 'tensor')}, index, sizes and manifest"
+    looked = f"headers of {count(found['tensors'], 'tensor')}, configuration and sizes"
     looked += " and every value" if found["deep"] else " (values: --deep)"
     wrong = count(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
     print_facts(console, {"checked": f"{looked}: {wrong}"})

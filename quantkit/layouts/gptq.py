@@ -100,6 +100,12 @@ class GptqLayout(Layout):
             self._agree(tensors, bits, group_size, in_features)
         trivial = torch.arange(in_features) // group_size
         column_group = tensors.get("g_idx", trivial).long()
+        if not 0 <= int(column_group.min()) <= int(column_group.max()) < groups:
+            raise QuantkitError(
+                f"g_idx{of_linear(tensors)} names groups {int(column_group.min())} to "
+                f"{int(column_group.max())}, there are {groups}",
+                hint="the checkpoint is damaged: download it again",
+            )
         if in_features % group_size == 0 and torch.equal(column_group, trivial):
             column_group = None
         zero = unpack(tensors["qzeros"].t(), bits, out_features).t().to(torch.int32)

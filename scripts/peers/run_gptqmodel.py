@@ -26,7 +26,9 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     clock = jobs.Clock()
     with clock("load"):
-        model = GPTQModel.load(job.model, config(), dtype=getattr(torch, job.dtype))
+        # its AWQ layer takes 16 bit alone
+        dtype = "auto" if job.method == "awq" else getattr(torch, job.dtype)
+        model = GPTQModel.load(job.model, config(), dtype=dtype)
     rows = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in job.rows()]
     # its choice for AWQ wants CUDA, to pack; what is searched and solved does not depend on it
     backend = BACKEND.AWQ_TORCH if job.method == "awq" else BACKEND.AUTO
