@@ -102,6 +102,10 @@ def run(app: typer.Typer) -> NoReturn:
     except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
         _give_up_stdout()
         sys.exit(CLOSED_PIPE)
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # Rich's answer to it
+            sys.exit(CLOSED_PIPE)
+        raise
     except Exception as error:
         failed = _unexpected(error)
         _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)
