@@ -1,5 +1,6 @@
 """What all commands have in common, command by command."""
 
+import errno
 import io
 import json
 import logging
@@ -247,6 +248,12 @@ def test_a_full_disk_is_no_mistake_of_ours():
     assert (
         done.stderr.splitlines()[0].startswith("error: the disk is full") and "Traceback" not in done.stderr
     )
+
+
+def test_a_disk_that_is_full_elsewhere_leaves_stdout_its_error(fails):
+    said = fails(OSError(errno.ENOSPC, "No space left on device", "cache"), "--json")
+    record = json.loads(said.out)
+    assert record["error"]["exit_code"] == 5 and "the disk is full" in record["error"]["message"]
 
 
 def test_a_reader_that_goes_away_is_no_failure():

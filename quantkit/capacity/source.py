@@ -107,7 +107,7 @@ def _contents(
 
 
 def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], folder: Path | None) -> Source:
-    settings, told = Settings.of(config), _quantization(config)
+    settings, told = Settings.of(config), safetensors_folder.quantization_of(config)
     if told:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 
@@ -118,15 +118,8 @@ def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], f
     return Source(name, settings, found, "safetensors headers", (QUANTIZED,), _layout(told))
 
 
-def _quantization(config: Mapping[str, Any]) -> Any:
-    """What config.json says of quantization; MLX has a name of its own for it."""
-    mlx = config.get("quantization")
-    return {"quant_method": "mlx"} | mlx if isinstance(mlx, dict) else config.get("quantization_config")
-
-
-def _layout(told: Any) -> str:
+def _layout(told: Mapping[str, Any]) -> str:
     """How a quantization_config calls what it describes; bitsandbytes' oldest do not say."""
-    told = told if isinstance(told, dict) else {"quant_method": told}
     unnamed = "bitsandbytes" if {"load_in_8bit", "load_in_4bit"} & told.keys() else "unnamed"
     return str(told.get("quant_method") or unnamed)
 
@@ -134,7 +127,7 @@ def _layout(told: Any) -> str:
 def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
     settings = Settings.of(config)
     notes = ("it is quantized already: all sizes are those of its original",)
-    notes = notes if _quantization(config) else ()
+    notes = notes if safetensors_folder.quantization_of(config) else ()
     if count is None:
         if config.get("vision_config") or config.get("audio_config"):
             notes += ("of its parts only the language model is counted",)

@@ -128,6 +128,10 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
         print(f"hint: {printable(error.hint)}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # its disk is full, or its reader went away
+        _give_up_stdout()
     sys.exit(error.exit_code)
 
 
@@ -144,7 +148,6 @@ def _unexpected(error: Exception) -> QuantkitError:
         hint = "close other programs, or see the command's help for what takes less"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        _give_up_stdout()  # it may be what is full
         hint = "free some space, or write elsewhere"
         return QuantkitError(f"the disk is full: {first_line(error)}", hint, RESOURCES)
     hint = "this should not happen: please report it with the lines above and what `quantkit doctor` says"

@@ -46,11 +46,8 @@ class Contents:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """`quantization_config` of config.json; {} where there is none. MLX calls it `quantization`."""
-        if isinstance(mlx := self.config.get("quantization"), dict):
-            return {"quant_method": "mlx"} | mlx
-        stored = self.config.get("quantization_config")
-        return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
+        """`quantization_config` of config.json; {} where there is none."""
+        return safetensors_folder.quantization_of(self.config)
 
     @property
     def text_config(self) -> dict[str, Any]:
