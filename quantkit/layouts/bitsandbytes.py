@@ -188,7 +188,7 @@ class Nf4Layout(Layout):
             return packed, Nf4Params(absmax.float().view(shape))
         _expect(tensors["weight.nested_quant_map"], dynamic_map())
         expanded = tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[:blocks].view(shape)
-        offset = torch.tensor(state["nested_offset"]).expand(shape)
+        offset = torch.tensor(state["nested_offset"], device=absmax.device).expand(shape)
         return packed, NestedParams(absmax.view(shape), expanded, offset)
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
