@@ -22,12 +22,14 @@ computes. Written for torch 2.13 (`_setup_privateuseone_for_python_backend` is e
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 FAR = torch.device("cpu")  # until the backend has its name, below
 HOST_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
@@ -173,11 +175,13 @@ DEVICE = Device()
 class Lease:
     """Holds memory for as long as a tensor lives. No weak reference: `swap_tensors` refuses those."""
 
+    place = 0
+
     def __init__(self, inner: Tensor):
         self.place = DEVICE.hold(inner)
 
-    def __del__(self):
-        DEVICE.release(self.place)
+    def __del__(self, device: Device = DEVICE):
+        device.release(self.place)
 
 
 class Far(Tensor):
@@ -236,8 +240,12 @@ class Far(Tensor):
             and base.removeprefix("linalg_").rstrip("_").removesuffix("_ex") in PRODUCTS
         ):
             assert torch.get_float32_matmul_precision() == "highest", f"{name} may round to TF32"
-        written = _written(func, args, kwargs)
-        for tensor in tree_leaves((args, kwargs)):
+        places, view, tensor_out = _facts(func)
+        written = []
+        for place, argument in places:
+            value = kwargs.get(argument, args[place] if place < len(args) else None)
+            written += [leaf for leaf in _leaves(value) if isinstance(leaf, Far)]
+        for tensor in _leaves((args, tuple(kwargs.values()))):
             if isinstance(tensor, Far):
                 DEVICE.touch(tensor, any(tensor is other for other in written))
             elif isinstance(tensor, Tensor) and tensor.dim():
@@ -245,37 +253,45 @@ class Far(Tensor):
                     f"{name}: expected all tensors on one device, found {FAR} and {tensor.device}"
                 )
         shapes = [tensor.inner.shape for tensor in written]
-        out = func(*tree_map(_inside, args), **tree_map(_inside, kwargs))
+        out = func(*map(_inside, args), **{key: _inside(value) for key, value in kwargs.items()})
         assert shapes == [tensor.inner.shape for tensor in written], f"{name} resized its output"
-        _count(func, base)
+        if base in HOST_WAITS:
+            DEVICE.syncs[base] += 1
+            DEVICE.arrive()
+        if not view and not base.startswith(NO_KERNEL):
+            launch(base)
         if written:
             return written[0] if len(written) == 1 else tuple(written)
-        return tree_map(lambda x: Far(x) if isinstance(x, Tensor) else x, out)
+        return Far(out) if tensor_out else tree_map(lambda x: Far(x) if isinstance(x, Tensor) else x, out)
+
+
+@cache
+def _facts(func) -> tuple[list[tuple[int, str]], bool, bool]:
+    """Which arguments an operation writes into, whether it returns a view, and whether one tensor."""
+    schema = func._schema
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return written, view, len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType)
+
+
+def _leaves(value) -> Iterator:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _inside(x):
     if isinstance(x, Far):
         return x.inner
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_inside, x))
     return torch.device("cpu") if isinstance(x, torch.device) and x.type == FAR.type else x
-
-
-def _written(func, args, kwargs) -> list[Far]:
-    """The tensors that an operation writes into and returns, in order."""
-    found = []
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[k] if k < len(args) else None)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Far)]
-    return found
-
-
-def _count(func, base: str) -> None:
-    if base in HOST_WAITS:
-        DEVICE.syncs[base] += 1
-        DEVICE.arrive()
-    view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-    if not view and not base.startswith(NO_KERNEL):
-        launch(base)
 
 
 def launch(name: str) -> None:
@@ -391,7 +407,15 @@ def _factory(name: str):
     return run
 
 
+def _attention(*args, **kwargs):
+    """One kernel, as on a GPU and on the CPU; torch would take it apart for a backend it does not know."""
+    launch("scaled_dot_product_attention")
+    inside = {key: _inside(value) for key, value in kwargs.items()}
+    return Far(torch.ops.aten.scaled_dot_product_attention(*map(_inside, args), **inside))
+
+
 for _name, _function in {
+    "scaled_dot_product_attention": _attention,
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "_to_copy": _to_copy,
