@@ -1,10 +1,9 @@
-"""Every command on a double of an accelerator (see far_device.py): it runs, and writes what the CPU writes."""
+"""Every command on a double of an accelerator (see far_device.py): it writes what the CPU writes."""
 
 import json
 from pathlib import Path
 
 import far_device
-import jobs
 import pytest
 from far_device import DEVICE
 

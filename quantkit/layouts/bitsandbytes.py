@@ -248,5 +248,7 @@ def _read_state(tensor: Tensor) -> dict:
 
 
 def _expect(stored: Tensor, known: Tensor) -> None:
-    if stored.shape != known.shape or not torch.allclose(stored.float(), known, rtol=0, atol=1e-6):
+    if stored.shape != known.shape or not torch.allclose(
+        stored.float(), known.to(stored.device), rtol=0, atol=1e-6
+    ):
         raise QuantkitError("the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)
