@@ -184,10 +184,19 @@ class SuspendedForward:
 
     def outputs(self) -> Iterator[Tensor]:
         """The block's outputs, batch by batch, once every site has been visited."""
-        for index in range(len(self._flights)):
-            yield self._resume(index)
+        try:
+            for index in range(len(self._flights)):
+                yield self._resume(index)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is in flight, with the activations it holds; the linears are themselves again."""
         for linear in self._suspended:
             del linear.forward
+        with torch.no_grad():
+            for flight in self._flights:
+                flight.throw()
 
 
 class RepeatedForward:
@@ -218,6 +227,9 @@ class RepeatedForward:
         """The block's outputs, batch by batch."""
         for index in range(self._batches):
             yield self._run(index)
+
+    def close(self) -> None:
+        """Nothing is in flight."""
 
 
 class _Reached(Exception):

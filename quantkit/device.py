@@ -6,6 +6,7 @@ found by its name, so one code path serves all of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -70,6 +71,22 @@ def free_memory(device: torch.device) -> int:
         reusable -= getattr(module, "memory_allocated", lambda device: 0)(device)
         return module.mem_get_info(device)[0] + max(0, reusable)
     return module.recommended_max_memory() - module.driver_allocated_memory()  # mps
+
+
+def accelerators() -> Iterator[tuple[str, str, int, int]]:
+    """Name for `--device`, the maker's name, free and all bytes of every accelerator that torch sees."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return
+    module = _module(kind)
+    for index in range(module.device_count()):
+        place = torch.device(kind.type, index)
+        total = (
+            module.mem_get_info(place)[1]
+            if hasattr(module, "mem_get_info")
+            else module.recommended_max_memory()
+        )
+        yield str(place), getattr(module, "get_device_name", str)(place), free_memory(place), total
 
 
 def host_memory() -> int:

@@ -112,6 +112,8 @@ def _torch() -> Iterator[Finding]:
     """Devices, and what they compute in 16 bit."""
     import torch
 
+    from quantkit import device
+
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     note = "computes in bfloat16" if native else "no bfloat16: --dtype auto is float32"
     yield Finding("cpu", f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads", None, note)
@@ -119,13 +121,10 @@ def _torch() -> Iterator[Finding]:
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
         why = built if torch.version.cuda else f"torch {torch.__version__} is built for the CPU"
         yield Finding("cuda", "none", None, why)
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        major, minor = torch.cuda.get_device_capability(index)
-        what = f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"
-        yield Finding(f"cuda:{index}", f"{megabytes(free)} of {megabytes(total)} free", True, what)
-    if torch.backends.mps.is_available():
-        yield Finding("mps", "available", None, "not used by quantkit")
+    for place, name, free, total in device.accelerators():
+        yield Finding(
+            place, f"{megabytes(free)} of {megabytes(total)} free", True, f"{name}: --device {place}"
+        )
 
 
 def _memory() -> Iterator[Finding]:

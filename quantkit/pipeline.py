@@ -67,7 +67,7 @@ def run(job: Job, progress: Progress) -> finish.Summary:
             if done[index]:
                 _advance(states, (job.skeleton.run_block(index, hidden) for hidden in states), timings)
             else:
-                _quantize_with_room(job, index, block, states, timings, progress)
+                job = _quantize_with_room(job, index, block, states, timings, progress)
             if job.source_sha256.done():
                 staging.sign(job.identity)
             progress.block(index, replayed=done[index])
@@ -118,28 +118,30 @@ def _embed(job: Job) -> States:
 
 def _quantize_with_room(
     job: Job, index: int, block: nn.Module, states: States, timings: Timings, progress: Progress
-) -> None:
-    """`_quantize`; where the device's memory runs out, once more with the hidden states on the host.
+) -> Job:
+    """`_quantize`; where the device's memory runs out, once more in the most frugal way, which the job goes
+    on with then.
 
     Raises QuantkitError (exit code 5) where that is not enough.
     """
     execution, before = job.plan.execution, states.changes
+    less = plan.frugal(execution)
     try:
-        return _quantize(job, index, block, states, timings, progress)
+        _quantize(job, index, block, states, timings, progress)
+        return job
     except torch.OutOfMemoryError as error:
-        if states.on_host or states.changes != before:
-            raise plan.out_of_memory(execution, states.on_host, index) from error
+        if less is None or states.changes != before:
+            raise plan.out_of_memory(execution, index) from error
     # out of the handler: its traceback would keep the tensors of the first attempt alive
-    note = f"{execution.device} ran out of memory in block {index + 1}: hidden states wait on the host now"
+    note = f"{execution.device} ran out of memory in block {index + 1}: goes on with --sequential repeat "
+    note += "--states host"
     progress.warn(note)
     timings.notes.append(note)
     states.move_to_host()
     give_back(execution.torch_device)
+    job = replace(job, plan=replace(job.plan, execution=less))
     block = job.skeleton.load_block(index, decoded=True)
-    try:
-        _quantize(job, index, block, states, timings, progress)
-    except torch.OutOfMemoryError as error:
-        raise plan.out_of_memory(execution, states.on_host, index) from error
+    return _quantize_with_room(job, index, block, states, timings, progress)
 
 
 def _source(job: Job, done: Sequence[bool]) -> Callable[[int], walk.Source]:
@@ -242,12 +244,16 @@ def _solve_in_sequence(work: _Work) -> Iterator[Tensor]:
     """Each site's statistics are gathered behind the sites that were quantized before it."""
     execution = work.job.plan.execution
     forward = FORWARDS[execution.sequential](work.block, work.wanted, work.run, len(work.states))
-    for site in work.wanted:
-        sums = work.statistics(site)
-        for batch in _timed(forward.inputs(site), work.timings):
-            with work.timings("hessian", wait=False):
-                sums.add(batch)
-        work.solve(site, _finished(sums, site, work))
+    try:
+        for site in work.wanted:
+            sums = work.statistics(site)
+            for batch in _timed(forward.inputs(site), work.timings):
+                with work.timings("hessian", wait=False):
+                    sums.add(batch)
+            work.solve(site, _finished(sums, site, work))
+    except BaseException:
+        forward.close()
+        raise
     return forward.outputs()
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -87,12 +87,13 @@ def decide(
         return _memory(skeleton, specs, method, samples * seqlen, batch_tokens, mode, states)
 
     sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
-    modes = [sequential] if sequential else ["suspend", "repeat"]
     accelerated = is_accelerator(skeleton.device)
     places = ["device", "host"] if options.states == "auto" else [options.states]
-    if not accelerated:
-        places = ["device"]
-    ways = [(mode, states) for mode in modes for states in places]
+    ways = [
+        (mode, states)
+        for mode in ([sequential] if sequential else ["suspend", "repeat"])
+        for states in (places if accelerated else ["device"])
+    ]
     free = free_memory(skeleton.device)
     mode, states = next((way for way in ways if need(*way).computing < 0.8 * free), ways[-1])
     peak = need(mode, states)
@@ -109,16 +110,20 @@ def decide(
     return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads(), states), peak
 
 
-def out_of_memory(execution: Execution, on_host: bool, block: int) -> QuantkitError:
+def frugal(execution: Execution) -> Execution | None:
+    """The way of running that takes the least memory for the same bytes; None where that is this one."""
+    least = replace(execution, sequential="repeat", states="host")
+    return least if least != execution else None
+
+
+def out_of_memory(execution: Execution, block: int) -> QuantkitError:
     """What to tell when the device ran out of memory in a block, and what takes less."""
-    if not on_host:
-        hint = "finished blocks are kept: run the same command with --resume --states host"
-    else:
-        less = ["--sequential repeat"] if execution.sequential != "repeat" else []
-        less += [f"--batch-size {execution.batch_size // 2}"] if execution.batch_size > 1 else []
-        hint = f"start again with {' '.join(less) or 'shorter --seqlen'} --overwrite"
-    message = f"{execution.device} ran out of memory in block {block + 1}"
-    return QuantkitError(message, hint, RESOURCES)
+    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
+    return QuantkitError(
+        f"{execution.device} ran out of memory in block {block + 1}",
+        hint=f"start again with {less} --sequential {execution.sequential} --overwrite",
+        exit_code=RESOURCES,
+    )
 
 
 def default_batch_size(seqlen: int) -> int:

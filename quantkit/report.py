@@ -14,6 +14,7 @@ from quantkit.comparison.table import print_comparison
 from quantkit.errors import count
 from quantkit.finish import Summary
 from quantkit.job import Job
+from quantkit.plan import Execution
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
 
 
@@ -53,15 +54,23 @@ def print_plans(jobs: Sequence[Job]) -> None:
     if len(jobs) > 1:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
     execution, made = plans[0].execution, jobs[0].calibration
-    memory = max(plan.memory_bytes for plan in plans)
+    memory, host = (max(getattr(plan, what) for plan in plans) for what in ("memory_bytes", "host_bytes"))
+    where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
+    if execution.device == "cpu":
+        where = f"about {megabytes(memory)} above the interpreter, on cpu"
     facts |= {
-        "memory": f"about {megabytes(memory)} above the interpreter, on {execution.device}",
+        "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
         "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
-        f"{execution.sequential} forward",
+        f"{execution.sequential} forward" + _waiting(execution),
         "calibration": _calibration(made and made.record()),
     }
     print_facts(console, facts)
+
+
+def _waiting(execution: Execution) -> str:
+    """Where hidden states are kept, if not where they are used."""
+    return f", hidden states on the host, {execution.device} has no room" * (execution.states == "host")
 
 
 def _print_linears(console: Console, job: Job) -> None:

@@ -90,6 +90,7 @@ class Device:
         """As new: nothing counted, 64 GiB, streams and float64."""
         self.launches: collections.Counter[str] = collections.Counter()
         self.syncs: collections.Counter[str] = collections.Counter()
+        self.free: int | None = None  # what `mem_get_info` says is free, where that is not the truth
         self.limit, self.float64, self.streams, self.strict_products = 64 << 30, True, True, False
         self.stream = self.main
         self.memory: dict[int, Memory] = {}
@@ -356,7 +357,8 @@ class _Module(backend_registration._DummyBackendModule):
         return "a double of an accelerator"
 
     def mem_get_info(self, device=None) -> tuple[int, int]:
-        return DEVICE.limit - DEVICE.used, DEVICE.limit
+        free = DEVICE.limit - DEVICE.used if DEVICE.free is None else DEVICE.free
+        return free, DEVICE.limit
 
     def synchronize(self, device=None) -> None:
         DEVICE.syncs["synchronize"] += 1
@@ -391,8 +393,14 @@ FAR = torch.device("far:0")
 LIBRARY = torch.library.Library("aten", "IMPL")
 
 
+def _made(inner: Tensor) -> Far:
+    if not DEVICE.here:
+        raise RuntimeError("there is none")
+    return Far(inner)
+
+
 def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
-    return Far(torch.empty(size, dtype=dtype))
+    return _made(torch.empty(size, dtype=dtype))
 
 
 def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):

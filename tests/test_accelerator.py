@@ -7,8 +7,10 @@ import families
 import far_device
 import numpy as np
 import pytest
+import torch
 from far_device import DEVICE
 
+from quantkit.containers import staging
 from quantkit.containers.gguf_file import read_header
 from quantkit.llamacpp.file_types import FILE_TYPES
 
@@ -230,3 +232,105 @@ def test_states_that_wait_on_the_host_change_no_byte(both, source, method):
 def test_eval_without_float64(far, make, source, text):
     asked = ["eval", source, "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
     close(json.loads(far(*asked, "--json", "-q", float64=False).out), make(*asked))
+
+
+def test_products_that_matter_are_not_rounded_to_tf32(far, source):
+    torch.set_float32_matmul_precision("high")  # what some distributions of torch begin with
+    try:
+        far("gptq", source, *SMALL, *CALIBRATED, "-o", "made", "-q", strict_products=True)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_device_that_is_not_there(refuse, source):
+    error, hint = refuse(4, "gptq", source, "--device", "far")
+    assert error == "device 'far' is not available: there is none" and "quantkit doctor" in hint
+
+
+def test_doctor_tells_of_the_device(far, quantkit):
+    with far_device.present():
+        DEVICE.limit = 8 << 30
+        found = json.loads(quantkit("doctor", "--json").out)["checks"]["machine"]
+    (row,) = [row for row in found if row["name"] == "far:0"]
+    assert row["value"] == "8.59 GB of 8.59 GB free" and row["note"].startswith("a double of an accelerator")
+
+
+# ---- resume, and memory that runs out
+
+
+def test_a_job_that_was_interrupted_goes_on_there(both, far, source, monkeypatch, tmp_path):
+    options = ["gptq", source, *SMALL, *CALIBRATED]
+    on_cpu, _ = both(*options)
+    whole = staging.Staging.write_block
+
+    def die(self, index, *arguments):
+        if index:
+            raise KeyboardInterrupt
+        whole(self, index, *arguments)
+
+    asked = [*options, "--dtype", "float32", "-o", tmp_path / "again", "-q"]
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.Staging, "write_block", die)
+        far(*asked, code=130)
+    far(*asked, "--resume")
+    same_tensors(on_cpu, tmp_path / "again")
+
+
+MANY = ["--samples", "24", "--seqlen", "64", "--batch-size", "2", *SMALL]
+
+
+def peak(far, *arguments) -> int:
+    far("gptq", *arguments, *MANY, "-o", "measured", "--overwrite", "-q")
+    return DEVICE.peak
+
+
+def test_where_memory_runs_out_the_job_goes_on_with_less(far, source, tmp_path):
+    most, least = peak(far, source), peak(far, source, "--sequential", "repeat", "--states", "host")
+    assert least < 0.7 * most
+    limit = (most + least) // 2
+    done = far("gptq", source, *MANY, "--sequential", "suspend", "-o", "made", limit=limit, free=64 << 30)
+    assert "far ran out of memory in block 1: goes on with --sequential repeat --states host" in done.err
+    assert DEVICE.peak <= limit
+    same_tensors(tmp_path / "measured", tmp_path / "made")
+    timings = json.loads((tmp_path / "made" / "quantkit-timings.json").read_text())
+    assert len(timings["steps_down"]) == 1
+
+
+def test_memory_that_is_short_is_an_error_that_says_what_takes_less(far, source, tmp_path):
+    least = peak(far, source, "--sequential", "repeat", "--states", "host")
+    asked = ["gptq", source, *MANY, "-o", "made", "-q"]
+    done = far(*asked, limit=int(0.9 * least), free=64 << 30, code=5)
+    assert "\nerror: far ran out of memory in block 1\n" in done.err
+    assert "hint: start again with --batch-size 1 --sequential repeat --overwrite\n" in done.err
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
+    asked = ["gptq", source, *MANY, "--dry-run", "--json", "-q"]
+    plans = {}
+    for way in (["suspend", "device"], ["repeat", "device"], ["repeat", "host"]):
+        done = far(*asked, "--sequential", way[0], "--states", way[1])
+        plans[tuple(way)] = json.loads(done.out)["plan"]["memory_bytes"]
+    assert sorted(plans.values(), reverse=True) == list(plans.values())
+    for way, need in plans.items():
+        found = json.loads(far(*asked, free=int(need / 0.79)).out)["plan"]
+        assert (found["execution"]["sequential"], found["execution"]["states"]) == way
+        assert found["memory_bytes"] == need
+    done = far(*asked[:-2], "-q", free=min(plans.values()) - 1, code=5)
+    assert (
+        "of memory on far" in done.err
+        and "hint: use --batch-size 1 --sequential repeat --states host" in done.err
+    )
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "nf4 gptq", "awq", "awq gptq", "int8", "nf4"])
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
+    model = tiny_model("llama", tokenizer=True, hidden_size=128, intermediate_size=384, num_hidden_layers=2)
+    name, *rest = METHODS[method]
+    asked = [name, model, *rest, "--states", states, "-q"]
+    if "--samples" in rest:
+        asked += ["--samples", "48", "--seqlen", "64", "--batch-size", "4"]
+    planned = json.loads(far(*asked, "--dry-run", "--json").out)["plan"]["memory_bytes"]
+    far(*asked, "-o", "made")
+    assert 0.5 * planned < DEVICE.peak < 1.05 * planned

@@ -115,7 +115,8 @@ def peak_memory(
         copies = FLOAT32 * 4 * shapes.largest_linear + (block if narrow else 0)
         working = 2 * rest + max(shapes.largest, block + copies, tables)
     else:
-        here = moving if states == "host" else held
+        # suspended batches hold the states they began with, wherever those are kept
+        here = moving if states == "host" and not (suspend and not transform) else held + moving
         running, solving = _steps(shapes, hessian, transform, suspend)
         verifying = rest + max(shapes.largest, block + _batch(shapes) + FLOAT32 * 4 * shapes.largest_linear)
         working = rest + max(here + running, here + solving, here + verifying, tables)
