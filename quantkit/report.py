@@ -70,7 +70,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
 
 def _waiting(execution: Execution) -> str:
     """Where hidden states are kept, if not where they are used."""
-    return f", hidden states on the host, {execution.device} has no room" * (execution.states == "host")
+    return ", hidden states on the host" * (execution.states == "host")
 
 
 def _print_linears(console: Console, job: Job) -> None:
