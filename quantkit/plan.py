@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from quantkit import processor
 from quantkit.capacity.job import BATCH_TOKENS, TABLES, Shapes, peak_memory
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
@@ -80,8 +81,7 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
         return asked
     if device.type == "cuda":
         return {"F16": "float16", "BF16": "bfloat16"}.get(stored, "float32")
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if stored == "BF16" and capable else "float32"
+    return "bfloat16" if stored == "BF16" and processor.has_bfloat16() else "float32"
 
 
 def decide(
