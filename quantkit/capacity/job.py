@@ -154,7 +154,7 @@ def _of_method(
         return NOTHING | {"reason": weights.reason}
     on_gpu = device is not None and device.kind == "cuda"
     seqlen = min(seqlen, settings.context or seqlen)
-    dtype = compute_dtype(settings.stored_dtype, on_gpu)
+    dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen)
     needs, transform = method in CALIBRATED, method in TRANSFORMED
 
