@@ -182,6 +182,18 @@ def test_asked_to_stop_while_it_loads(number, code, said):
     assert (process.returncode, err) == (code, said)
 
 
+def test_processes_forked_by_a_library_end_by_default():
+    """They may be stuck where no handler of Python's runs."""
+    with manners.stopping() as asked:
+        child = os.fork()
+        if not child:
+            os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert asked == [143]
+
+
 @pytest.mark.parametrize("ended", (False, True))
 def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, tmp_path, ended):
     """`nohup quantkit ... &` in a script: neither a closed terminal nor Ctrl-C ends it, but `kill` does."""

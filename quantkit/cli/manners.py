@@ -96,28 +96,46 @@ def run(app: typer.Typer) -> NoReturn:
         _run(app, asked)
 
 
-@contextmanager
-def stopping() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, and their exit codes are listed.
+class Stop:
+    """The handler of signals that ask to stop: their exit codes are listed, and KeyboardInterrupt is raised.
 
-    It is the list that counts: torch turns some KeyboardInterrupts into other exceptions. What is ignored
-    stays so: a shell lets its background jobs ignore SIGINT, or its own Ctrl-C would end them.
+    It is the list that counts: torch turns some KeyboardInterrupts into other exceptions.
     """
-    asked: list[int] = []
 
-    def stop(number: int, frame: Any) -> None:
-        asked.append(STOPS[signal.Signals(number)])
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.asked.append(STOPS[signal.Signals(number)])
         raise KeyboardInterrupt
 
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are handled, and listed.
+
+    What is ignored stays so: a shell lets its background jobs ignore SIGINT, lest its own Ctrl-C end them.
+    """
+    stop = Stop()
     before = {number: signal.getsignal(number) for number in STOPS}
     heard = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     for number in heard:
         signal.signal(number, stop)
     try:
-        yield asked
+        yield stop.asked
     finally:
         for number in heard:
             signal.signal(number, before[number])
+
+
+def _let_children_end() -> None:
+    """multiprocessing ends its processes by SIGTERM, which one that is stuck hears by default alone."""
+    if isinstance(signal.getsignal(signal.SIGTERM), Stop):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_children_end)
 
 
 def stopped(asked: Sequence[int], kept: str = "", hint: str = "") -> QuantkitError:
