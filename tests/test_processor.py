@@ -94,18 +94,21 @@ def test_without_a_list_nothing_is_assumed(monkeypatch, tmp_path):
 @pytest.mark.skipif(not processor.CPUINFO.exists(), reason="not Linux: nothing is known")
 def test_torch_sees_the_same_processor():
     able = torch.cpu.get_capabilities()
-    bfloat16 = able.get("avx512_bf16", False) or able["architecture"] != "x86_64" and able.get("bf16", False)
+    bfloat16 = (
+        able.get("avx512_bf16", False) or able.get("architecture") != "x86_64" and able.get("bf16", False)
+    )
     assert processor.has_bfloat16() == bfloat16
     assert processor.has_int8_products() == able.get("avx512_vnni", False)
 
 
-def test_asking_does_not_load_torch():
+@pytest.mark.parametrize(("answer", "said"), [("poor", "False False\n"), ("capable", "True False\n")])
+def test_other_processes_follow_and_need_no_torch(answer, said):
     script = (
-        "import sys; from quantkit import processor; processor.has_bfloat16(); print('torch' in sys.modules)"
+        "import sys; from quantkit import processor as p; print(p.has_bfloat16(), 'torch' in sys.modules)"
     )
-    environment = os.environ | {processor.ANSWER: "capable"}
+    environment = os.environ | {processor.ANSWER: answer}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stdout == "False\n", done.stderr
+    assert done.stdout == said, done.stderr
 
 
 def test_cores_are_those_this_process_may_use():
