@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from quantkit import processor
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 
 
@@ -48,8 +49,7 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
         return asked
     if is_accelerator(device):
         return {"F16": "float16", "BF16": "bfloat16"}.get(stored, "float32")
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if stored == "BF16" and capable else "float32"
+    return "bfloat16" if stored == "BF16" and processor.has_bfloat16() else "float32"
 
 
 def is_accelerator(device: torch.device) -> bool:

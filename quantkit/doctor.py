@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from quantkit import __version__
+from quantkit import __version__, processor
 from quantkit.errors import EXIT_CODES, first_line
 from quantkit.tables import megabytes
 
@@ -114,8 +114,7 @@ def _torch() -> Iterator[Finding]:
 
     from quantkit import device
 
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    note = "computes in bfloat16" if native else "no bfloat16: --dtype auto is float32"
+    note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
     yield Finding("cpu", f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads", None, note)
     if not torch.cuda.is_available():
         built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"

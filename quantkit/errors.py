@@ -12,6 +12,7 @@ RESOURCES = 5
 VERIFICATION = 6
 GATE = 7
 INTERRUPTED = 130
+TERMINATED = 143
 EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of the README
     0: "done",
     RUNTIME: "failed while running",
@@ -22,6 +23,7 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of the READ
     VERIFICATION: "written, but the verification failed",
     GATE: "a gate failed",
     INTERRUPTED: "interrupted",
+    TERMINATED: "terminated",
 }
 
 

@@ -29,6 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from quantkit import processor
+
 END = "<|endoftext|>"  # comes before every document; also the bos, eos and padding token
 
 # Long documents are encoded in pieces, as an encoding takes about 100 bytes per token. The cuts,
@@ -151,8 +153,7 @@ def has_bfloat16(device: torch.device) -> bool:
     """Whether the device multiplies in bfloat16 itself: emulated, it would only cost accuracy."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    able = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # bf16: Arm
+    return device.type == "cpu" and processor.has_bfloat16()
 
 
 def train(model: LlamaForCausalLM, data: Tensor, batch_size: int, steps: int, seed: int) -> None:

@@ -65,6 +65,7 @@ def test_it_beats_rounding_to_nearest(outliers, tmp_path, family, solver):
     assert config == AwqLayout(32).config([])
 
 
+@pytest.mark.processor
 def test_scales_are_folded_into_norms_that_are_written(outliers, tmp_path):
     """Norms are divided by what the columns of a kept linear beside them are multiplied by; each is
     stored in the source's precision, and the divided columns make up for a norm's rounding."""
@@ -108,6 +109,7 @@ def test_without_zero_points_all_of_them_are_8(outliers, tmp_path):
         assert config["zero_point"] is zero_point
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize(
     "family, unfolded",
     [
@@ -128,6 +130,7 @@ def test_other_families_are_written_and_verified(outliers, tmp_path, family, unf
     assert told == {name for name in rows if name.endswith(unfolded)} if unfolded else not told
 
 
+@pytest.mark.processor
 def test_a_job_resumed_after_its_first_block_writes_the_same_bytes(outliers, tmp_path, monkeypatch):
     model, text = outliers("llama", dtype="bfloat16"), jobs.calibration(tmp_path)
     options = SMALL | {"solver": "gptq"}

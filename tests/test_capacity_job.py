@@ -5,7 +5,7 @@ from families import FAMILIES, save_model, save_tokenizer
 from published import CONFIGS, gated
 
 from quantkit import job as jobs
-from quantkit import methods
+from quantkit import methods, processor
 from quantkit.capacity import devices, job, job_time, source, templates
 from quantkit.capacity.settings import Settings
 from quantkit.device import choose_dtype
@@ -29,6 +29,7 @@ def of_config(name: str, device=None, **arguments):
     )
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("method", ["int8", "nf4", "gptq", "awq", "gguf"])
 @pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "gpt2", "phi3", "opt", "falcon", "gpt_neox"])
 def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
@@ -37,7 +38,7 @@ def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
     tied, family = family == "tied", "llama" if family == "tied" else family
     sizes = {"ffn_dim": 512, "word_embed_proj_dim": 256} if family == "opt" else {}
     sizes |= {key: value for key, value in WIDE.items() if key in FAMILIES[family][1]}
-    folder = save_model(tmp_path / family, family, dtype="float16", tie_word_embeddings=tied, **sizes)
+    folder = save_model(tmp_path / family, family, dtype="bfloat16", tie_word_embeddings=tied, **sizes)
     save_tokenizer(folder)
     options = methods.load(method).Options()
     text = CalibrationOptions(samples=8, seqlen=64)
@@ -56,15 +57,15 @@ def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
     assert found["sequential"] in (expected.execution.sequential, None)
 
 
-def test_precision_of_the_forward_pass_is_the_plan_s(monkeypatch):
+@pytest.mark.processor
+def test_precision_of_the_forward_pass_is_the_plan_s():
     import torch
 
-    chosen = choose_dtype("auto", "BF16", torch.device("cpu"))
-    assert job.compute_dtype("bfloat16", on_gpu=False) == chosen
-    assert job.compute_dtype("float16", on_gpu=False) == choose_dtype("auto", "F16", torch.device("cpu"))
-    assert job.compute_dtype("float16", on_gpu=True) == "float16"
-    monkeypatch.setattr(job, "_cpu_has_bfloat16", lambda: True)
-    assert job.compute_dtype("bfloat16", on_gpu=False) == "bfloat16"
+    for stored, name in (("bfloat16", "BF16"), ("float16", "F16"), ("float32", "F32")):
+        chosen = choose_dtype("auto", name, torch.device("cpu"))
+        assert job.compute_dtype(stored, on_gpu=False) == chosen
+        assert chosen == ("bfloat16" if stored == "bfloat16" and processor.has_bfloat16() else "float32")
+        assert job.compute_dtype(stored, on_gpu=True) == stored
 
 
 def test_every_method_has_a_forecast():
@@ -114,7 +115,7 @@ def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_enco
     more = slow("gguf", 65536) - slow("gguf", 4096)
     encoded = 2 * (65536 - 4096) * 512 * job_time.WORK["gguf"].seconds[1]
     solved = (65536 - 4096) * 512 * 512 * job_time.WORK["gguf"].products / job_time.CORE_FLOPS[1]
-    assert more == pytest.approx((encoded + solved) / job_time._cores())
+    assert more == pytest.approx((encoded + solved) / processor.cores())
 
 
 def test_what_quantkit_refuses_has_no_forecast():

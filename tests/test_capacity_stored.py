@@ -6,14 +6,19 @@ import struct
 import gguf_files
 import pytest
 import torch
-from families import FAMILIES, GROUPED, save_model
+from families import FAMILIES, GROUPED, save_model, save_tokenizer
 from safetensors.torch import save_file
 
+from quantkit import job as jobs
+from quantkit import methods
 from quantkit.capacity import forecast, formats, parameters, source
+from quantkit.capacity.job import of_model
 from quantkit.containers.gguf_file import Entry, GgufWriter
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import QuantkitError
 from quantkit.layouts import _sizes
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.progress import Progress
 
 QUESTION = forecast.Question()
 
@@ -307,6 +312,7 @@ def test_what_is_stored_otherwise_is_refused_rather_than_counted_wrongly(tmp_pat
 # ---- GGUF
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "opt"])
 def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
     """But for a window of Mistral's, which llama.cpp does not have."""
@@ -328,8 +334,39 @@ def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
     for name in ("bf16", "int8", "Q4_K_M", "Q8_0"):
         assert found["weights"][name]["bytes"] == whole["weights"][name]["bytes"], name
     for method, job in whole["job"].items():
-        for key in ("peak_memory_bytes", "output_bytes", "needs", "reason"):
+        for key in ("peak_memory_bytes", "dtype", "output_bytes", "needs", "reason"):
             assert found["job"][method].get(key) == job.get(key), (method, key)
+
+
+def of_job(path, tmp_path) -> tuple:
+    """Precision and memory of an int8 job on a checkpoint, as the job plans them and as the forecast does."""
+    text = CalibrationOptions(samples=8, seqlen=64)
+    run = RunOptions(threads=1, batch_size=8, allow_requantize=True)
+    options, output = methods.load("int8").Options(), tmp_path / "out"
+    request = jobs.Request(str(path), "int8", options, text, run, output)
+    planned = jobs.prepare(request, Progress(), dry_run=True).plan
+    read = source.read(str(path))
+    found = of_model(read.parameters, read.settings, None, 8, 64)["int8"]
+    return (planned.execution.dtype, planned.memory_bytes), (found["dtype"], found["above_interpreter_bytes"])
+
+
+@pytest.mark.processor
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q8_0"])
+def test_the_precision_of_a_job_on_a_gguf_file_is_the_job_s(tmp_path, type):
+    """And with it the memory: a capable processor computes BF16 files as they are, all others in float32."""
+    folder = save_model(tmp_path / "m", "llama", hidden_size=256, intermediate_size=512)
+    path = gguf_files.export(folder, tmp_path / "model.gguf", type)
+    planned, found = of_job(path, tmp_path)
+    assert found == planned
+
+
+@pytest.mark.processor
+def test_the_precision_of_a_job_on_a_quantized_folder_is_the_job_s(tmp_path, make):
+    folder = save_model(tmp_path / "m", "llama", dtype="bfloat16", hidden_size=256, intermediate_size=512)
+    save_tokenizer(folder)
+    make("nf4", folder, "-o", tmp_path / "nf4")
+    planned, found = of_job(tmp_path / "nf4", tmp_path)
+    assert found == planned
 
 
 def test_a_quantized_gguf_file(tmp_path):

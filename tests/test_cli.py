@@ -330,6 +330,7 @@ def test_an_interrupt_outside_the_loop(quantkit, model, small, monkeypatch, mome
 # ---- what is kept
 
 
+@pytest.mark.processor
 def test_excluded_linears_keep_their_bytes(make, tiny_model, small, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     model = tiny_model("llama", name="tiny", tokenizer=True, dtype="bfloat16", **sizes)

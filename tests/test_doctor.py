@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from quantkit import __version__, doctor
+from quantkit import __version__, doctor, processor
 from quantkit.errors import EXIT_CODES
 
 
@@ -25,6 +25,7 @@ def findings(record: dict) -> dict[str, dict]:
     return {row["name"]: row for rows in record["checks"].values() for row in rows}
 
 
+@pytest.mark.processor
 def test_it_tells_what_is_here(make):
     record = make("doctor")
     rows = findings(record)
@@ -34,6 +35,8 @@ def test_it_tells_what_is_here(make):
     assert [row["name"] for row in record["checks"]["needed"]] == ["numpy", "torch"]
     assert rows["torch"] == {"name": "torch", "value": metadata.version("torch"), "ok": True, "note": ""}
     assert rows["cpu"]["value"] == f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads"
+    note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
+    assert rows["cpu"]["note"] == note
     assert ("cuda" in rows) != torch.cuda.is_available()
     assert {row["name"] for row in record["checks"]["optional"]} == doctor.OPTIONAL.keys()
     assert rows["hub"]["value"] == "not asked" and "HF_HUB_OFFLINE" in rows["hub"]["note"]

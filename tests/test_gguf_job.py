@@ -97,6 +97,7 @@ def test_a_file_is_the_same_alone_and_among_others(exported, demo_model, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["alone.gguf"]
 
 
+@pytest.mark.processor
 def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
     calibration = jobs.calibration(tmp_path)
     auto, file = tmp_path / "auto.gguf", tmp_path / "file.gguf"
@@ -153,6 +154,7 @@ def test_error_feedback_loses_less_on_every_linear(fed_back, exported):
         assert np.isfinite(llama.logits(range(1, 20))).all()
 
 
+@pytest.mark.processor
 def test_a_killed_job_goes_on_to_the_same_bytes(demo_model, fed_back, tmp_path, monkeypatch):
     path, _ = fed_back
     out = tmp_path / "q4.gguf"

@@ -1,5 +1,7 @@
 """quantkit.grids.int8 against the paper's worked example, bitsandbytes, and exact integers."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from quantkit.grids.int8 import HALF_MAX, Int8Grid, Int8Params, int8_matmul, spl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IN, OUT, TOKENS = 96, 40, 12
+pytestmark = pytest.mark.processor
 CONSTANT = 2e-5  # 1 / 127² is 6.200012e-05; the clients multiply by 6.200124e-05
 
 
@@ -104,7 +107,7 @@ def inputs(outliers: bool, dtype: torch.dtype, sequences: int = 1) -> torch.Tens
 @pytest.mark.parametrize("threshold", (6.0, 0.0))
 @pytest.mark.parametrize("outliers", (True, False))
 @pytest.mark.parametrize("bias", (True, False))
-def test_the_product_is_that_of_bitsandbytes_bit_by_bit(bnb, dtype, threshold, outliers, bias):
+def test_the_product_is_that_of_bitsandbytes_bit_by_bit(bnb, monkeypatch, dtype, threshold, outliers, bias):
     weight, shift = randn(OUT, IN, seed=1, dtype=dtype) / 8, randn(OUT, seed=2, dtype=dtype) if bias else None
     layer = bnb.nn.Linear8bitLt(IN, OUT, bias, has_fp16_weights=False, threshold=threshold)
     layer.load_state_dict({"weight": weight} | ({"bias": shift} if bias else {}), assign=False)
@@ -112,7 +115,8 @@ def test_the_product_is_that_of_bitsandbytes_bit_by_bit(bnb, dtype, threshold, o
     if bias:
         layer.bias.data = shift
     x = inputs(outliers, dtype)
-    with torch.no_grad():
+    with torch.no_grad(), monkeypatch.context() as exact:  # limited to AVX512_CORE its sums saturate
+        exact.setattr(torch, "_int_mm", lambda a, b: (a.long() @ b.long()).int())
         theirs = layer(x)
     codes, absmax = stored(weight)
     assert torch.equal(layer.state.CB, codes)
@@ -144,9 +148,28 @@ def test_a_row_of_zeros_stays_zero():
 # ---- integer products
 
 
+MULTIPLY = pytest.mark.parametrize("multiply", (int8._pieces_matmul, int8._int_matmul))
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nobody wrote holds the largest number of its type."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3, dtype=torch.int32).eq(2**31 - 1).all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(multiply, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    sums = multiply(a, b)
+    assert sums.dtype == torch.int32
+    assert torch.equal(sums.long(), a.long() @ b.long().t()), (a.shape, a.stride(), b.shape, b.stride())
+    return sums
+
+
 @pytest.mark.parametrize("k", (1, int8.EXACT, int8.EXACT + 1, 2 * int8.EXACT + 1, 4 * int8.EXACT - 1))
-@pytest.mark.parametrize("multiply", (int8._pieces_matmul, int8._int_matmul))
-def test_sums_of_int8_products_are_exact(multiply, k):
+@MULTIPLY
+def test_sums_of_int8_products_are_exact(poisoned, multiply, k):
     """At the extreme codes sums pass 2^24, beyond which float32 cannot tell odd numbers apart."""
     generator = torch.Generator().manual_seed(k)
     a = torch.full((3, k), 127, dtype=torch.int8)
@@ -154,7 +177,27 @@ def test_sums_of_int8_products_are_exact(multiply, k):
     b[1] = -127
     a[2] = torch.randint(-127, 128, (k,), generator=generator)
     b[2:] = torch.randint(-127, 128, (3, k), generator=generator)
-    sums = multiply(a, b)
-    assert sums.dtype == torch.int32
-    assert torch.equal(sums.long(), a.long() @ b.long().t())
-    assert sums[0, 0] == 127 * 127 * k
+    assert check(multiply, a, b)[0, 0] == 127 * 127 * k
+
+
+@MULTIPLY
+def test_sums_of_any_shape_are_exact(poisoned, multiply):
+    """Kernels have edges of their own; oneDNN without VNNI adds 255 * 127 twice in 16 bit, for 127."""
+    small, deep = (1, 2, 3, 8, 16, 17, 33), (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 130)
+    for n, m, k in itertools.product((0, *small), (0, *small), deep):
+        a, b = (torch.full((rows, k), 127, dtype=torch.int8) for rows in (n, m))
+        b[::2] = -127
+        check(multiply, a, b)
+
+
+@MULTIPLY
+def test_sums_do_not_depend_on_strides(poisoned, multiply):
+    """The stride of a dimension of one may be anything: that of the only token, of the only output."""
+    whole = torch.randint(-127, 128, (8, 128), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    ways = [
+        *(whole[3:4, :64].as_strided((1, 64), (stride, 1)) for stride in (0, 1, 64, 128, 999)),
+        *(whole[:, :64], whole[:, ::2], whole[::2, 64:], whole.view(64, 16).t(), whole.view(16, 64)[::5]),
+        whole[:1].expand(4, -1)[:, :64],
+    ]
+    for a, b in itertools.product(ways, ways):
+        check(multiply, a, b)

@@ -144,16 +144,86 @@ def test_an_interrupt_says_so_in_one_line(fails):
     assert done.err == "error: interrupted\n" and json.loads(done.out)["error"]["exit_code"] == 130
 
 
-def test_interrupted_while_it_loads(tmp_path):
-    """A real signal, to a real process."""
-    script = "import time, sys; from quantkit import cli; from quantkit.inspection import contents\n" \
-             "def wait(*_): print('ready', flush=True); time.sleep(60)\n" \
-             "contents.open_contents = wait\nsys.argv = ['quantkit', 'inspect', 'x']\ncli.main()"  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+WAITS = """import sys, time
+from quantkit import cli
+from quantkit.inspection import contents
+def wait(*_):
+    print("ready", flush=True)
+    time.sleep(60)
+contents.open_contents = wait
+sys.argv = ["quantkit", "inspect", "x"]
+cli.main()"""
+JOB = """import sys, time
+from quantkit import cli
+from quantkit.containers.staging import Staging
+write = Staging.write_block
+def wait(self, index, *rest):
+    if index == 1 and "--resume" not in sys.argv:
+        print("ready", flush=True)
+        time.sleep(3)
+    return write(self, index, *rest)
+Staging.write_block = wait
+cli.main()"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, b"error: interrupted\n"), (signal.SIGTERM, 143, b"error: terminated\n")],
+)
+def test_asked_to_stop_while_it_loads(number, code, said):
+    """A real signal, to a real process, which hears SIGINT though these tests may run in the background."""
+    hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", hear + WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout.readline() == b"ready\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, b"error: interrupted\n")
+    assert (process.returncode, err) == (code, said)
+
+
+def test_processes_forked_by_a_library_end_by_default():
+    """They may be stuck where no handler of Python's runs."""
+    with manners.stopping() as asked:
+        child = os.fork()
+        if not child:
+            os._exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert asked == [143]
+
+
+@pytest.mark.parametrize("ended", (False, True))
+def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, tmp_path, ended):
+    """`nohup quantkit ... &` in a script: neither a closed terminal nor Ctrl-C ends it, but `kill` does."""
+    model = tiny_model("llama", tokenizer=True)
+    options = "-o out --samples 2 --seqlen 16 --group-size 32 --threads 1".split()
+    command = [sys.executable, "-c", JOB, "gptq", str(model), *options]
+    shell = ["sh", "-c", 'nohup "$@" & echo $!; wait $!', "sh", *command]
+    process = subprocess.Popen(
+        shell,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    job = int(process.stdout.readline())
+    assert process.stdout.readline() == "ready\n"
+    for number in (signal.SIGINT, signal.SIGHUP, *([signal.SIGTERM] if ended else [])):
+        os.kill(job, number)
+    _, err = process.communicate(timeout=60)
+    if ended:
+        *_, error, hint = err.splitlines()
+        assert process.returncode == 143
+        assert error == "error: terminated; finished blocks are kept in out.partial"
+        assert hint.endswith(" --resume") and (tmp_path / "out.partial" / "block-00000.safetensors").exists()
+        done = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    else:
+        assert process.returncode == 0, err
+    assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out.partial").exists()
 
 
 def test_what_strangers_write_cannot_steer_the_terminal(fails):

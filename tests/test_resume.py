@@ -130,6 +130,7 @@ def child(folder: Path, arguments: list[str], fault: str | None) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     if fault:
         FAULTS[fault]()
     sys.argv = ["quantkit", *arguments]
@@ -319,9 +320,16 @@ def test_killed_with_the_output_in_place(workplace, reference, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fault", "more"), [("slow", []), ("slow", ["--overwrite"]), ("swallowed", []), ("slow", None)]
+    ("fault", "more", "number"),
+    [
+        ("slow", [], signal.SIGINT),
+        ("slow", ["--overwrite"], signal.SIGINT),
+        ("swallowed", [], signal.SIGINT),
+        ("slow", None, signal.SIGINT),
+        ("slow", [], signal.SIGTERM),
+    ],
 )
-def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more):
+def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more, number):
     """What the hint says can be pasted, whatever the command was."""
     if more:
         (tmp_path / "out").mkdir()
@@ -329,12 +337,13 @@ def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more):
     process = start(tmp_path, arguments, fault)
     if fault == "slow":
         wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
     process.join()
     log = (tmp_path / "log").read_text()
-    assert process.exitcode == 130, log
+    code, word = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}[number]
+    assert process.exitcode == code, log
     *_, error, hint = log.splitlines()
-    assert error == "error: interrupted; finished blocks are kept in out.partial"
+    assert error == f"error: {word}; finished blocks are kept in out.partial"
     command, *arguments = shlex.split(hint.removeprefix("hint: continue with: "))
     assert command == "quantkit" and arguments[-1] == "--resume"
     assert run(tmp_path, arguments) == 0, (tmp_path / "log").read_text()

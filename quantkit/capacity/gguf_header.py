@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +68,17 @@ def read(path: Path) -> Header:
         key: metadata[found] for part, key in EXPERTS.items() if (found := f"{name}.{part}") in metadata
     }
     config["tie_word_embeddings"] = "output.weight" not in infos
+    config["dtype"] = _dtype(infos)
     settings = Settings.of(config)
     entries = [_entry(info, settings) for info in infos.values() if not FACTORS.fullmatch(info.name)]
     return Header(settings, entries)
+
+
+def _dtype(infos: Mapping[str, TensorInfo]) -> str:
+    """What a job computes in where the hardware does: the type of most matrices, unless they are packed."""
+    types = Counter(info.dtype for info in infos.values() if len(info.shape) == 2)
+    common, _ = max(types.items(), key=lambda item: item[1], default=("F32", 0))
+    return {"F16": "float16", "BF16": "bfloat16"}.get(common, "float32")
 
 
 def _by_row(

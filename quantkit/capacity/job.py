@@ -7,12 +7,11 @@ largest site is solved, or where the result is read back and run with the first 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from quantkit import processor
 from quantkit.capacity import formats, job_time
 from quantkit.capacity.devices import Device
 from quantkit.capacity.job_time import BATCH_TOKENS
@@ -196,7 +195,7 @@ def _of_method(
         return NOTHING | {"reason": weights.reason}
     on_gpu = device is not None and device.kind == "cuda"
     seqlen = min(seqlen, settings.context or seqlen)
-    dtype = compute_dtype(settings.stored_dtype, on_gpu)
+    dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen)
     needs, transform = method in CALIBRATED, method in TRANSFORMED
 
@@ -262,14 +261,7 @@ def compute_dtype(stored: str, on_gpu: bool) -> str:
     """Precision of forward passes: the stored one where the hardware computes in it, else float32."""
     if on_gpu:
         return stored
-    return "bfloat16" if stored == "bfloat16" and _cpu_has_bfloat16() else "float32"
-
-
-def _cpu_has_bfloat16() -> bool:
-    if sys.platform != "linux":
-        return False
-    flags = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    return "avx512_bf16" in flags or "amx_tile" in flags
+    return "bfloat16" if stored == "bfloat16" and processor.has_bfloat16() else "float32"
 
 
 def _free_memory() -> int:

@@ -7,9 +7,9 @@ measured with quantkit: the range is that of published runs of the same algorith
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
+from quantkit import processor
 from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
@@ -65,7 +65,7 @@ def seconds(
         return None, "nothing was measured on Apple's processors"
     if device is not None and device.kind == "cuda":
         return _on_gpu(work, parameters, device)
-    cores = _cores()
+    cores = processor.cores()
     operations = _operations(work, parameters, samples, seqlen, suspend)
     times = [
         start + (operations / rate + each * _encoded(work, parameters)) / cores
@@ -112,11 +112,3 @@ def _operations(work: Work, parameters: Parameters, samples: int, seqlen: int, s
     solver = work.products * sum(tensor.size * tensor.shape[-1] for tensor in solved)
     weights = sum(tensor.size for tensor in parameters.linears)
     return forwards * OVERHEAD * 2 * weights * tokens + moments + solver
-
-
-def _cores() -> int:
-    """Physical cores that this process may use."""
-    import psutil
-
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or usable, usable)

@@ -7,9 +7,11 @@ import functools
 import inspect
 import json
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, get_type_hints
 
@@ -20,6 +22,7 @@ from quantkit.errors import (
     INTERRUPTED,
     RESOURCES,
     RUNTIME,
+    TERMINATED,
     USAGE,
     QuantkitError,
     first_line,
@@ -28,6 +31,7 @@ from quantkit.errors import (
 
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
+STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
 
 
@@ -88,6 +92,59 @@ def exit_codes() -> str:
 
 def run(app: typer.Typer) -> NoReturn:
     """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
+    with stopping() as asked:
+        _run(app, asked)
+
+
+class Stop:
+    """The handler of signals that ask to stop: their exit codes are listed, and KeyboardInterrupt is raised.
+
+    It is the list that counts: torch turns some KeyboardInterrupts into other exceptions.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.asked.append(STOPS[signal.Signals(number)])
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM are handled, and listed.
+
+    What is ignored stays so: a shell lets its background jobs ignore SIGINT, lest its own Ctrl-C end them.
+    """
+    stop = Stop()
+    before = {number: signal.getsignal(number) for number in STOPS}
+    heard = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield stop.asked
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
+def _let_children_end() -> None:
+    """multiprocessing ends its processes by SIGTERM, which one that is stuck hears by default alone."""
+    if isinstance(signal.getsignal(signal.SIGTERM), Stop):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_children_end)
+
+
+def stopped(asked: Sequence[int], kept: str = "", hint: str = "") -> QuantkitError:
+    """What a command that was asked to stop says; `kept` is what remains of it."""
+    code = asked[0] if asked else INTERRUPTED
+    return QuantkitError(EXIT_CODES[code] + kept, hint, code)
+
+
+def _run(app: typer.Typer, asked: Sequence[int]) -> NoReturn:
     state = State()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
@@ -107,10 +164,10 @@ def run(app: typer.Typer) -> NoReturn:
             sys.exit(CLOSED_PIPE)
         raise
     except Exception as error:
-        failed = _unexpected(error)
+        failed = stopped(asked) if asked else _unexpected(error)
         _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
-        _fail(QuantkitError("interrupted", exit_code=INTERRUPTED))
+        _fail(stopped(asked))
     sys.exit(code)
 
 

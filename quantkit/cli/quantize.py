@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import methods, recipe
-from quantkit.cli import flags
-from quantkit.errors import INTERRUPTED, QuantkitError
+from quantkit.cli import flags, manners
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
@@ -144,29 +142,15 @@ def _print_json(records: list[dict]) -> None:
 
 @contextmanager
 def _resumable(folder: Path) -> Iterator[None]:
-    """Answer an interrupt with the way to go on.
-
-    It is the signal that counts: torch turns some KeyboardInterrupts into other exceptions.
-    """
-    interrupts = []
-
-    def interrupt(*arguments: Any) -> None:
-        interrupts.append(arguments)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    except BaseException as error:
-        if not interrupts:
-            raise
-        raise QuantkitError(
-            f"interrupted; finished blocks are kept in {folder}",
-            hint=f"continue with: {_again()}",
-            exit_code=INTERRUPTED,
-        ) from error
-    finally:
-        signal.signal(signal.SIGINT, before)
+    """Answer what asks to stop with the way to go on."""
+    with manners.stopping() as asked:
+        try:
+            yield
+        except BaseException as error:
+            if not asked:
+                raise
+            kept = f"; finished blocks are kept in {folder}"
+            raise manners.stopped(asked, kept, f"continue with: {_again()}") from error
 
 
 def _again() -> str:

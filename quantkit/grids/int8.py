@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit import processor
 from quantkit.grids import by_rows
 
 LEVELS = 127
@@ -164,7 +165,10 @@ def _int_matmul(a: Tensor, b: Tensor) -> Tensor:
     falls back to scalar code, a hundred times slower than float32, which is exact in pieces.
     """
     if a.device.type == "cpu":
-        if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        # oneDNN takes the length of a row from strides, which say nothing where a row or column is the only
+        # one. It then refuses, and torch returns memory that nobody wrote: 2.13 does, pytorch/pytorch#195066.
+        if processor.has_int8_products() and a.shape[1] > 1:
+            a, b = (factor.reshape(-1).view(factor.shape) for factor in (a, b))
             return torch._int_mm(a, b.t())
         return _pieces_matmul(a, b)
     n, m = len(a), len(b)

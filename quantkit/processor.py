@@ -1,0 +1,83 @@
+"""What this processor computes by itself, asked in one place, without torch: a plan comes before it loads.
+
+torch chooses kernels by what CPUID says, and two variables of the environment lower that: ATEN_CPU_CAPABILITY
+(`default`, `avx2`, `avx512`) for its own, ONEDNN_MAX_CPU_ISA for those of oneDNN, which multiplies bfloat16
+and int8. Either counts here, so that a process that is limited chooses float32 as a poor machine does.
+
+QUANTKIT_PROCESSOR, for tests and CI, answers instead: `poor` has neither; `capable` computes in bfloat16,
+which torch does everywhere, if slowly. It has int8 products only where the machine has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+from quantkit.errors import USAGE, QuantkitError
+
+ANSWER = "QUANTKIT_PROCESSOR"
+CPUINFO = Path("/proc/cpuinfo")  # Linux alone; elsewhere nothing is known, and nothing is assumed
+ATEN = {"default": (), "avx2": ()}  # limit -> what it leaves of the flags asked for below
+ONEDNN = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE"), ()),
+    "AVX512_CORE_VNNI": ("avx512_vnni",),
+    "AVX512_CORE_BF16": ("avx512_vnni", "avx512_bf16"),
+}
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself; elsewhere torch converts, many times as slowly.
+
+    oneDNN wants AVX512_BF16 for that, even for AMX; on Arm, BF16. macOS has neither oneDNN nor this list.
+    """
+    answer = _answer()
+    return answer == "capable" if answer else bool(_flags() & {"avx512_bf16", "bf16"})
+
+
+def has_int8_products() -> bool:
+    """Whether `torch._int_mm` is fast and exact: from AVX512_VNNI on.
+
+    A processor without it gets a scalar loop, a hundred times slower than float32; where only oneDNN is kept
+    from it, sums saturate.
+    """
+    return _answer() != "poor" and "avx512_vnni" in _flags()
+
+
+def cores() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or usable, usable)
+
+
+def _answer() -> str:
+    answer = os.environ.get(ANSWER, "")
+    if answer not in ("", "poor", "capable"):
+        raise QuantkitError(f"{ANSWER} is {answer!r}", "it may be poor or capable", USAGE)
+    return answer
+
+
+def _flags() -> frozenset[str]:
+    """Linux's names of what the processor has and the environment leaves."""
+    found = _listed(CPUINFO)
+    onednn = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    for left in (ATEN.get(os.environ.get("ATEN_CPU_CAPABILITY", "")), ONEDNN.get(onednn.upper())):
+        if left is not None:
+            found &= set(left)
+    return found
+
+
+@functools.cache
+def _listed(path: Path) -> frozenset[str]:
+    """The flags of the first core, which stands for all."""
+    try:
+        with path.open(errors="replace") as lines:
+            for line in lines:
+                name, _, words = line.partition(":")
+                if name.strip() in ("flags", "Features"):  # x86, Arm
+                    return frozenset(words.split())
+    except OSError:
+        pass
+    return frozenset()

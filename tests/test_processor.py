@@ -1,0 +1,115 @@
+"""quantkit.processor: what the processor says, what the environment takes away, what torch sees."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quantkit import processor
+from quantkit.errors import QuantkitError
+
+CASCADE_LAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw avx512_vnni"
+SAPPHIRE_RAPIDS = f"{CASCADE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_int8"
+ALDER_LAKE = "flags\t\t: fpu avx avx2 avx_vnni"
+SKYLAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw"
+NEITHER, INT8, BOTH, BFLOAT16 = (False, False), (False, True), (True, True), (True, False)
+VARIABLES = (processor.ANSWER, "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Nothing is limited."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")
+
+
+@pytest.fixture
+def of(monkeypatch, tmp_path):
+    """`of(line, name=value, ...)`: (bfloat16, int8 products) of a processor in an environment."""
+
+    def ask(line: str, **environment: str) -> tuple[bool, bool]:
+        path = tmp_path / f"cpuinfo{len(list(tmp_path.iterdir()))}"
+        path.write_text(f"processor\t: 0\n{line}\nbugs\t\t: bf16\n\nprocessor\t: 1\n")
+        with monkeypatch.context() as changed:
+            changed.setattr(processor, "CPUINFO", path)
+            for name, value in environment.items():
+                changed.setenv(name, value)
+            return processor.has_bfloat16(), processor.has_int8_products()
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (SAPPHIRE_RAPIDS, BOTH),
+        (CASCADE_LAKE, INT8),
+        (ALDER_LAKE, NEITHER),
+        (SKYLAKE, NEITHER),
+        ("Features\t: fp asimd sve i8mm bf16", BFLOAT16),
+        ("Features\t: fp asimd", NEITHER),
+        ("model name\t: something else", NEITHER),
+    ],
+)
+def test_what_a_processor_computes_by_itself(of, line, expected):
+    assert of(line) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("ATEN_CPU_CAPABILITY", "default", NEITHER),
+        ("ATEN_CPU_CAPABILITY", "avx2", NEITHER),
+        ("ATEN_CPU_CAPABILITY", "avx512", BOTH),
+        ("ONEDNN_MAX_CPU_ISA", "SSE41", NEITHER),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", NEITHER),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI", NEITHER),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", NEITHER),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI", INT8),
+        ("DNNL_MAX_CPU_ISA", "avx512_core_vnni", INT8),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", BOTH),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX", BOTH),
+        (processor.ANSWER, "poor", NEITHER),
+    ],
+)
+def test_limits_take_away(of, name, value, expected):
+    assert of(SAPPHIRE_RAPIDS, **{name: value}) == expected
+
+
+def test_bfloat16_can_be_asked_for_and_exact_sums_cannot(of):
+    assert of(SKYLAKE, QUANTKIT_PROCESSOR="capable") == BFLOAT16
+    assert of(SAPPHIRE_RAPIDS, QUANTKIT_PROCESSOR="capable", ATEN_CPU_CAPABILITY="default") == BFLOAT16
+    with pytest.raises(QuantkitError, match="QUANTKIT_PROCESSOR is 'rich'") as refused:
+        of(SKYLAKE, QUANTKIT_PROCESSOR="rich")
+    assert refused.value.exit_code == 2 and refused.value.hint == "it may be poor or capable"
+
+
+def test_without_a_list_nothing_is_assumed(monkeypatch, tmp_path):
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "absent")
+    assert not processor.has_bfloat16() and not processor.has_int8_products()
+
+
+@pytest.mark.skipif(not processor.CPUINFO.exists(), reason="not Linux: nothing is known")
+def test_torch_sees_the_same_processor():
+    able = torch.cpu.get_capabilities()
+    bfloat16 = (
+        able.get("avx512_bf16", False) or able.get("architecture") != "x86_64" and able.get("bf16", False)
+    )
+    assert processor.has_bfloat16() == bfloat16
+    assert processor.has_int8_products() == able.get("avx512_vnni", False)
+
+
+@pytest.mark.parametrize(("answer", "said"), [("poor", "False False\n"), ("capable", "True False\n")])
+def test_other_processes_follow_and_need_no_torch(answer, said):
+    script = (
+        "import sys; from quantkit import processor as p; print(p.has_bfloat16(), 'torch' in sys.modules)"
+    )
+    environment = os.environ | {processor.ANSWER: answer}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout == said, done.stderr
+
+
+def test_cores_are_those_this_process_may_use():
+    assert 1 <= processor.cores() <= os.cpu_count()
