@@ -97,7 +97,8 @@ def host_memory() -> int:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given; other devices are left alone."""
     if is_accelerator(device):
-        _module(device).synchronize()
+        module = _module(device)
+        module.synchronize() if device.type == "mps" else module.synchronize(device)
 
 
 def give_back(device: torch.device) -> None:

@@ -36,10 +36,14 @@ class Producer:
     one_plus: bool = False
 
     def tied(self, channels: Tensor) -> Tensor:
-        """The mean of `channels [in]` over the channels that share a row, `[in]`."""
-        count = int(self.rows.max()) + 1
-        sums = channels.new_zeros(count).index_add_(0, self.rows, channels)
-        return (sums / torch.bincount(self.rows, minlength=count).clamp(min=1))[self.rows]
+        """The mean of `channels [in]` over the channels that share a row, `[in]`.
+
+        On the host: CUDA adds up in any order, and the same job is to write the same bytes twice.
+        """
+        rows, values = self.rows.cpu(), channels.cpu()
+        count = int(rows.max()) + 1
+        sums = values.new_zeros(count).index_add_(0, rows, values)
+        return (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows].to(channels.device)
 
     def divide(self, block: nn.Module, scale: Tensor) -> None:
         """Divide what the producer produces by `scale [in]`, equal on channels that share a row."""
