@@ -112,7 +112,7 @@ def command(
         bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")
     ] = False,
 ) -> None:
-    """Perplexity, and divergence from the first model, of checkpoints of any layout."""
+    """The function behind `quantkit eval`."""
     from quantkit import metrics as metrics_of
     from quantkit.comparison import gates
     from quantkit.comparison.files import Outputs

@@ -53,7 +53,7 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """Continue a prompt with one model or several side by side, and mark where they part."""
+    """The function behind `quantkit generate`."""
     from quantkit.cli.progress import listener
 
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt

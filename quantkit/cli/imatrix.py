@@ -12,7 +12,6 @@ import typer
 from quantkit.cli import flags
 from quantkit.options import CalibrationOptions, RunOptions
 
-HELP = "Measure how much each input of every linear counts: an importance matrix in a GGUF file."
 EPILOG = """Examples:
 
   quantkit imatrix ./model
@@ -28,7 +27,7 @@ OUTPUT = Annotated[
 FIXED = ("dry_run", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet")
 
 
-def command() -> Callable[..., None]:
+def _command() -> Callable[..., None]:
     """The function behind `quantkit imatrix`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
@@ -50,6 +49,9 @@ def command() -> Callable[..., None]:
     parameters += flags.of("run", RunOptions, FORWARD)
     parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
     return flags.sign(invoke, parameters)
+
+
+command = _command()
 
 
 def _request(typed: dict[str, Any], values: dict[str, Any]) -> Any:

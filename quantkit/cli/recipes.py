@@ -12,10 +12,12 @@ import typer
 
 from quantkit import methods, recipe
 from quantkit.cli import flags
+from quantkit.cli.commands import Command, Group
 from quantkit.errors import USAGE, QuantkitError
 
 app = typer.Typer(
-    help="List, show and begin recipes: jobs in a YAML file.",
+    cls=Group,
+    add_completion=False,
     epilog="""Examples:
 
   quantkit recipes list
@@ -39,7 +41,7 @@ METHOD = Annotated[
 FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. (default: METHOD.yaml)")]
 
 
-@app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
+@app.command("list", cls=Command, epilog="Examples:\n\n  quantkit recipes list --json")
 def list_command(as_json: AS_JSON = False) -> None:
     """The recipes that come with quantkit."""
     rows = [recipe.load(name) for name in recipe.shipped()]
@@ -59,13 +61,13 @@ def list_command(as_json: AS_JSON = False) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-@app.command("show", epilog="Examples:\n\n  quantkit recipes show gptq-w4")
+@app.command("show", cls=Command, epilog="Examples:\n\n  quantkit recipes show gptq-w4")
 def show_command(name: NAME) -> None:
     """Print a recipe."""
     sys.stdout.write(recipe.read(name)[1])
 
 
-@app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
+@app.command("init", cls=Command, epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
 def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
     """Write a recipe that has every option of a method, at its default and with its help."""
     text, path = recipe.template(method), output or Path(f"{method}.yaml")
