@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
-from quantkit import finish, imatrix_job, importance
+from quantkit import finish, importance
 from quantkit.capture import (
     PROBE_TOKENS,
     RepeatedForward,
@@ -98,6 +98,8 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
             stack.callback(one.staging.discard)
         imatrix = job.method.output.imatrix
         if job.method.output.gathers:
+            from quantkit import imatrix_job
+
             gathered = importance.gather(job.skeleton, job.batches, progress, timings)
             imatrix = imatrix_job.as_imatrix(gathered, job.method.output.linears, job.calibration)
             job.skeleton.free_rest()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from quantkit.cli.imports import lean
 
 EPILOG = """Examples:
 
@@ -126,14 +129,15 @@ def command(
     from quantkit.cli.progress import listener
 
     with listener(quiet) as progress:
-        import torch  # after something is seen: it takes seconds
+        with nullcontext() if tasks else lean():  # after something is seen: torch takes seconds
+            import torch
 
-        from quantkit import evaluate, plan
-        from quantkit import windows as windows_of
-        from quantkit.checkpoint import Checkpoint
-        from quantkit.comparison.record import record
-        from quantkit.comparison.table import print_comparison
-        from quantkit.tasks import Tasks
+            from quantkit import evaluate, plan
+            from quantkit import windows as windows_of
+            from quantkit.checkpoint import Checkpoint
+            from quantkit.comparison.record import record
+            from quantkit.comparison.table import print_comparison
+            from quantkit.tasks import Tasks
 
         checkpoints = [
             Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from quantkit.cli import flags
+from quantkit.cli.imports import lean
 
 EPILOG = """Examples:
 
@@ -60,9 +61,10 @@ def command(
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with listener(quiet or live) as progress:
-        from quantkit import generate, plan  # after something is seen: torch takes seconds
-        from quantkit.checkpoint import Checkpoint
-        from quantkit.cli import continuations
+        with lean():  # after something is seen: torch takes seconds
+            from quantkit import generate, plan
+            from quantkit.checkpoint import Checkpoint
+            from quantkit.cli import continuations
 
         settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
         settings.check()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
+from quantkit.cli.imports import lean
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -34,7 +35,8 @@ def _command() -> Callable[..., None]:
         from quantkit.cli.progress import listener
 
         with listener(values["quiet"]) as progress:
-            from quantkit import imatrix_job, report  # after something is seen: torch takes seconds
+            with lean():  # after something is seen: torch takes seconds
+                from quantkit import imatrix_job, report
 
             prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
             record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)

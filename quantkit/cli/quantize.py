@@ -15,6 +15,7 @@ import typer
 
 from quantkit import methods, recipe
 from quantkit.cli import flags
+from quantkit.cli.imports import lean
 from quantkit.errors import INTERRUPTED, QuantkitError
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
@@ -91,7 +92,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     from quantkit.cli.progress import listener
 
     with listener(values["quiet"]) as progress:
-        from quantkit import job, pipeline, report  # after something is seen: torch takes seconds
+        with lean():  # after something is seen: torch takes seconds
+            from quantkit import job, pipeline, report
 
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
