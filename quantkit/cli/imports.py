@@ -76,10 +76,8 @@ def _list_models_once(transformers: Any, import_utils: Any) -> None:
 
     Its own cache of such lists forgets, as it holds fewer than there are models.
     """
-    scan, place = (
-        import_utils.create_import_structure_from_path,
-        Path(transformers.__file__).parent / "models",
-    )
+    scan = import_utils.create_import_structure_from_path
+    place = Path(transformers.__file__).parent / "models"
     known = {str(place), str(place / "__init__.py")}
     import_utils.create_import_structure_from_path = lambda path: scan(place if str(path) in known else path)
     try:
