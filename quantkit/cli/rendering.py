@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import sys
 
 from quantkit.cli.stand_ins import deferred, standing_in
 
@@ -17,3 +19,6 @@ def prepare() -> None:
     """Import `typer.rich_utils`, for a help that is rendered next."""
     with standing_in(UNUSED):
         importlib.import_module("typer.rich_utils")
+    if "torch" not in sys.modules:
+        # The process ends after this help. Python would look through all there is for garbage before.
+        gc.freeze()
