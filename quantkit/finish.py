@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.job import Job
-from quantkit.llamacpp.imatrix import Imatrix
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton, check_complete
 from quantkit.spec import LinearSpec
 from quantkit.timings import Timings
+
+if TYPE_CHECKING:
+    from quantkit.llamacpp.imatrix import Imatrix
 
 TIMINGS = "quantkit-timings.json"
 VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from quantkit import finish, imatrix_job, importance, plan, walk
+from quantkit import finish, importance, plan, walk
 from quantkit.capture import (
     PROBE_TOKENS,
     RepeatedForward,
@@ -103,6 +103,8 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
             stack.callback(one.staging.discard)
         imatrix = job.method.output.imatrix
         if job.method.output.gathers:
+            from quantkit import imatrix_job
+
             gathered = importance.gather(job.skeleton, job.batches, progress, timings)
             imatrix = imatrix_job.as_imatrix(gathered, job.method.output.linears, job.calibration)
             job.skeleton.free_rest()

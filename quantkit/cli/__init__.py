@@ -7,19 +7,8 @@ import sys
 
 import typer
 
-from quantkit import __version__, methods
-from quantkit.cli import (
-    doctor,
-    evaluate,
-    generate,
-    imatrix,
-    inspect,
-    manners,
-    plan,
-    quantize,
-    recipes,
-    report,
-)
+from quantkit import __version__
+from quantkit.cli import commands, manners
 
 EPILOG = f"""Examples:
 
@@ -36,24 +25,13 @@ EPILOG = f"""Examples:
 {manners.exit_codes()}"""
 
 app = typer.Typer(
+    cls=commands.Root,
     help="Compress causal language models and show honestly what it cost.",
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for name in methods.available():
-    app.command(name, help=methods.load(name).SUMMARY, epilog=quantize.epilog(name))(quantize.command(name))
-app.command("run", help="Run the job of a recipe.", epilog=quantize.RUN_EPILOG)(quantize.run_command())
-app.add_typer(recipes.app, name="recipes")
-app.command("imatrix", help=imatrix.HELP, epilog=imatrix.EPILOG)(imatrix.command())
-app.command("plan", epilog=plan.EPILOG)(plan.command)
-app.command("eval", epilog=evaluate.EPILOG)(evaluate.command)
-app.command("report", epilog=report.EPILOG)(report.command)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.command)
-app.command("generate", epilog=generate.EPILOG)(generate.command)
-app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
-manners.add_verbose(app)
 
 
 def _version(asked: bool) -> None:

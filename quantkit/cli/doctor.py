@@ -23,7 +23,7 @@ def command(
         bool, typer.Option("--quiet", "-q", help="Print what is wrong, and nothing else.")
     ] = False,
 ) -> None:
-    """Versions, devices, memory, disk and the hub; optional packages and what each would enable."""
+    """The function behind `quantkit doctor`."""
     from quantkit import doctor
 
     found = doctor.examine()

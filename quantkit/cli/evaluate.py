@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from quantkit.cli.imports import uncollected
+
 EPILOG = """Examples:
 
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
@@ -114,7 +116,7 @@ def command(
         bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")
     ] = False,
 ) -> None:
-    """Perplexity, and divergence from the first model, of checkpoints of any layout."""
+    """The function behind `quantkit eval`."""
     from quantkit import metrics as metrics_of
     from quantkit.comparison import gates
     from quantkit.comparison.files import Outputs
@@ -128,15 +130,16 @@ def command(
     from quantkit.cli.progress import listener
 
     with listener(quiet) as progress:
-        import torch  # after something is seen: it takes seconds
+        with uncollected():  # after something is seen: torch takes seconds
+            import torch
 
-        from quantkit import evaluate
-        from quantkit import windows as windows_of
-        from quantkit.checkpoint import Checkpoint
-        from quantkit.comparison.record import record
-        from quantkit.comparison.table import print_comparison
-        from quantkit.device import choose_device
-        from quantkit.tasks import Tasks
+            from quantkit import evaluate
+            from quantkit import windows as windows_of
+            from quantkit.checkpoint import Checkpoint
+            from quantkit.comparison.record import record
+            from quantkit.comparison.table import print_comparison
+            from quantkit.device import choose_device
+            from quantkit.tasks import Tasks
 
         checkpoints = [
             Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)

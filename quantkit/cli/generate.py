@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from quantkit.cli import flags
+from quantkit.cli.imports import uncollected
 
 EPILOG = """Examples:
 
@@ -55,17 +56,18 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """Continue a prompt with one model or several side by side, and mark where they part."""
+    """The function behind `quantkit generate`."""
     from quantkit.cli.progress import listener
 
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with listener(quiet or live) as progress:
-        from quantkit import generate  # after something is seen: torch takes seconds
-        from quantkit.checkpoint import Checkpoint
-        from quantkit.cli import continuations
-        from quantkit.device import choose_device
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit import generate
+            from quantkit.checkpoint import Checkpoint
+            from quantkit.cli import continuations
+            from quantkit.device import choose_device
 
         settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
         settings.check()

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
+from quantkit.cli.imports import uncollected
 from quantkit.options import CalibrationOptions, RunOptions
 
-HELP = "Measure how much each input of every linear counts: an importance matrix in a GGUF file."
 EPILOG = """Examples:
 
   quantkit imatrix ./model
@@ -28,14 +28,15 @@ OUTPUT = Annotated[
 FIXED = ("dry_run", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet")
 
 
-def command() -> Callable[..., None]:
+def _command() -> Callable[..., None]:
     """The function behind `quantkit imatrix`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.cli.progress import listener
 
         with listener(values["quiet"]) as progress:
-            from quantkit import imatrix_job, report  # after something is seen: torch takes seconds
+            with uncollected():  # after something is seen: torch takes seconds
+                from quantkit import imatrix_job, report
 
             prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
             record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
@@ -50,6 +51,9 @@ def command() -> Callable[..., None]:
     parameters += flags.of("run", RunOptions, FORWARD)
     parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
     return flags.sign(invoke, parameters)
+
+
+command = _command()
 
 
 def _request(typed: dict[str, Any], values: dict[str, Any]) -> Any:

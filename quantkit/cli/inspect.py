@@ -35,7 +35,7 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it whole."""
+    """The function behind `quantkit inspect`."""
     from quantkit.inspection import printed, record
     from quantkit.inspection.contents import open_contents
 

@@ -92,7 +92,7 @@ def command(
         bool, typer.Option("--quiet", "-q", help="Only figures and warnings, no explanations.")
     ] = False,
 ) -> None:
-    """Memory, cache and speed of a model on a device, and what each job takes: before anything is loaded."""
+    """The function behind `quantkit plan`."""
     from quantkit.capacity import devices, forecast, names, source, tables
     from quantkit.errors import USAGE, QuantkitError
 

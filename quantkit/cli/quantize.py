@@ -14,6 +14,7 @@ import typer
 
 from quantkit import methods, recipe
 from quantkit.cli import flags, manners
+from quantkit.cli.imports import uncollected
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
@@ -89,7 +90,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     from quantkit.cli.progress import listener
 
     with listener(values["quiet"]) as progress:
-        from quantkit import job, pipeline, report  # after something is seen: torch takes seconds
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit import job, pipeline, report
 
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted

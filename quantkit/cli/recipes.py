@@ -15,7 +15,7 @@ from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
 
 app = typer.Typer(
-    help="List, show and begin recipes: jobs in a YAML file.",
+    add_completion=False,
     epilog="""Examples:
 
   quantkit recipes list

@@ -28,7 +28,7 @@ def command(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
 ) -> None:
-    """An HTML page of evaluations: table, plots, errors by layer, protocol."""
+    """The function behind `quantkit report`."""
     from quantkit.comparison.files import Outputs
     from quantkit.comparison.merge import merge, read
 

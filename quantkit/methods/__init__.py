@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,15 @@ def load(name: str) -> ModuleType:
             f"no method {name!r}", hint="did you mean " + " or ".join(near) + "?", exit_code=USAGE
         )
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def summary(name: str) -> str:
+    """A method's SUMMARY, read off its source: the help lists all of them, and importing all takes longer
+    than everything else it does.
+    """
+    source = pkgutil.get_data(__name__, f"{name}.py") or b""
+    line = re.search(r'^SUMMARY = "([^"\\]*)"$', source.decode(), re.MULTILINE)
+    return line[1] if line else load(name).SUMMARY
 
 
 def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:
