@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quantkit.containers.safetensors_folder import INDEX, SINGLE
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 
-PATTERNS = (
-    "*.safetensors",
+COMPANIONS = (
     "*.json",
     "*.model",
     "*.txt",
@@ -81,14 +82,36 @@ def dataset_revision(repo: str, revision: str | None = None) -> str:
 
 
 def _download(repo: str, revision: str | None, offline: bool) -> Path:
+    """The small files first, then the weights that the index of shards names, or those there are.
+
+    Beside them many repositories hold the same weights again: `consolidated.safetensors`, or in subfolders.
+    """
     from huggingface_hub import snapshot_download
 
-    with explained(repo, revision, offline):
+    def fetch(patterns: Iterable[str], revision: str | None) -> Path:
         return Path(
             snapshot_download(
-                repo, revision=revision, allow_patterns=list(PATTERNS), local_files_only=offline
+                repo,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*"],
+                local_files_only=offline,
             )
         )
+
+    with explained(repo, revision, offline):
+        folder = fetch(COMPANIONS, revision)
+        return fetch(_weights(folder), folder.name)  # of the same commit
+
+
+def _weights(folder: Path) -> list[str]:
+    """Names of the weight files of a snapshot."""
+    index = folder / INDEX
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        named = set()  # reading the folder will say what is wrong with it
+    return sorted(map(str, named)) or [SINGLE]
 
 
 @contextmanager

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit import __version__
+from quantkit import __version__, hub
 from quantkit.errors import count
 
 
 def render(job, summary) -> str:
     """A model card for the hub: how it was made, what it cost, how to load it."""
     name = Path(summary.output).name
-    source = Path(summary.source).name
+    local = Path(summary.source).exists() or not hub.is_id(summary.source)
+    source = Path(summary.source).name if local else summary.source
+    measured = "output" if "hessian" in job.method.needs else "weight"
     layout = job.method.layout.config(job.specs)
     lines = [
         "---",
@@ -32,7 +34,7 @@ def render(job, summary) -> str:
         "| --- | --- |",
         *(f"| {key} | {value} |" for key, value in job.fingerprint["options"].items()),
         "",
-        f"Mean relative output error of a linear: {summary.error:.3g}"
+        f"Mean relative {measured} error of a linear: {summary.error:.3g}"
         + (f" (round to nearest: {summary.rtn_error:.3g})." if summary.rtn_error is not None else "."),
     ]
     if job.calibration:

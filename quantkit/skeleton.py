@@ -99,6 +99,20 @@ class Skeleton:
         provided |= self._stored.keys() | tied.keys()
         return sorted(own.union(names) - provided)
 
+    def misshapen(self) -> list[str]:
+        """What is wrong with the shapes of stored tensors, from headers alone. Those of packed linears are
+        known once they are decoded."""
+        found = []
+        for name, parameter in self.named_parameters():
+            stored = self._stored.get(name)
+            if stored is None or self.checkpoint.is_quantized(stored):
+                continue
+            shape, wanted = list(self.checkpoint.infos[stored].shape), list(parameter.shape)
+            shape = shape[::-1] if name in self._transposed else shape
+            if shape != wanted:
+                found.append(f"{stored} is {shape}, the configuration says {wanted}")
+        return found
+
     def read(self, name: str, expected: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
         """Values of the model's tensor `name` on the host, as it computes with them; Conv1D weights are
         `[out, in]`.
@@ -379,11 +393,17 @@ class _Stub(nn.Module):
 
 
 def check_complete(skeleton: Skeleton) -> None:
-    """Raise QuantkitError naming every parameter that the checkpoint lacks."""
+    """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape."""
     missing = skeleton.missing()
     if missing:
         raise QuantkitError(
             f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
             hint="the download is incomplete, config.json belongs to another model, or the architecture "
             "fuses tensors while loading (mixtures of experts), which quantkit does not read yet",
+        )
+    misshapen = skeleton.misshapen()
+    if misshapen:
+        raise QuantkitError(
+            "; ".join(misshapen[:8]) + (f"; and {len(misshapen) - 8} more" if misshapen[8:] else ""),
+            hint="config.json and weights belong to different models",
         )

@@ -2,7 +2,7 @@
 # Environments of the clients and peers that the scripts compare with: clients-setup.sh NAME...
 # NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor.
 set -euo pipefail
-source "$(dirname "$0")/setup.sh"
+source "$(dirname "$0")/setup.sh" "" # with an argument of its own, or it would take ours
 constraints=scripts/constraints
 
 for name in "$@"; do

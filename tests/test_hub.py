@@ -29,6 +29,8 @@ def hub(hub_server, tmp_path):
             "pytorch_model.bin": b"pickle",
             "onnx/model.onnx": b"x",
             "original/weights.pth": b"pickle",
+            "original/model.safetensors": b"the same again",
+            "consolidated.safetensors": b"and again",
         }
         revisions[commit] = files | unwanted | {"LICENSE": b"MIT"}
     hub_server.repos["models/org/name"] = Repo(revisions, {"main": SHA, "v1": OLDER}, "private")
@@ -56,7 +58,9 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
         record = json.loads(plan["out"])["calibration"]
         assert record["source"] == "org/data@default:train:text" and record["dataset"]["revision"] == SHA
         wanted = {name for name in hub.repos["models/org/name"].revisions[SHA] if "/" not in name}
-        assert hub.fetched() == (wanted - {"pytorch_model.bin"}) | {"train.parquet"}
+        assert hub.fetched() == (wanted - {"pytorch_model.bin", "consolidated.safetensors"}) | {
+            "train.parquet"
+        }
         assert {token for *_, token in hub.seen} == {f"Bearer {TOKEN}"}
 
         # Another revision is another model.

@@ -270,6 +270,17 @@ def test_a_wrong_shape_is_named(tiny_model, family, name, cut, got, wanted):
     assert refused(folder).message == f"{name} is {got}, the configuration says {wanted}"
 
 
+def test_every_wrong_shape_is_named_before_anything_is_loaded(tiny_model, monkeypatch):
+    folder = tiny_model("llama")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"intermediate_size": 128', '"intermediate_size": 96'))
+    monkeypatch.setattr(Checkpoint, "load", lambda *_: pytest.fail("a tensor was loaded"))
+    error = refused(folder)
+    wrong = "model.layers.{}.mlp.{}.weight is {}, the configuration says {}"
+    assert error.message.startswith(wrong.format(0, "gate_proj", [128, 64], [96, 64]) + "; ")
+    assert wrong.format(2, "up_proj", [128, 64], [96, 64]) in error.message and "1 more" in error.message
+
+
 # Sites
 
 

@@ -37,6 +37,7 @@ class Staging:
         self.output = output
         self.folder = output.parent / f"{output.name}.partial"
         self._lock = None
+        self._replaces = False
         self._signed: dict = {}
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
         self._writing: Future[None] | None = None
@@ -49,6 +50,7 @@ class Staging:
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
+        self._replaces = overwrite
         above = next(path for path in self.output.absolute().parents if path.exists())
         if self.output.name in ("", "..") or not above.is_dir():
             raise QuantkitError(
@@ -192,9 +194,17 @@ class Staging:
         return place
 
     def publish(self) -> None:
-        """Rename what was assembled into place, once the disk has it, and remove the staging folder."""
+        """Rename what was assembled into place, once the disk has it, and remove the staging folder.
+
+        Raises QuantkitError if something appeared there that nobody allowed to be replaced.
+        """
         self.wait()
-        if self.output.exists():  # --overwrite: checked before anything was done
+        if self.output.exists() and not self._replaces:
+            raise QuantkitError(
+                f"{self.output} appeared while the job ran",
+                hint="move it away and run the same command with --resume: every block is kept",
+            )
+        if self.output.exists():
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
         os.rename(self.place, self.output)

@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from quantkit.containers.safetensors_folder import quantization_of
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 
 if TYPE_CHECKING:
@@ -80,11 +81,9 @@ def detect(config: dict, names: Iterable[str]) -> Layout | None:
 
     Raises QuantkitError (exit code 4) for a quantization that no layout here understands.
     """
-    stored = config.get("quantization_config")
-    if stored is None:
+    stored = quantization_of(config)
+    if not stored:
         return None
-    if not isinstance(stored, dict):
-        stored = {"quant_method": stored}
     for name in available():
         layout = importlib.import_module(f"{__name__}.{name}").detect(stored)
         if layout is not None:
