@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, get_type_hints
@@ -92,59 +92,6 @@ def exit_codes() -> str:
 
 def run(app: typer.Typer) -> NoReturn:
     """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
-    with stopping() as asked:
-        _run(app, asked)
-
-
-class Stop:
-    """The handler of signals that ask to stop: their exit codes are listed, and KeyboardInterrupt is raised.
-
-    It is the list that counts: torch turns some KeyboardInterrupts into other exceptions.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-
-    def __call__(self, number: int, frame: Any) -> None:
-        self.asked.append(STOPS[signal.Signals(number)])
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def stopping() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are handled, and listed.
-
-    What is ignored stays so: a shell lets its background jobs ignore SIGINT, lest its own Ctrl-C end them.
-    """
-    stop = Stop()
-    before = {number: signal.getsignal(number) for number in STOPS}
-    heard = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
-    for number in heard:
-        signal.signal(number, stop)
-    try:
-        yield stop.asked
-    finally:
-        for number in heard:
-            signal.signal(number, before[number])
-
-
-def _let_children_end() -> None:
-    """multiprocessing ends its processes by SIGTERM, which one that is stuck hears by default alone."""
-    if isinstance(signal.getsignal(signal.SIGTERM), Stop):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_children_end)
-
-
-def stopped(asked: Sequence[int], kept: str = "", hint: str = "") -> QuantkitError:
-    """What a command that was asked to stop says; `kept` is what remains of it."""
-    code = asked[0] if asked else INTERRUPTED
-    return QuantkitError(EXIT_CODES[code] + kept, hint, code)
-
-
-def _run(app: typer.Typer, asked: Sequence[int]) -> NoReturn:
     state = State()
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
@@ -164,11 +111,36 @@ def _run(app: typer.Typer, asked: Sequence[int]) -> NoReturn:
             sys.exit(CLOSED_PIPE)
         raise
     except Exception as error:
-        failed = stopped(asked) if asked else _unexpected(error)
+        failed = _unexpected(error)
         _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
-        _fail(stopped(asked))
+        _fail(QuantkitError("interrupted", exit_code=INTERRUPTED))
     sys.exit(code)
+
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, and their exit codes are listed.
+
+    It is the list that counts: torch turns some KeyboardInterrupts into other exceptions. What is ignored
+    stays so: a shell lets its background jobs ignore SIGINT, lest its own Ctrl-C end them. Not for what
+    forks: multiprocessing ends its processes by SIGTERM, and one that has just begun would swallow it.
+    """
+    asked: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        asked.append(STOPS[signal.Signals(number)])
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in STOPS}
+    heard = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield asked
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def _give_up_stdout() -> None:

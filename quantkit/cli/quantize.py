@@ -15,6 +15,7 @@ import typer
 from quantkit import methods, recipe
 from quantkit.cli import flags, manners
 from quantkit.cli.imports import uncollected
+from quantkit.errors import EXIT_CODES, QuantkitError
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
@@ -151,8 +152,11 @@ def _resumable(folder: Path) -> Iterator[None]:
         except BaseException as error:
             if not asked:
                 raise
-            kept = f"; finished blocks are kept in {folder}"
-            raise manners.stopped(asked, kept, f"continue with: {_again()}") from error
+            raise QuantkitError(
+                f"{EXIT_CODES[asked[0]]}; finished blocks are kept in {folder}",
+                hint=f"continue with: {_again()}",
+                exit_code=asked[0],
+            ) from error
 
 
 def _again() -> str:
