@@ -282,7 +282,7 @@ CT = {"layout": {"compressed-tensors"}, "form": {"pack-quantized"}, "g_idx": set
     [
         ({}, "transformers GPTQModel vLLM AutoGPTQ"),
         ({"bits": {3}}, "transformers GPTQModel AutoGPTQ"),
-        ({"bits": {4, 8}, "mixed": {True}}, "transformers GPTQModel"),
+        ({"bits": {4, 8}, "mixed": {True}}, "GPTQModel"),
         ({"symmetric": {False}}, "transformers AutoGPTQ"),
         ({"symmetric": {False}, "version": {"gptq_v2"}}, "transformers GPTQModel"),
         ({"desc_act": {True}}, "transformers GPTQModel AutoGPTQ"),
