@@ -266,7 +266,7 @@ def _solve_transformed(work: _Work) -> Iterator[Tensor]:
     with work.timings("forward"), gathering(work.block, gathered):
         for _ in work.forward():
             pass
-    probe = work.states[0][:1, :PROBE_TOKENS]
+    probe = work.states[0][:1, :PROBE_TOKENS].float()
     with work.timings("transform"):
         transformed = job.method.transform.apply(
             BlockView(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from quantkit import meta_model
 from quantkit.checkpoint import Checkpoint
@@ -220,8 +221,12 @@ class Skeleton:
         return entry[0], calls
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Hidden states after block `index`; their shape must have gone through `embed`."""
+        """Hidden states after block `index`, in their own precision, which must be the block's; their shape
+        must have gone through `embed`."""
         call = self._calls[tuple(hidden.shape[:2])][index]
+        if hidden.dtype != self.dtype:
+            call = tree_map(lambda part: _cast(part, hidden.dtype), (call.args, call.kwargs))
+            call = Call(*call)
         with torch.no_grad():
             out = self.blocks[index](hidden, *call.args, **call.kwargs)
         return out[0] if isinstance(out, tuple) else out
@@ -351,6 +356,10 @@ def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
             hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
         )
     return tensor
+
+
+def _cast(part, dtype: torch.dtype):
+    return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
 
 
 def _same(a, b) -> bool:

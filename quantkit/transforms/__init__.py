@@ -18,8 +18,8 @@ class BlockView:
     """What a transform may look at. The block's weights are the original ones, in float32 or 16 bit.
 
     sites: all of the block's. statistics: of every site with a linear to be quantized, on the original
-    inputs. grids: by linear; None for one that is kept in 16 bit. probe: runs the block on a few tokens.
-    stored: a parameter's values, by its name in the block, as they will be after storing.
+    inputs. grids: by linear; None for one that is kept in 16 bit. probe: runs the block, held in float32, on
+    a few tokens. stored: a parameter's values, by its name in the block, as they will be after storing.
     """
 
     block: nn.Module

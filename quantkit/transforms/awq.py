@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,12 @@ class AwqTransform:
 
     n_grid: int = 20
     needs = frozenset({"hessian", "magnitude"})
-    # What was proven on the last block, by site: the first guess for the next one, proven anew there.
-    _known: dict[Site, Producer] = field(default_factory=dict, compare=False, repr=False)
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
-        wanted = [site for site in view.sites if site in view.statistics]
-        producers = {site: find_producer(view, site, self._known.get(site)) for site in wanted}
-        self._known.update({site: found for site, found in producers.items() if found})
         original = _in_float32(view.block)
+        wanted = [site for site in view.sites if site in view.statistics]
+        producers = {site: find_producer(view, site) for site in wanted}
         result = Transformed(statistics=dict(view.statistics))
         for site, producer in producers.items():
             self._scale(view, site, producer, result)
