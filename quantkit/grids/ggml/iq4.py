@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, SubScales, half, join, split
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.search import EPSILON, extreme, over, total
+from quantkit.grids.levels import TableLevels, usable
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 BLOCK = 32
@@ -60,8 +62,15 @@ def search(x: Tensor, weights: Tensor) -> Tensor:
     return scale.masked_fill_(zero, 0)
 
 
-class TableGrid(BlockGrid):
-    """`step * VALUES[code]`."""
+class TableGrid(TableLevels, BlockGrid):
+    """`step * VALUES[code]`. Levels are counted in half steps from the value 1, where the midpoints are whole."""
+
+    level_table = tuple(2.0 * (value - 1) for value in VALUES)
+
+    def steps(self, params: Any) -> tuple[Tensor, Tensor]:
+        """Half a step, and that from 0 to the value 1, `[sub-blocks, rows]`."""
+        step = self._steps(params)[0].t()
+        return usable(step / 2), -step
 
     def _level(self, codes: Tensor) -> Tensor:
         return levels(codes)
