@@ -69,7 +69,8 @@ class Statistics:
     """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
 
     H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
-    rank-k update): little more than half of the products. Sums of squares of batches are added in float64.
+    rank-k update): little more than half of the products. Sums of squares of
+    batches are added in float64.
     """
 
     def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
@@ -79,8 +80,7 @@ class Statistics:
         self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
         self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
         self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
-        double = torch.float64
-        self.square = torch.zeros(in_features, device=device, dtype=double) if "square" in needs else None
+        self.squares: list[Tensor] | None = [] if "square" in needs else None  # of each batch
 
     def add(self, inputs: Tensor) -> None:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
@@ -94,8 +94,8 @@ class Statistics:
             self.magnitude += rows.abs().sum(0)
         if self.peak is not None:
             self.peak = torch.maximum(self.peak, rows.abs().amax(0))
-        if self.square is not None:
-            self.square += rows.square().sum(0)
+        if self.squares is not None:
+            self.squares.append(rows.square().sum(0))
 
     def finish(self) -> SiteStatistics:
         """Symmetric and averaged; the accumulator is used up."""
@@ -107,8 +107,14 @@ class Statistics:
             lower.diagonal().copy_(diagonal.mul_(2 / tokens))
         if self.magnitude is not None:
             self.magnitude.div_(tokens)
-        square = None if self.square is None else self.square.float() / tokens
-        return SiteStatistics(self.hessian, self.magnitude, self.peak, square)
+        square = self.square_sums()
+        return SiteStatistics(
+            self.hessian, self.magnitude, self.peak, None if square is None else square.float() / tokens
+        )
+
+    def square_sums(self) -> Tensor | None:
+        """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""
+        return None if self.squares is None else torch.stack(self.squares).cpu().double().sum(0)
 
 
 def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:

@@ -20,6 +20,7 @@ from quantkit.layer_errors import LayerErrors, read_layer_errors
 from quantkit.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.plan import BATCH_TOKENS
 from quantkit.skeleton import Skeleton
+from quantkit.states import States
 from quantkit.stream import Listener, StreamedModel
 from quantkit.tasks import Tasks, TaskScores
 from quantkit.trial import Trial
@@ -75,7 +76,7 @@ class _Measured:
     """A model that has run: final hidden states `[batch, ctx, hidden]`, a batch of windows each."""
 
     model: StreamedModel
-    states: list[Tensor]
+    states: States
 
     def log_probs(self, chunk: _Chunk) -> Tensor:
         return self.model.log_probs(chunk.pick(self.states))
@@ -154,7 +155,7 @@ def _score(measured: _Measured, windows: Windows, base: _Measured | None, chosen
             expected = base.log_probs(chunk)
             agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
             apart = (expected - log_probs).mul_(expected.exp_())
-            kld.append(apart.sum(-1, dtype=torch.float64).float().cpu())
+            kld.append(apart.sum(-1).cpu())
     return Scores(
         torch.cat(nll),
         torch.cat(kld) if compared and "kld" in chosen else None,
@@ -178,11 +179,11 @@ class _Chunk:
     end: int
     targets: Tensor
 
-    def pick(self, states: list[Tensor]) -> Tensor:
+    def pick(self, states: States) -> Tensor:
         return states[self.batch][self.row, self.start : self.end]
 
 
-def _chunks(states: list[Tensor], windows: Windows, size: int) -> Iterator[_Chunk]:
+def _chunks(states: States, windows: Windows, size: int) -> Iterator[_Chunk]:
     window = 0
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit import __version__
+from quantkit import __version__, walk
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import VERIFICATION, QuantkitError
@@ -29,7 +29,8 @@ VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason."""
+    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. steps_down: what it did to
+    get along with less memory than planned."""
 
     source: str
     output: str
@@ -45,6 +46,7 @@ class Summary:
     notes: dict[str, list[str]]
     outlier_columns: dict[str, int]
     seconds: dict[str, float]
+    steps_down: list[str]
 
 
 def staged_checkpoint(job: Job, index: int) -> Checkpoint:
@@ -66,7 +68,7 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
     progress.phase("verifying what was written")
     with timings("verify"):
         _verify(job, place, final_states)
-    summary = _summarize(job, records, timings.seconds)
+    summary = _summarize(job, records, timings)
     job.method.output.describe(job, place, summary)
     job.staging.publish()
     return summary
@@ -92,7 +94,7 @@ def encode(
             check_complete(
                 Skeleton(Checkpoint.open(str(job.staging.place)), torch.float32, torch.device("cpu"))
             )
-        summaries.append(_summarize(job, [], timings.seconds))
+        summaries.append(_summarize(job, [], timings))
         job.staging.publish()
     return summaries
 
@@ -138,10 +140,8 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.load_rest()
     hidden = skeleton.embed(job.batches[0])
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index)
+    for index, _ in walk.blocks(skeleton):
         hidden = skeleton.run_block(index, hidden)
-        skeleton.free_block(index)
     last = slice(-VERIFY_TOKENS, None)
     logits = skeleton.logits(hidden[0, last]), job.skeleton.logits(expected[0, last])
     for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():
@@ -156,7 +156,7 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
         )
 
 
-def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summary:
+def _summarize(job: Job, records: list[dict], timings: Timings) -> Summary:
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
@@ -172,5 +172,6 @@ def _summarize(job: Job, records: list[dict], seconds: dict[str, float]) -> Summ
         fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
         notes={row["name"]: row["notes"] for row in records if row["notes"]},
         outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
-        seconds=dict(seconds),
+        seconds=dict(timings.seconds),
+        steps_down=list(timings.notes),
     )

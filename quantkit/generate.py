@@ -17,9 +17,9 @@ import transformers
 from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
-from quantkit import plan
 from quantkit.chat import ChatTemplate, Conversation
 from quantkit.checkpoint import Checkpoint
+from quantkit.device import choose_dtype
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.heap import return_freed_pages
 from quantkit.tokenizer_hash import tokenizer_sha256
@@ -112,10 +112,10 @@ def record(
     }
 
 
-def choose_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def shared_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """One precision for all, or rounding would part them: that of the first where the hardware has it."""
     declared = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(checkpoint.config.dtype, "F32")
-    return getattr(torch, plan.choose_dtype(asked, declared, device))
+    return getattr(torch, choose_dtype(asked, declared, device))
 
 
 def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:

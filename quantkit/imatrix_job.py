@@ -13,6 +13,7 @@ from quantkit import calibration, importance, plan, spec
 from quantkit.calibration import CalibrationSet
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.staging import disk_errors
+from quantkit.device import choose_device, free_memory
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.importance import Importance
 from quantkit.job import Request, base_name, check_run, open_skeleton
@@ -69,7 +70,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
             exit_code=UNSUPPORTED,
         )
     stored = {name: target.name for target in tensors.of_checkpoint(checkpoint) for name in target.stored}
-    device = plan.choose_device(request.run.device)
+    device = choose_device(request.run.device)
     torch.set_num_threads(request.run.threads or torch.get_num_threads())
     skeleton = open_skeleton(checkpoint, request.run.dtype, device)
     rows = spec.linears(skeleton)
@@ -80,7 +81,9 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     tokens = calibrated.tokens
     batches = list(tokens.split(request.run.batch_size or plan.default_batch_size(tokens.shape[1])))
     need = plan.forward_memory(skeleton, rows, tokens.numel(), batches[0].numel())
-    plan.check_memory(need, plan.available_memory(device), "or a smaller --batch-size")
+    plan.check_memory(
+        need, free_memory(device), "fewer --samples, shorter --seqlen or a smaller --batch-size", device
+    )
     names = {row.name: stored[f"{row.name}.weight"] for row in rows}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)
 
@@ -99,7 +102,7 @@ def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None
 
 def run(job: ImatrixJob, progress: Progress) -> dict:
     """Gather and write; the record of what was done. The file appears whole or not at all."""
-    timings = Timings()
+    timings = Timings(job.skeleton.device)
     gathered = importance.gather(job.skeleton, job.batches, progress, timings)
     folder = job.output.absolute().parent
     with disk_errors(folder, "run the same command again"), timings("write"):

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from quantkit import walk
 from quantkit.capture import PROBE_TOKENS, Statistics, find_sites, gathering, refuse_not_finite
 from quantkit.heap import map_large_blocks
 from quantkit.progress import Progress
 from quantkit.skeleton import Skeleton
 from quantkit.solvers import SiteStatistics
 from quantkit.spec import linears
+from quantkit.states import States, embedded
 from quantkit.timings import Timings
 
 
@@ -44,26 +46,26 @@ def gather(
     Loads all of the skeleton but its blocks. Raises QuantkitError for linears that a forward pass does not
     call exactly once, and for activations that are not finite.
     """
-    progress, timings = progress or Progress(), timings or Timings()
+    progress, timings = progress or Progress(), timings or Timings(skeleton.device)
     map_large_blocks()
     with timings("load"):
         skeleton.load_rest()
-    states = [skeleton.embed(ids) for ids in batches]
+    states = embedded(batches, skeleton.embed, skeleton.device)
     skeleton.embed(batches[0][:1, :PROBE_TOKENS])  # records the arguments of the probe
     names = {(row.block, row.local): row.name for row in linears(skeleton)}
     sums: dict[str, Tensor] = {}
     progress.start(len(skeleton.blocks), 0)
-    for index in range(len(skeleton.blocks)):
-        for local, found in _block(skeleton, index, states, timings).items():
+    for index, block in walk.blocks(skeleton, lambda index: (None, True), timings):
+        for local, found in _block(skeleton, index, block, states, timings).items():
             sums[names[index, local]] = found
         progress.block(index, replayed=False)
     return Importance(sums, sum(ids.numel() for ids in batches))
 
 
-def _block(skeleton: Skeleton, index: int, states: list[Tensor], timings: Timings) -> dict[str, Tensor]:
+def _block(
+    skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
+) -> dict[str, Tensor]:
     """Σx² by name inside block `index`; `states` become the block's outputs."""
-    with timings("load"):
-        block = skeleton.load_block(index, decoded=True)
     probe = states[0][:1, :PROBE_TOKENS]
     sites = find_sites(block, lambda: skeleton.run_block(index, probe))
     gathered = {
@@ -77,8 +79,7 @@ def _block(skeleton: Skeleton, index: int, states: list[Tensor], timings: Timing
     for site, sums in gathered.items():
         name = skeleton.stored_name(skeleton.block_names(index)[f"{site.linears[0]}.weight"])
         refuse_not_finite(sums.finish(), name.removesuffix(".weight"), str(skeleton.dtype)[6:])
-        found |= dict.fromkeys(site.linears, sums.square.float().cpu())
-    skeleton.free_block(index)
+        found |= dict.fromkeys(site.linears, sums.square_sums().float())
     return found
 
 
@@ -87,12 +88,10 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor]) -> SiteStatistics:
 
     What lies outside the blocks is loaded. Raises QuantkitError for activations that are not finite.
     """
-    states = [skeleton.embed(ids) for ids in batches]
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index, decoded=True)
+    states = embedded(batches, skeleton.embed, skeleton.device)
+    for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
         for k, hidden in enumerate(states):
             states[k] = skeleton.run_block(index, hidden)
-        skeleton.free_block(index)
     head = skeleton.model.get_output_embeddings()
     sums = Statistics(head.in_features, skeleton.device, ("hessian",))
 

@@ -20,6 +20,7 @@ from quantkit import __version__, calibration, methods, plan, spec
 from quantkit.calibration import CalibrationSet
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers.staging import Staging
+from quantkit.device import choose_device, choose_dtype
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.methods import Method
 from quantkit.options import CalibrationOptions, RunOptions
@@ -112,7 +113,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     adopted = stored["execution"] if stored else {}
     source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
 
-    device = plan.choose_device(
+    device = choose_device(
         adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
     )
     torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
@@ -134,8 +135,8 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         if calibrated.warning:
             progress.warn(calibrated.warning)
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    execution, memory = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
-    job_plan = plan.plan(checkpoint, specs, method, execution, memory)
+    execution, peak = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    job_plan = plan.plan(checkpoint, specs, method, execution, peak)
     fingerprint = {}
     if not dry_run:
         plan.check_disk(output.absolute(), job_plan.disk_bytes)
@@ -174,7 +175,7 @@ def open_skeleton(checkpoint: Checkpoint, dtype: str, device: torch.device) -> S
     """The skeleton in the precision asked for, of a model that is whole and understood."""
     linears = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(linears), key=linears.count) if linears else "F32"
-    skeleton = Skeleton(checkpoint, getattr(torch, plan.choose_dtype(dtype, common, device)), device)
+    skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(dtype, common, device)), device)
     spec.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     check_complete(skeleton)
     return skeleton
@@ -250,5 +251,5 @@ def _fingerprint(
         "allow_requantize": request.run.allow_requantize,
         "max_shard_gb": request.run.max_shard_gb,
         "calibration": calibrated.record() if calibrated else None,
-        "execution": dataclasses.asdict(job_plan.execution),
+        "execution": job_plan.execution.decisive(),
     }

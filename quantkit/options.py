@@ -61,12 +61,17 @@ class RunOptions:
         "auto",
         "Precision of the forward passes: the checkpoint's own where the hardware has it, else float32.",
     )
-    device: str = option("auto", "cpu, cuda or cuda:N. (auto: cuda where there is one)")
+    device: str = option("auto", "cpu, cuda, cuda:N or mps. (auto: cuda where there is one)")
     batch_size: int | None = option(None, "Sequences per forward pass. (default: about 4096 tokens)")
     sequential: Literal["auto", "suspend", "repeat"] = option(
         "auto",
         "Gather statistics in one forward pass suspended at each site (faster), or repeat the pass up to "
         "each site (less memory). auto looks at the memory.",
+    )
+    states: Literal["auto", "device", "host"] = option(
+        "auto",
+        "On a GPU, where the hidden states of the calibration tokens wait: in its memory, or in the host's, "
+        "copied ahead. auto looks at the memory; the output is the same.",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
     max_shard_gb: float = option(5.0, "Largest weight file, in GB.")

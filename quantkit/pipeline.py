@@ -10,13 +10,14 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
-from quantkit import finish, imatrix_job, importance
+from quantkit import finish, imatrix_job, importance, plan, walk
 from quantkit.capture import (
     PROBE_TOKENS,
     RepeatedForward,
@@ -28,12 +29,14 @@ from quantkit.capture import (
     refuse_not_finite,
 )
 from quantkit.containers.staging import disk_errors
+from quantkit.device import give_back
 from quantkit.heap import keep_freed_pages, map_large_blocks, return_freed_pages
 from quantkit.job import Job
 from quantkit.progress import Progress
 from quantkit.solvers import SiteStatistics, Solved
 from quantkit.solvers.loss import weight_error
 from quantkit.spec import LinearSpec
+from quantkit.states import States
 from quantkit.timings import Timings
 from quantkit.transforms import BlockView, Transformed
 
@@ -47,22 +50,24 @@ def run(job: Job, progress: Progress) -> finish.Summary:
     """
     if not any(row.grid for row in job.specs):
         return encode([job], progress)[0]
-    timings = Timings()
+    timings = Timings(job.skeleton.device)
     (map_large_blocks if job.method.needs else keep_freed_pages)()
     staging = job.staging
     with disk_errors(staging.folder), staging.opened(job.fingerprint, job.request.resume):
         with timings("load"):
             job.skeleton.load_rest()
             job.method.output.install_rest(job, progress)
-        states = [job.skeleton.embed(ids) for ids in job.batches]
+        states = _embed(job)
         job.skeleton.embed(job.batches[0][:1, :PROBE_TOKENS])  # records the arguments of the probe
         count = len(job.skeleton.blocks)
         done = [job.staging.is_done(index) for index in range(count)]
         progress.start(count, sum(done))
-        for index in range(count):
-            step = _replay if done[index] else _quantize
-            step(job, index, states, timings, progress)
-            job.skeleton.free_block(index)
+        source = _source(job, done)
+        for index, block in walk.blocks(job.skeleton, source, timings):
+            if done[index]:
+                _advance(states, (job.skeleton.run_block(index, hidden) for hidden in states), timings)
+            else:
+                _quantize_with_room(job, index, block, states, timings, progress)
             if job.source_sha256.done():
                 staging.sign(job.identity)
             progress.block(index, replayed=done[index])
@@ -89,7 +94,7 @@ def run_all(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
 
 def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
     """Files of one model in whose blocks no solver has anything to do: encoded as they are written."""
-    job, timings = jobs[0], Timings()
+    job, timings = jobs[0], Timings(jobs[0].skeleton.device)
     keep_freed_pages()
     with ExitStack() as stack:
         for one in jobs:
@@ -104,17 +109,48 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[finish.Summary]:
         return finish.encode(jobs, imatrix, timings, progress)
 
 
-def _replay(job: Job, index: int, states: list[Tensor], timings: Timings, progress: Progress) -> None:
-    """Advance through a block that an earlier run staged."""
-    with timings("load"):
-        job.skeleton.load_block(index, finish.staged_checkpoint(job, index))
-    _advance(states, (job.skeleton.run_block(index, hidden) for hidden in states), timings)
+def _embed(job: Job) -> States:
+    """Hidden states that enter the first block."""
+    execution = job.plan.execution
+    batches = (job.skeleton.embed(ids) for ids in job.batches)
+    return States(batches, execution.torch_device, execution.states == "host")
 
 
-def _quantize(job: Job, index: int, states: list[Tensor], timings: Timings, progress: Progress) -> None:
+def _quantize_with_room(
+    job: Job, index: int, block: nn.Module, states: States, timings: Timings, progress: Progress
+) -> None:
+    """`_quantize`; where the device's memory runs out, once more with the hidden states on the host.
+
+    Raises QuantkitError (exit code 5) where that is not enough.
+    """
+    execution, before = job.plan.execution, states.changes
+    try:
+        return _quantize(job, index, block, states, timings, progress)
+    except torch.OutOfMemoryError as error:
+        if states.on_host or states.changes != before:
+            raise plan.out_of_memory(execution, states.on_host, index) from error
+    # out of the handler: its traceback would keep the tensors of the first attempt alive
+    note = f"{execution.device} ran out of memory in block {index + 1}: hidden states wait on the host now"
+    progress.warn(note)
+    timings.notes.append(note)
+    states.move_to_host()
+    give_back(execution.torch_device)
+    block = job.skeleton.load_block(index, decoded=True)
+    try:
+        _quantize(job, index, block, states, timings, progress)
+    except torch.OutOfMemoryError as error:
+        raise plan.out_of_memory(execution, states.on_host, index) from error
+
+
+def _source(job: Job, done: Sequence[bool]) -> Callable[[int], walk.Source]:
+    """What an earlier run staged is read from there, to be run through as it was written."""
+    return lambda index: (finish.staged_checkpoint(job, index), False) if done[index] else (None, True)
+
+
+def _quantize(
+    job: Job, index: int, module: nn.Module, states: States, timings: Timings, progress: Progress
+) -> None:
     """Quantize one block and stage it; `states` become its outputs."""
-    with timings("load"):
-        module = job.skeleton.load_block(index, decoded=True)
     specs = {row.local: row for row in job.block_specs(index)}
     probe = states[0][:1, :PROBE_TOKENS]
     if job.method.needs:
@@ -147,7 +183,7 @@ class _Work:
     block: nn.Module
     sites: list[Site]
     specs: dict[str, LinearSpec]
-    states: list[Tensor]
+    states: States
     timings: Timings
     progress: Progress
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -209,7 +245,7 @@ def _solve_in_sequence(work: _Work) -> Iterator[Tensor]:
     for site in work.wanted:
         sums = work.statistics(site)
         for batch in _timed(forward.inputs(site), work.timings):
-            with work.timings("hessian"):
+            with work.timings("hessian", wait=False):
                 sums.add(batch)
         work.solve(site, _finished(sums, site, work))
     return forward.outputs()
@@ -244,7 +280,7 @@ def _timed(batches: Iterable[Tensor], timings: Timings) -> Iterator[Tensor]:
     """The same batches; waiting for one counts as forward time."""
     source = iter(batches)
     while True:
-        with timings("forward"):
+        with timings("forward", wait=False):
             batch = next(source, None)
         if batch is None:
             return
@@ -271,7 +307,7 @@ def _recorded(row: LinearSpec, solved: Solved) -> dict:
     } | ({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns})
 
 
-def _advance(states: list[Tensor], outputs: Iterable[Tensor], timings: Timings) -> None:
+def _advance(states: States, outputs: Iterable[Tensor], timings: Timings) -> None:
     for k, hidden in enumerate(_timed(outputs, timings)):
         states[k] = hidden
     assert k + 1 == len(states), "as many outputs as batches"

@@ -6,15 +6,15 @@ import math
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
-from quantkit.capacity.job import BATCH_TOKENS, TABLES, Shapes, peak_memory
+from quantkit.capacity.job import BATCH_TOKENS, TABLES, Peak, Shapes, peak_memory
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError
+from quantkit.device import free_memory, host_memory, is_accelerator
+from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.methods import Method
 from quantkit.options import RunOptions
 from quantkit.skeleton import Skeleton
@@ -26,13 +26,17 @@ ENCODING = 1 << 24  # temporaries of an encoder
 
 @dataclass(frozen=True)
 class Execution:
-    """How the job runs; every field decides bytes of the output, so all stand in the fingerprint."""
+    """How the job runs; every field but `states` decides bytes of the output and stands in the fingerprint.
+
+    states: `device` or `host`, where the hidden states of the calibration tokens are kept.
+    """
 
     dtype: str
     device: str
     batch_size: int
     sequential: str
     threads: int
+    states: str = "device"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -42,46 +46,23 @@ class Execution:
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 
+    def decisive(self) -> dict:
+        """What the bytes of the output depend on."""
+        return {name: value for name, value in asdict(self).items() if name != "states"}
+
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Predicted peaks in bytes, above what the interpreter itself takes, and the size of the output."""
+    """Predicted peaks in bytes, and the size of the output. memory_bytes: where the job computes;
+    host_bytes: on the host, which is the same place for a CPU, above what the interpreter itself takes."""
 
     execution: Execution
     memory_bytes: int
+    host_bytes: int
     disk_bytes: int
     output_bytes: int
     source_bytes: int
     bits_per_weight: float
-
-
-def choose_device(asked: str) -> torch.device:
-    """`auto` is cuda where there is one. Raises QuantkitError for a device that is not there."""
-    if asked == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise QuantkitError(
-            f"device {asked!r} is not available: {str(error).splitlines()[0]}",
-            hint="use --device cpu",
-            exit_code=UNSUPPORTED,
-        ) from error
-    return device
-
-
-def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
-    """`auto`: the checkpoint's own 16-bit type where the hardware computes in it, else float32.
-
-    `stored` is the safetensors name of the type the linears are stored in, such as `BF16`.
-    """
-    if asked != "auto":
-        return asked
-    if device.type == "cuda":
-        return {"F16": "float16", "BF16": "bfloat16"}.get(stored, "float32")
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "bfloat16" if stored == "BF16" and capable else "float32"
 
 
 def decide(
@@ -91,25 +72,53 @@ def decide(
     options: RunOptions,
     shape: tuple[int, int],
     kept: dict,
-) -> tuple[Execution, int]:
-    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that, in bytes.
+) -> tuple[Execution, Peak]:
+    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that.
 
     `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
-    Raises QuantkitError (exit code 5) when not even the frugal way fits the memory.
+    Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
+    not even the most frugal fits at all.
     """
     samples, seqlen = shape
     batch_size = options.batch_size or kept.get("batch_size") or default_batch_size(seqlen)
-    tokens, batch_tokens = samples * seqlen, min(batch_size, samples) * seqlen
-    need = {
-        mode: _memory(skeleton, specs, method, tokens, batch_tokens, mode) for mode in ("suspend", "repeat")
-    }
-    free = available_memory(skeleton.device)
-    mode = options.sequential
-    if mode == "auto":
-        mode = kept.get("sequential") or ("suspend" if need["suspend"] < 0.8 * free else "repeat")
-    check_memory(need[mode], free, "a smaller --batch-size or --sequential repeat")
+
+    def need(mode: str, states: str, batch_size: int = batch_size) -> Peak:
+        batch_tokens = min(batch_size, samples) * seqlen
+        return _memory(skeleton, specs, method, samples * seqlen, batch_tokens, mode, states)
+
+    sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
+    modes = [sequential] if sequential else ["suspend", "repeat"]
+    accelerated = is_accelerator(skeleton.device)
+    places = ["device", "host"] if options.states == "auto" else [options.states]
+    if not accelerated:
+        places = ["device"]
+    ways = [(mode, states) for mode in modes for states in places]
+    free = free_memory(skeleton.device)
+    mode, states = next((way for way in ways if need(*way).computing < 0.8 * free), ways[-1])
+    peak = need(mode, states)
+    if peak.computing > free:
+        smaller = (size for k in range(1, 12) if (size := batch_size >> k) >= 1)
+        fits = next((size for size in smaller if need("repeat", places[-1], size).computing <= free), None)
+        remedy = "fewer --samples, shorter --seqlen, a smaller --batch-size or --sequential repeat"
+        if fits:
+            remedy = f"--batch-size {fits} --sequential repeat" + " --states host" * accelerated
+        check_memory(peak.computing, free, remedy, skeleton.device)
+    if accelerated:
+        check_memory(peak.host, host_memory(), "fewer --samples or shorter --seqlen")
     dtype = str(skeleton.dtype).removeprefix("torch.")
-    return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads()), need[mode]
+    return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads(), states), peak
+
+
+def out_of_memory(execution: Execution, on_host: bool, block: int) -> QuantkitError:
+    """What to tell when the device ran out of memory in a block, and what takes less."""
+    if not on_host:
+        hint = "finished blocks are kept: run the same command with --resume --states host"
+    else:
+        less = ["--sequential repeat"] if execution.sequential != "repeat" else []
+        less += [f"--batch-size {execution.batch_size // 2}"] if execution.batch_size > 1 else []
+        hint = f"start again with {' '.join(less) or 'shorter --seqlen'} --overwrite"
+    message = f"{execution.device} ran out of memory in block {block + 1}"
+    return QuantkitError(message, hint, RESOURCES)
 
 
 def default_batch_size(seqlen: int) -> int:
@@ -117,25 +126,27 @@ def default_batch_size(seqlen: int) -> int:
     return max(1, BATCH_TOKENS // seqlen)
 
 
-def check_memory(need: int, free: int, remedy: str) -> None:
-    """Raise QuantkitError (exit code 5) unless `need` bytes are free."""
+def check_memory(need: int, free: int, remedy: str, device: torch.device | None = None) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`."""
     if need > free:
+        where = f" on {device}" if device is not None and is_accelerator(device) else ""
         raise QuantkitError(
-            f"the job needs about {need / GIB:.1f} GiB of memory, {free / GIB:.1f} GiB are free",
-            hint=f"use fewer --samples, shorter --seqlen, {remedy}",
+            f"the job needs about {need / GIB:.1f} GiB of memory{where}, {free / GIB:.1f} GiB are free",
+            hint=f"use {remedy}",
             exit_code=RESOURCES,
         )
 
 
 def plan(
-    checkpoint: Checkpoint, specs: Sequence[LinearSpec], method: Method, execution: Execution, memory: int
+    checkpoint: Checkpoint, specs: Sequence[LinearSpec], method: Method, execution: Execution, peak: Peak
 ) -> JobPlan:
-    """Sizes of a job, exact from shapes; `memory` is what `decide` predicted."""
+    """Sizes of a job, exact from shapes; `peak` is what `decide` predicted."""
     sizes = method.output.sizes(checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,
-        memory_bytes=memory,
+        memory_bytes=peak.computing,
+        host_bytes=peak.host,
         disk_bytes=staged + sizes.total,  # staged blocks, then the merged files beside them
         output_bytes=sizes.total,
         source_bytes=sum(info.nbytes for info in checkpoint.infos.values()),
@@ -144,13 +155,21 @@ def plan(
 
 
 def _memory(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], method: Method, tokens: int, batch_tokens: int, mode: str
-) -> int:
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    tokens: int,
+    batch_tokens: int,
+    mode: str,
+    states: str,
+) -> Peak:
     """Peak bytes above the interpreter."""
+    accelerated = is_accelerator(skeleton.device)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         tensors = skeleton.checkpoint.infos.values()
         encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
-        return max(encode, forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0)
+        forward = forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0
+        return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
     shapes = Shapes(
         linears=[(spec.local, spec.out_features, spec.in_features) for spec in specs if spec.block == 0],
         rest=_rest(skeleton),
@@ -166,6 +185,7 @@ def _memory(
         transform=method.transform is not None,
         suspend=mode == "suspend",
         tables=TABLES.get(method.name, 0),
+        states=states if accelerated else None,
     )
 
 
@@ -192,13 +212,6 @@ def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int,
     batch = batch_tokens * sum(spec.out_features for spec in first) * element
     batch += batch_tokens * max(spec.in_features for spec in first) * 4
     return (_rest(skeleton) + 2 * block) * element + states + batch
-
-
-def available_memory(device: torch.device) -> int:
-    """Free bytes on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
 
 
 def check_disk(folder: Path, need: int) -> None:

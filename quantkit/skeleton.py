@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from quantkit import meta_model
 from quantkit.checkpoint import Checkpoint
+from quantkit.device import pinned
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.grids import is_finite
 from quantkit.heap import return_freed_pages
@@ -31,6 +32,17 @@ class Call:
 
     args: tuple
     kwargs: dict
+
+
+@dataclass(frozen=True)
+class FetchedBlock:
+    """A block in the host's memory. tensors: by name inside the block; parts: of its packed linears, which
+    lie in `layout`; stored: their stored names."""
+
+    tensors: dict[str, Tensor]
+    parts: dict[str, dict[str, Tensor]]
+    stored: dict[str, str]
+    layout: Layout | None
 
 
 class Skeleton:
@@ -88,7 +100,8 @@ class Skeleton:
         return sorted(own.union(names) - provided)
 
     def read(self, name: str, expected: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
-        """Values of the model's tensor `name`, as it computes with them; Conv1D weights are `[out, in]`.
+        """Values of the model's tensor `name` on the host, as it computes with them; Conv1D weights are
+        `[out, in]`.
 
         Raises QuantkitError unless they have the shape of `expected` and are finite.
         """
@@ -97,12 +110,12 @@ class Skeleton:
         tensor = checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
         if name in self._transposed and not checkpoint.is_quantized(stored):
             tensor = tensor.t().contiguous()
-        return checked(tensor, expected.shape, stored).to(self.device)
+        return checked(tensor, expected.shape, stored)
 
     def load_rest(self) -> None:
         """Load everything outside the blocks; tied tensors stay one tensor, unless they are stored unlike."""
         state = {
-            name: self.read(name, tensor)
+            name: self.read(name, tensor).to(self.device)
             for name, tensor in self.model.state_dict().items()
             if name in self._stored and not name.startswith(self.blocks_name + ".")
         }
@@ -226,31 +239,44 @@ class Skeleton:
         """Name inside block `index` -> name in the model."""
         return {name: f"{self.blocks_name}.{index}.{name}" for name in self.blocks[index].state_dict()}
 
-    def load_block(
+    def fetch_block(
         self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False
+    ) -> FetchedBlock:
+        """Read block `index` into the host's memory; see `load_block`. May run beside the device's work."""
+        checkpoint = checkpoint or self.checkpoint
+        names = self.block_names(index)
+        stored = {name: self._stored[names[name]] for name in names if names[name] in self._stored}
+        packed = {n: key for n, key in stored.items() if checkpoint.is_quantized(key) and not decoded}
+        tensors = {
+            name: pinned(self.read(names[name], tensor, checkpoint), self.device)
+            for name, tensor in self.blocks[index].state_dict().items()
+            if name in stored and name not in packed
+        }
+        parts = {name: checkpoint.parts(key) for name, key in packed.items()}
+        return FetchedBlock(tensors, parts, packed, checkpoint.layout)
+
+    def load_block(
+        self,
+        index: int,
+        checkpoint: Checkpoint | None = None,
+        decoded: bool = False,
+        fetched: FetchedBlock | None = None,
     ) -> nn.Module:
-        """Read the weights of block `index`, from `checkpoint` instead of the skeleton's own if given.
+        """Load the weights of block `index`, from `checkpoint` instead of the skeleton's own if given, or as
+        they were `fetched` before.
 
         Packed linears compute as `install` says; `decoded`: with the decoded weight alone, whatever the
         layout does to activations.
         """
-        checkpoint = checkpoint or self.checkpoint
+        fetched = fetched or self.fetch_block(index, checkpoint, decoded)
         block = self.blocks[index]
-        names = self.block_names(index)
-        stored = {name: self._stored.get(names[name]) for name in names}
-        packed = [
-            name for name, key in stored.items() if key and checkpoint.is_quantized(key) and not decoded
-        ]
-        state = {
-            name: self.read(names[name], tensor, checkpoint)
-            for name, tensor in block.state_dict().items()
-            if stored[name] and name not in packed
-        }
+        state = {name: tensor.to(self.device, non_blocking=True) for name, tensor in fetched.tensors.items()}
         block.load_state_dict(state, strict=False, assign=True)
         block.requires_grad_(False)
-        for name in packed:
-            local = name.removesuffix(".weight")
-            self.install(index, local, checkpoint.layout, checkpoint.parts(stored[name]), stored[name])
+        for name, parts in fetched.parts.items():
+            for part, tensor in parts.items():
+                parts[part] = tensor.to(self.device)
+            self.install(index, name.removesuffix(".weight"), fetched.layout, parts, fetched.stored[name])
         return block
 
     def install(

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantkit import walk
 from quantkit.checkpoint import Checkpoint
 from quantkit.skeleton import Skeleton, check_complete
+from quantkit.states import States, embedded
 from quantkit.trial import Trial
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
@@ -39,18 +41,16 @@ class StreamedModel:
         skeleton.load_rest()
         return StreamedModel(named(checkpoint, trial), skeleton, trial)
 
-    def states(self, batches: Sequence[Tensor], listen: Listener) -> list[Tensor]:
+    def states(self, batches: Sequence[Tensor], listen: Listener) -> States:
         """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`."""
-        states = [self.skeleton.embed(ids) for ids in batches]
+        states = embedded(batches, self.skeleton.embed, self.skeleton.device)
         count = len(self.skeleton.blocks)
         listen(self.name, 0, count)
-        for index in range(count):
-            self.skeleton.load_block(index)
+        for index, _ in walk.blocks(self.skeleton):
             if self.trial:
                 self.errors.update(self.trial.apply(self.skeleton, index))
             for k, hidden in enumerate(states):
                 states[k] = self.skeleton.run_block(index, hidden)
-            self.skeleton.free_block(index)
             listen(self.name, index + 1, count)
         return states
 

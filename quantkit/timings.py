@@ -9,17 +9,25 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quantkit.device import synchronize
+
 
 @dataclass
 class Timings:
-    """`with timings("solve"):` adds the block's wall seconds to `seconds["solve"]`."""
+    """`with timings("solve"):` adds the block's wall seconds to `seconds["solve"]`.
 
+    An accelerator works while the host goes on: what it is left with counts where it is next waited for,
+    which is at the end of a stage that says `wait`. notes: what the job did otherwise than planned.
+    """
+
+    device: torch.device = torch.device("cpu")
     seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
+    def __call__(self, stage: str, wait: bool = True) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if wait:
+            synchronize(self.device)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start

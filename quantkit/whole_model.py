@@ -7,6 +7,7 @@ from torch import nn
 
 from quantkit import plan
 from quantkit.checkpoint import Checkpoint
+from quantkit.device import free_memory
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.skeleton import Skeleton, check_complete
 
@@ -18,7 +19,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     """
     skeleton = Skeleton(checkpoint, dtype, device)
     check_complete(skeleton)
-    need, free = _memory(skeleton, tokens), plan.available_memory(device)
+    need, free = _memory(skeleton, tokens), free_memory(device)
     if need > free:
         raise QuantkitError(
             f"{checkpoint.source} as a whole model needs about {need / plan.GIB:.1f} GiB of memory in "

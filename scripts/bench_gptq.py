@@ -62,12 +62,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    from quantkit import job, pipeline, plan
+    from quantkit import job, pipeline
+    from quantkit.device import choose_device
     from quantkit.methods.gptq import Options
     from quantkit.options import CalibrationOptions, RunOptions
     from quantkit.progress import Progress
 
-    device = plan.choose_device(args.device)
+    device = choose_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
         random_llama.make(
             Path(folder) / "model",

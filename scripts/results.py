@@ -19,10 +19,11 @@ from pathlib import Path
 import outlier_twin
 import torch
 
-from quantkit import evaluate, job, methods, pipeline, plan
+from quantkit import evaluate, job, methods, pipeline
 from quantkit import windows as windows_of
 from quantkit.checkpoint import Checkpoint
 from quantkit.comparison import record as records
+from quantkit.device import choose_device
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
 
@@ -82,7 +83,7 @@ def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple
         made = [quantize(model, Path(folder), name, one) for name, one in jobs.items()]
         checkpoints = [Checkpoint.open(source) for source in (model, *made)]
         windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
-        device, chosen = plan.choose_device("auto"), frozenset({"kld"})
+        device, chosen = choose_device("auto"), frozenset({"kld"})
         measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, chosen=chosen)
     record = records.record(windows.protocol, torch.float32, device, measured, chosen)
     losses = [model["metrics"]["kld"]["mean"] for model in record["models"][1:]]

@@ -5,9 +5,10 @@ from families import FAMILIES, save_model, save_tokenizer
 from published import CONFIGS, gated
 
 from quantkit import job as jobs
-from quantkit import methods, plan
+from quantkit import methods
 from quantkit.capacity import devices, job, job_time, source, templates
 from quantkit.capacity.settings import Settings
+from quantkit.device import choose_dtype
 from quantkit.errors import QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.progress import Progress
@@ -58,9 +59,9 @@ def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
 def test_precision_of_the_forward_pass_is_the_plan_s(monkeypatch):
     import torch
 
-    chosen = plan.choose_dtype("auto", "BF16", torch.device("cpu"))
+    chosen = choose_dtype("auto", "BF16", torch.device("cpu"))
     assert job.compute_dtype("bfloat16", on_gpu=False) == chosen
-    assert job.compute_dtype("float16", on_gpu=False) == plan.choose_dtype("auto", "F16", torch.device("cpu"))
+    assert job.compute_dtype("float16", on_gpu=False) == choose_dtype("auto", "F16", torch.device("cpu"))
     assert job.compute_dtype("float16", on_gpu=True) == "float16"
     monkeypatch.setattr(job, "_cpu_has_bfloat16", lambda: True)
     assert job.compute_dtype("bfloat16", on_gpu=False) == "bfloat16"

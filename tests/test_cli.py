@@ -718,7 +718,7 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
         return make("gptq", model, *small, "--sequential", mode, "--dry-run")["plan"]["memory_bytes"]
 
     def chosen(free: int) -> tuple[str, int]:
-        monkeypatch.setattr(plan, "available_memory", lambda device: free)
+        monkeypatch.setattr(plan, "free_memory", lambda device: free)
         record = make("gptq", model, *small, "--dry-run")["plan"]
         return record["execution"]["sequential"], record["memory_bytes"]
 
@@ -726,10 +726,10 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
     assert repeat < suspend
     assert chosen(2 * suspend) == ("suspend", suspend)
     assert chosen(repeat) == ("repeat", repeat)
-    monkeypatch.setattr(plan, "available_memory", lambda device: repeat)
+    monkeypatch.setattr(plan, "free_memory", lambda device: repeat)
     error, hint = refuse(5, "gptq", model, *small, "--sequential", "suspend")
     assert "of memory" in error and "--sequential repeat" in hint
-    monkeypatch.setattr(plan, "available_memory", lambda device: repeat - 1)
+    monkeypatch.setattr(plan, "free_memory", lambda device: repeat - 1)
     refuse(5, "gptq", model, *small)
     assert not list(tmp_path.glob("tiny-*"))
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from quantkit import calibration, cli, importance, plan
+from quantkit import calibration, cli, imatrix_job, importance
 from quantkit.checkpoint import Checkpoint
 from quantkit.containers import gguf_file
 from quantkit.llamacpp import imatrix
@@ -89,7 +89,7 @@ def test_one_block_is_in_memory_at_a_time(tiny_model):
             loaded.append([not all(p.is_meta for p in block.parameters()) for block in skeleton.blocks])
 
     importance.gather(skeleton, [ids(1, 16)], Watch())
-    assert loaded == [[False] * 3] * 3
+    assert loaded == [[block == index for block in range(3)] for index in range(3)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
@@ -219,7 +219,7 @@ def test_activations_that_overflow_are_named(quantkit, tiny_model, small, tmp_pa
 def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeypatch):
     tiny_model("llama", name="tiny", tokenizer=True)
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "available_memory", lambda device: 1000)
+        patch.setattr(imatrix_job, "free_memory", lambda device: 1000)
         assert "of memory" in refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
 
     def full(self, name, chunks):

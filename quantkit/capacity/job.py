@@ -76,47 +76,87 @@ class Shapes:
         return found
 
 
+@dataclass(frozen=True)
+class Peak:
+    """Most bytes held at a time: by the device, where that is not the CPU, and by the host, above what the
+    interpreter takes."""
+
+    device: int
+    host: int
+
+    @property
+    def computing(self) -> int:
+        """Bytes where the job computes."""
+        return self.device or self.host
+
+
 def peak_memory(
-    shapes: Shapes, calibrated: bool, hessian: bool, transform: bool, suspend: bool, tables: int = 0
-) -> int:
-    """Peak bytes of a job above the interpreter.
+    shapes: Shapes,
+    calibrated: bool,
+    hessian: bool,
+    transform: bool,
+    suspend: bool,
+    tables: int = 0,
+    states: str | None = None,
+) -> Peak:
+    """Peak bytes of a job.
 
     calibrated: statistics are gathered at all; hessian: second moments are among them; transform: they are
     of all sites of a block at once; suspend: every batch is held at a site until that is solved. tables:
-    bytes to make look-up tables.
+    bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
+    `host`, where the hidden states are kept.
     """
-    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
-    later, rest = LOADED_LATER_BYTES[calibrated], shapes.rest * element
+    element, hidden = shapes.element, shapes.hidden
+    later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
     narrow = element < FLOAT32
+    held = shapes.tokens * hidden * element if calibrated else 0
+    moving = 3 * shapes.batch_tokens * hidden * element if states == "host" else 0  # there, next and back
     if not calibrated:
-        copies = FLOAT32 * 4 * shapes.largest_linear + (shapes.block * element if narrow else 0)
-        return later + 2 * rest + max(shapes.largest, shapes.block * element + copies, tables)
-    states = shapes.tokens * hidden * element
-    suspend = suspend and not transform
-    live = shapes.tokens * (2 * hidden + widest) * element if suspend else 0
-    # a batch: residual, normed and projected states, four tensors of the widest, its copy in float32
-    batch = shapes.batch_tokens * ((3 * hidden + 4 * widest) * element + narrow * widest * FLOAT32)
+        copies = FLOAT32 * 4 * shapes.largest_linear + (block if narrow else 0)
+        working = 2 * rest + max(shapes.largest, block + copies, tables)
+    else:
+        here = moving if states == "host" else held
+        running, solving = _steps(shapes, hessian, transform, suspend)
+        verifying = rest + max(shapes.largest, block + _batch(shapes) + FLOAT32 * 4 * shapes.largest_linear)
+        working = rest + max(here + running, here + solving, here + verifying, tables)
+    if states is None:
+        return Peak(0, int(later + working))
+    staged = shapes.block // 2 * 2  # 4 bit: encoded, and on its way to the disk
+    reading = max(shapes.largest, block) + staged
+    # the allocator of pinned memory hands out powers of two
+    kept = 2 * held if states == "host" else 0
+    return Peak(int(working), int(later + reading + kept))
+
+
+def _batch(shapes: Shapes) -> int:
+    """What running one batch takes: residual, normed and projected states, four tensors of the widest, its
+    copy in float32."""
+    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
+    narrow = element < FLOAT32
+    return shapes.batch_tokens * ((3 * hidden + 4 * widest) * element + narrow * widest * FLOAT32)
+
+
+def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool) -> tuple[int, int]:
+    """What running a block and solving its largest site take, besides the states of all tokens."""
+    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
+    narrow, suspend = element < FLOAT32, suspend and not transform
+    flight = (2 * hidden + widest) * element
+    live = shapes.tokens * flight if suspend else 0
     moments = [FLOAT32 * width**2 for _, width in shapes.sites] if hessian else [0]
     block = shapes.block * (FLOAT32 if transform else element)
-    running = block + states + live + batch - (live and shapes.batch_tokens * (2 * hidden + widest) * element)
+    running = block + live + _batch(shapes) - (shapes.batch_tokens * flight if live else 0)
     running += sum(moments) if transform else max(moments)
     if transform:
         solving = sum(moments) + 2 * max(moments) + FLOAT32 * 3 * shapes.largest_linear
-    else:
+    elif hessian:
         solving = max(
             max(5 * FLOAT32 * width**2, FLOAT32 * (3 * width**2 + 4.25 * weights))
             + narrow * FLOAT32 * weights
             for (_, width), weights in shapes.sites.items()
         )
-        if not hessian:
-            solving = FLOAT32 * 4 * shapes.largest_linear
-    solving += block + states + live + shapes.block // 2  # the last: what is staged, at 4 bit
-    verifying = (
-        rest
-        + states
-        + max(shapes.largest, shapes.block * element + batch + FLOAT32 * 4 * shapes.largest_linear)
-    )
-    return int(later + rest + max(running, solving, verifying, tables))
+    else:
+        solving = FLOAT32 * 4 * shapes.largest_linear
+    return running, solving + block + live + shapes.block // 2  # the last: what is staged, at 4 bit
 
 
 def of_model(
@@ -159,17 +199,20 @@ def _of_method(
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen)
     needs, transform = method in CALIBRATED, method in TRANSFORMED
 
-    def peak(suspend: bool) -> int:
-        return peak_memory(shapes, needs, needs, transform, suspend, TABLES.get(method, 0))
+    def peak(suspend: bool) -> Peak:
+        tables, states = TABLES.get(method, 0), "device" if on_gpu else None
+        return peak_memory(shapes, needs, needs, transform, suspend, tables, states)
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     memory = device.memory_bytes if on_gpu else _free_memory()
-    suspend = needs and not transform and (memory is None or peak(True) < 0.8 * memory)
+    suspend = needs and not transform and (memory is None or peak(True).computing < 0.8 * memory)
     seconds, basis = job_time.seconds(method, parameters, settings, device, samples, seqlen, suspend)
+    need = peak(suspend)
     return {
-        "peak_memory_bytes": peak(suspend) + base,
-        "above_interpreter_bytes": peak(suspend),
-        "fits": None if memory is None else peak(suspend) <= memory,
+        "peak_memory_bytes": need.computing + base,
+        "above_interpreter_bytes": need.computing,
+        "host_memory_bytes": need.host + INTERPRETER_BYTES,
+        "fits": None if memory is None else need.computing <= memory,
         "device": device.name if on_gpu else "cpu",
         "dtype": dtype,
         "sequential": ("suspend" if suspend else "repeat") if needs and not transform else None,

@@ -97,7 +97,9 @@ def command(
         Literal["float32", "bfloat16", "float16"],
         typer.Option(help="Precision of the forward passes; 16 bit adds noise to small divergences."),
     ] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto: cuda where there is one.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda where there is one.")
+    ] = "auto",
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
     ] = None,
@@ -128,18 +130,19 @@ def command(
     with listener(quiet) as progress:
         import torch  # after something is seen: it takes seconds
 
-        from quantkit import evaluate, plan
+        from quantkit import evaluate
         from quantkit import windows as windows_of
         from quantkit.checkpoint import Checkpoint
         from quantkit.comparison.record import record
         from quantkit.comparison.table import print_comparison
+        from quantkit.device import choose_device
         from quantkit.tasks import Tasks
 
         checkpoints = [
             Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)
         ]
-        precision, place = getattr(torch, dtype), plan.choose_device(device)
+        precision, place = getattr(torch, dtype), choose_device(device)
         windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
         harness = Tasks.prepare(tasks, task_limit) if tasks else None
         measured = evaluate.evaluate(

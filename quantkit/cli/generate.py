@@ -44,7 +44,9 @@ def command(
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Precision of all models. auto: the first one's where the hardware has it."),
     ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto: cuda where there is one.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda where there is one.")
+    ] = "auto",
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
     ] = None,
@@ -60,9 +62,10 @@ def command(
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with listener(quiet or live) as progress:
-        from quantkit import generate, plan  # after something is seen: torch takes seconds
+        from quantkit import generate  # after something is seen: torch takes seconds
         from quantkit.checkpoint import Checkpoint
         from quantkit.cli import continuations
+        from quantkit.device import choose_device
 
         settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
         settings.check()
@@ -70,8 +73,8 @@ def command(
             Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)
         ]
-        place = plan.choose_device(device)
-        precision = generate.choose_dtype(dtype, checkpoints[0], place)
+        place = choose_device(device)
+        precision = generate.shared_dtype(dtype, checkpoints[0], place)
         alike = generate.comparable(checkpoints)
         for warning in generate.warnings(checkpoints, alike, settings):
             progress.warn(warning)

@@ -188,7 +188,7 @@ class Nf4Layout(Layout):
             return packed, Nf4Params(absmax.float().view(shape))
         _expect(tensors["weight.nested_quant_map"], dynamic_map())
         expanded = tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[:blocks].view(shape)
-        offset = torch.tensor(state["nested_offset"]).expand(shape)
+        offset = torch.tensor(state["nested_offset"], device=absmax.device).expand(shape)
         return packed, NestedParams(absmax.view(shape), expanded, offset)
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
@@ -248,5 +248,7 @@ def _read_state(tensor: Tensor) -> dict:
 
 
 def _expect(stored: Tensor, known: Tensor) -> None:
-    if stored.shape != known.shape or not torch.allclose(stored.float(), known, rtol=0, atol=1e-6):
+    if stored.shape != known.shape or not torch.allclose(
+        stored.float(), known.to(stored.device), rtol=0, atol=1e-6
+    ):
         raise QuantkitError("the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)

@@ -98,7 +98,7 @@ class GptqLayout(Layout):
             group_size = -(-in_features // groups)
         if self.rules is not None:
             self._agree(tensors, bits, group_size, in_features)
-        trivial = torch.arange(in_features) // group_size
+        trivial = torch.arange(in_features, device=qweight.device) // group_size
         column_group = tensors.get("g_idx", trivial).long()
         if not 0 <= int(column_group.min()) <= int(column_group.max()) < groups:
             raise QuantkitError(

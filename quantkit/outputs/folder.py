@@ -64,7 +64,8 @@ class FolderOutput:
 
     def describe(self, job: Job, place: Path, summary: Summary) -> None:
         """Timings, which are outside the promise of equal bytes, and the model card."""
-        (place / TIMINGS).write_text(json.dumps({"seconds": summary.seconds}, indent=2) + "\n")
+        record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
+        (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (place / "README.md").write_text(model_card.render(job, summary))
 
 

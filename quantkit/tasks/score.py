@@ -97,7 +97,7 @@ def _scores(model: StreamedModel, rows: Sequence[_Row], hidden: Tensor) -> dict[
     log_probs, likeliest = [], []
     for part, wanted in zip(picked.split(size), targets.split(size), strict=True):
         predicted = model.log_probs(part)
-        log_probs.append(predicted.gather(1, wanted[:, None].to(predicted.device))[:, 0].double().cpu())
+        log_probs.append(predicted.gather(1, wanted[:, None].to(predicted.device))[:, 0].cpu().double())
         likeliest.append(predicted.argmax(-1).cpu() == wanted.cpu())
     counts = [len(row.targets) for row in rows]
     sums, hits = torch.cat(log_probs).split(counts), torch.cat(likeliest).split(counts)

@@ -1,0 +1,461 @@
+"""A double of an accelerator, in pure Python: what would fail on a GPU fails here, on a machine without one.
+
+Tensors of device `far` hold a CPU tensor inside and compute with it, so values are the CPU's. As on a GPU:
+
+- an operation that mixes them with CPU tensors of one or more dimensions raises, and so does `numpy()`;
+- memory is limited: `DEVICE.limit` bytes, then `torch.OutOfMemoryError`; `DEVICE.peak` was the most;
+- copies that do not block are done when somebody waits for them, not before: until then the host sees NaN;
+- streams know of each other's work only if they wait for it: touching what another stream has not finished
+  raises. One stream's work is in order.
+
+`DEVICE.launches` counts the operations that start a kernel (views, metadata and empty tensors do not),
+`DEVICE.syncs` those for whose result the host has to wait. `DEVICE.float64 = False` refuses double precision,
+as Apple's mps does; `DEVICE.streams = False` has no streams, as mps has none; `DEVICE.strict_products`
+refuses products of matrices that torch may round to TF32.
+
+Not proven by it: generators on the device, backward passes, torch.compile, several devices, what a kernel
+computes. Written for torch 2.13 (`_setup_privateuseone_for_python_backend` is experimental).
+
+    python tests/far_device.py gptq MODEL …     runs the command with --device far and prints the counts
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map
+
+FAR = torch.device("cpu")  # until the backend has its name, below
+HOST_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
+NO_KERNEL = ("empty", "_to_copy", "detach", "alias", "lift_fresh", "record_stream", "resize", "set_")
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "mv",
+    "addmv",
+    "matmul",
+    "linear",
+    "cholesky",
+    "solve_triangular",
+)
+
+
+class Stream:
+    """A queue of work: how much it has done, and how much of every other stream's it has waited for."""
+
+    def __init__(self, device=None):
+        self.done = 0
+        self.known: dict[Stream, int] = {}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.known[other] = other.done
+        for stream, done in other.known.items():
+            self.known[stream] = max(done, self.known.get(stream, 0))
+
+    def knows(self, stream: Stream, done: int) -> bool:
+        return stream is self or self.known.get(stream, 0) >= done
+
+    def synchronize(self) -> None:
+        DEVICE.arrive(self)
+
+
+class Memory:
+    """One allocation on the device: who wrote it last and who read it since, on which stream."""
+
+    def __init__(self, nbytes: int, stream: Stream):
+        self.nbytes = nbytes
+        self.owner = stream
+        self.users = {stream}
+        self.written = (stream, stream.done)
+        self.read: dict[Stream, int] = {}
+
+
+class Device:
+    """The one device there is."""
+
+    def __init__(self):
+        self.main = Stream()
+        self.here = False
+        self.reset()
+
+    def reset(self) -> None:
+        """As new: nothing counted, 64 GiB, streams and float64."""
+        self.launches: collections.Counter[str] = collections.Counter()
+        self.syncs: collections.Counter[str] = collections.Counter()
+        self.limit, self.float64, self.streams, self.strict_products = 64 << 30, True, True, False
+        self.stream = self.main
+        self.memory: dict[int, Memory] = {}
+        self.holders: collections.Counter[int] = collections.Counter()
+        self.used = self.peak = 0
+        self.arriving: list[tuple[Tensor, Tensor, Stream]] = []  # host buffer, its content, whose copy
+
+    def hold(self, inner: Tensor) -> int:
+        """Another tensor lies in this memory."""
+        place, nbytes = inner.untyped_storage().data_ptr(), inner.untyped_storage().nbytes()
+        if not nbytes:
+            return 0
+        if not self.holders[place]:
+            if self.used + nbytes > self.limit:
+                raise torch.OutOfMemoryError(
+                    f"far: out of memory, {self.used} of {self.limit} bytes are in use"
+                )
+            self.memory[place] = Memory(nbytes, self.stream)
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+        self.holders[place] += 1
+        return place
+
+    def release(self, place: int) -> None:
+        """A tensor is gone; the memory with the last one."""
+        if not self.holders[place]:
+            return  # of a time before `reset`
+        self.holders[place] -= 1
+        if not self.holders[place]:
+            del self.holders[place]
+            self.used -= self.memory.pop(place).nbytes
+
+    def touch(self, tensor: Far, writes: bool) -> None:
+        """Raise unless the present stream may read, or write, this tensor now."""
+        memory = self.memory.get(tensor.lease.place)
+        if memory is None:
+            return
+        stream = self.stream
+        if not stream.knows(*memory.written):
+            raise RuntimeError("a stream uses what another one has not finished writing: wait_stream first")
+        if stream not in memory.users:
+            raise RuntimeError(
+                "memory of one stream is used on another, which may reuse it: record_stream first"
+            )
+        if writes:
+            if not all(stream.knows(*reader) for reader in memory.read.items()):
+                raise RuntimeError("a stream overwrites what another one may still read: wait_stream first")
+            memory.written, memory.read = (stream, stream.done + 1), {}
+        else:
+            memory.read[stream] = stream.done + 1
+
+    def depart(self, host: Tensor, content: Tensor) -> None:
+        """A copy to the host that nobody waits for."""
+        if host.is_floating_point():
+            host.fill_(torch.nan)
+        self.arriving.append((host, content.clone(), self.stream))
+
+    def arrive(self, *streams: Stream) -> None:
+        """Copies to the host are done: those of some streams, or all."""
+        left = []
+        for host, content, stream in self.arriving:
+            if streams and stream not in streams:
+                left.append((host, content, stream))
+            else:
+                host.copy_(content)
+        self.arriving = left
+
+    def read_host(self, host: Tensor) -> None:
+        """The present stream reads a host buffer: copies to it must come before in the stream's order."""
+        place = host.untyped_storage().data_ptr()
+        for buffer, _, stream in self.arriving:
+            if buffer.untyped_storage().data_ptr() == place and not self.stream.knows(stream, stream.done):
+                raise RuntimeError(
+                    "a stream reads a host buffer that another one has not filled: wait_stream first"
+                )
+        if any(buffer.untyped_storage().data_ptr() == place for buffer, *_ in self.arriving):
+            self.arrive()
+
+
+DEVICE = Device()
+
+
+class Lease:
+    """Holds memory for as long as a tensor lives. No weak reference: `swap_tensors` refuses those."""
+
+    place = 0
+
+    def __init__(self, inner: Tensor):
+        self.place = DEVICE.hold(inner)
+
+    def __del__(self, device: Device = DEVICE):
+        device.release(self.place)
+
+
+class Far(Tensor):
+    """A tensor of the device; `inner` has its values."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor):
+        if inner.dtype in (torch.float64, torch.complex128) and not DEVICE.float64:
+            raise TypeError("this device has no float64")
+        lease = Lease(inner)
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, layout=inner.layout, device=FAR,
+        )  # fmt: skip
+        made.inner, made.lease = inner, lease
+        return made
+
+    def __init__(self, inner: Tensor): ...
+
+    def __repr__(self):
+        return f"Far({self.inner!r})"
+
+    def __format__(self, spec):
+        return format(self.inner, spec)
+
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
+    def tolist(self):
+        DEVICE.syncs["tolist"] += 1
+        DEVICE.arrive()
+        return self.inner.tolist()
+
+    def numpy(self, *, force=False):
+        raise TypeError("can't convert far:0 device type tensor to numpy")
+
+    def record_stream(self, stream: Stream) -> None:
+        if self.lease.place in DEVICE.memory:
+            DEVICE.memory[self.lease.place].users.add(stream)
+
+    def pin_memory(self, device=None):
+        raise RuntimeError("only tensors of the host can be pinned")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.name().removeprefix("aten::")
+        base = name.partition(".")[0]
+        if base == "_to_copy":
+            return _to_copy(*args, **kwargs)
+        if base == "copy_":
+            return _copy(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(f"{name} changes a tensor's shape in place: the double cannot")
+        if (
+            DEVICE.strict_products
+            and base.removeprefix("linalg_").rstrip("_").removesuffix("_ex") in PRODUCTS
+        ):
+            assert torch.get_float32_matmul_precision() == "highest", f"{name} may round to TF32"
+        places, view, tensor_out = _facts(func)
+        written = []
+        for place, argument in places:
+            value = kwargs.get(argument, args[place] if place < len(args) else None)
+            written += [leaf for leaf in _leaves(value) if isinstance(leaf, Far)]
+        for tensor in _leaves((args, tuple(kwargs.values()))):
+            if isinstance(tensor, Far):
+                DEVICE.touch(tensor, any(tensor is other for other in written))
+            elif isinstance(tensor, Tensor) and tensor.dim():
+                raise RuntimeError(
+                    f"{name}: expected all tensors on one device, found {FAR} and {tensor.device}"
+                )
+        shapes = [tensor.inner.shape for tensor in written]
+        if base == "sqrt":  # torch's on a CPU is not correctly rounded, a GPU's is
+            func, rounded, args = torch.sqrt, args[0].dtype, (args[0].inner.double(),)
+        out = func(*map(_inside, args), **{key: _inside(value) for key, value in kwargs.items()})
+        assert shapes == [tensor.inner.shape for tensor in written], f"{name} resized its output"
+        if base == "sqrt":
+            out = out.to(rounded)
+        if base in HOST_WAITS:
+            DEVICE.syncs[base] += 1
+            DEVICE.arrive()
+        if not view and not base.startswith(NO_KERNEL):
+            launch(base)
+        if written:
+            return written[0] if len(written) == 1 else tuple(written)
+        return Far(out) if tensor_out else tree_map(lambda x: Far(x) if isinstance(x, Tensor) else x, out)
+
+
+@cache
+def _facts(func) -> tuple[list[tuple[int, str]], bool, bool]:
+    """Which arguments an operation writes into, whether it returns a view, and whether one tensor."""
+    schema = func._schema
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return written, view, len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType)
+
+
+def _leaves(value) -> Iterator:
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _inside(x):
+    if isinstance(x, Far):
+        return x.inner
+    if isinstance(x, (tuple, list)):
+        return type(x)(map(_inside, x))
+    return torch.device("cpu") if isinstance(x, torch.device) and x.type == FAR.type else x
+
+
+def launch(name: str) -> None:
+    DEVICE.launches[name] += 1
+    DEVICE.stream.done += 1
+
+
+def _to_copy(
+    tensor, *, dtype=None, layout=None, device=None, pin_memory=None, non_blocking=False, memory_format=None
+):
+    to_far = torch.device(device).type == FAR.type if device is not None else isinstance(tensor, Far)
+    if isinstance(tensor, Far):
+        DEVICE.touch(tensor, writes=False)
+        launch("_to_copy")
+        content = torch.ops.aten._to_copy(tensor.inner, dtype=dtype, memory_format=memory_format)
+        if to_far:
+            return Far(content)
+        if non_blocking:
+            host = torch.empty_like(content)
+            DEVICE.depart(host, content)
+            return host
+        DEVICE.syncs["to host"] += 1
+        DEVICE.arrive()
+        return content
+    DEVICE.read_host(tensor)
+    launch("_to_copy")
+    return Far(torch.ops.aten._to_copy(tensor, dtype=dtype, memory_format=memory_format))
+
+
+def _copy(into, source, non_blocking=False):
+    for tensor, writes in ((source, False), (into, True)):
+        if isinstance(tensor, Far):
+            DEVICE.touch(tensor, writes)
+    launch("copy_")
+    if isinstance(into, Far):
+        if not isinstance(source, Far):
+            DEVICE.read_host(source)
+        into.inner.copy_(_inside(source))
+    elif non_blocking:
+        DEVICE.depart(into, source.inner.to(into.dtype).expand(into.shape))
+    else:
+        DEVICE.syncs["to host"] += 1
+        DEVICE.arrive()
+        into.copy_(source.inner)
+    return into
+
+
+class _Module(backend_registration._DummyBackendModule):
+    """`torch.far`: what torch and quantkit ask a device's module."""
+
+    def is_available(self) -> bool:
+        return DEVICE.here
+
+    def device_count(self) -> int:
+        return int(DEVICE.here)
+
+    def get_device_name(self, device=None) -> str:
+        return "a double of an accelerator"
+
+    def mem_get_info(self, device=None) -> tuple[int, int]:
+        return DEVICE.limit - DEVICE.used, DEVICE.limit
+
+    def synchronize(self, device=None) -> None:
+        DEVICE.syncs["synchronize"] += 1
+        DEVICE.arrive()
+
+    def empty_cache(self) -> None: ...
+
+    def current_stream(self, device=None) -> Stream:
+        return DEVICE.stream
+
+    def __getattr__(self, name: str):
+        if name == "Stream" and DEVICE.streams:
+            return Stream
+        raise AttributeError(name)
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        before, DEVICE.stream = DEVICE.stream, stream
+        try:
+            yield
+        finally:
+            DEVICE.stream = before
+
+
+class _Hook(backend_registration._DummyPrivateUse1Hook):
+    def is_available(self) -> bool:
+        return DEVICE.here
+
+
+backend_registration._setup_privateuseone_for_python_backend("far", _Module(), _Hook())
+FAR = torch.device("far:0")
+LIBRARY = torch.library.Library("aten", "IMPL")
+
+
+def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+    return Far(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
+    return Far(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _factory(name: str):
+    """An operation that makes a tensor out of numbers; torch would resize an empty one, a wrapper cannot."""
+    base, _, overload = name.partition(".")
+    make = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def run(*args, device=None, pin_memory=None, **kwargs):
+        launch(base)
+        return Far(make(*args, **kwargs, device="cpu"))
+
+    return run
+
+
+def _attention(*args, **kwargs):
+    """One kernel, as on a GPU and on the CPU; torch would take it apart for a backend it does not know."""
+    launch("scaled_dot_product_attention")
+    inside = {key: _inside(value) for key, value in kwargs.items()}
+    return Far(torch.ops.aten.scaled_dot_product_attention(*map(_inside, args), **inside))
+
+
+for _name, _function in {
+    "scaled_dot_product_attention": _attention,
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "_to_copy": _to_copy,
+    **{
+        name: _factory(name)
+        for name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace")
+    },
+}.items():
+    LIBRARY.impl(_name, _function, "PrivateUse1")
+
+
+@contextmanager
+def present():
+    """The device is there; modules move their parameters by swapping them, as wrappers of tensors have to."""
+    swapping = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    DEVICE.reset()
+    DEVICE.here = True
+    try:
+        yield DEVICE
+    finally:
+        DEVICE.here = False
+        torch.__future__.set_swap_module_params_on_conversion(swapping)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from quantkit.cli import main
+
+    sys.argv += ["--device", "far"]
+    with present():
+        try:
+            main()
+        finally:
+            print(
+                f"{DEVICE.launches.total()} launches, {DEVICE.syncs.total()} waits, peak {DEVICE.peak} bytes"
+            )
+            print(DEVICE.launches.most_common(8), dict(DEVICE.syncs), file=sys.stderr)
