@@ -176,10 +176,10 @@ class AffineGrid(WholeLevels):
 
 @cache
 def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """What the best scale so far (at first that of the full range) is divided by, `[candidates, 1]` a stage."""
+    """What the best scale so far (at first the full range's) is divided by, `[candidates, 1]` a stage."""
     step = STEP[bits]
     stages = [[1 / (1 - k * step) for k in RANGES], *([1 - move * step, 1 + move * step] for move in MOVES)]
-    return tuple(torch.tensor(stage, dtype=dtype, device=device)[:, None] for stage in stages)
+    return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
 
 
 def _power(steps: Tensor, importance: Tensor | None) -> Tensor:

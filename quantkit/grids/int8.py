@@ -72,8 +72,8 @@ class Int8Grid(WholeLevels):
 
     def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
         """`absmax / 127`, and 128 of it, both `[1, rows]`."""
-        step = (params.absmax * INVERSE)[None]
-        return usable(step), step * 128
+        step = usable(params.absmax * INVERSE)[None]
+        return step, step * 128
 
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
         """Values, float32 `[rows, in]`."""

@@ -63,7 +63,7 @@ class TableLevels:
 
 @cache
 def _ascending(table: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(table, device=device)
+    return torch.tensor(table).to(device)
 
 
 @cache

@@ -6,10 +6,11 @@ column j is least at `ŵ_j + r_j / H_jj`, so the nearest grid value to that neve
 coordinate descent, as in QuantEase, Behdin et al. 2023, arXiv:2309.01885, section 3). Likewise, a
 group's values `V` have a best common factor, `1 + <r, V> / <V, H V>`, which the scale takes up.
 
-Two groups, half the matrix apart, are visited at once: half the launches. A run of columns of the one does not
-know what the same run of the other does, only what all runs before did. What the visit changes altogether
-is known exactly, and where a row would lose by it the row stays as it is: no visit raises the loss of any row.
-As in the sweep, a column is counted in steps, and takes a product with its run's levels and a rounding.
+Two groups, half the matrix apart, are visited at once: half the launches. A run of columns of the one does
+not know what the same run of the other does. What both change together is then known exactly, row by row, and
+where they spoil each other's gain only the larger one is taken. Scales are rounded, and a row that would lose
+by its visit altogether stays as it is: no visit raises the loss of any row. As in the sweep, a column is
+counted in steps, and takes a product with its run's levels and a rounding.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ TINY = torch.finfo(torch.float32).tiny
 def refine(target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
     """Better codes and parameters for `target [in, out]`, in place, with the same grid and bytes.
 
-    hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times.
+    hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times, its
+    scale taken up at the last (at every visit the loss would be 0.2 percent less, for 15 percent more work).
     """
     curvature = hessian.diagonal().clone()
     hessian.div_(curvature[:, None])  # row j is what column j goes by
     pairs = (len(chosen.params) + 1) // 2
-    for _ in range(cycles):
+    for cycle in range(cycles):
         for k in range(pairs):
-            _Visit(target, chosen, grid, hessian, curvature, range(k, len(chosen.params), pairs)).improve()
+            groups = range(k, len(chosen.params), pairs)
+            visit = _Visit(target, chosen, grid, hessian, curvature, groups)
+            visit.improve(rescale=cycle == cycles - 1)
 
 
 class _Visit:
@@ -55,20 +59,22 @@ class _Visit:
         self.levels = grid.levels(self.codes)
         self.step, self.low = self._steps([chosen.params[k] for k in groups])
 
-    def improve(self) -> None:
+    def improve(self, rescale: bool) -> None:
         """Choose the columns again, then the scales, and keep that in the rows where it lowers the loss."""
         before, residual = self.target - self.delta, self.residual.clone()
         self._descend()
-        params = self._rescale()
-        moved = self.values.sub_(before)
+        values, params = self._values(self.step, self.low), None
+        if rescale:
+            values, params = self._rescaled(values)
+        moved = values.sub_(before)
         change = -self._weigh(moved, residual.add_(self.residual)).sum(0)
-        keep, chosen = change <= 0, self.chosen
+        keep, chosen = change <= 0, self.chosen  # not a number stays out
         chosen.lost += torch.where(keep, change, 0.0)
         self.delta.sub_(moved.mul_(keep))
         codes = torch.empty_like(self.codes)
         self.grid.codes(self.levels, codes)
         self.codes.copy_(torch.where(keep, codes, self.codes))
-        for k, found in zip(self.groups, params, strict=True):
+        for k, found in zip(self.groups, params or (), strict=bool(params)):
             chosen.params[k] = select(keep, found, chosen.params[k])
 
     def _descend(self) -> None:
@@ -88,37 +94,35 @@ class _Visit:
             moved = torch.sub(levels, old).mul_(step)
             if len(self.groups) == 2:
                 keep = self._agreed(run, moved)[:, None]
-                levels.copy_(torch.where(keep, levels, old))
+                torch.where(keep, levels, old, out=levels)
                 moved.mul_(keep)
             self._follow(run, moved)
             low = high
 
     def _agreed(self, run: slice, moved: Tensor) -> Tensor:
+        """Which groups are to move their columns `run`, `[2, out]`: that which gains most by itself, and the
+        other one where the two together gain more."""
         curvature = self.curvature[..., run]
-        own = (self.own[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2)
-        change = (curvature @ own.mul_(moved))[:, 0]
-        cross = (self.hessian[0, run, 1, run] @ moved[1]).mul_(moved[0])
-        both = 2 * (curvature[0] @ cross)[0]
-        spoils = change.amax(0) + both > 0
-        second = change[1] >= change[0]
-        return ~torch.stack([spoils & ~second, spoils & second])
+        change = (self.own[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2).mul_(moved)
+        change = (curvature @ change)[:, 0]
+        cross = curvature[0] @ (self.hessian[0, run, 1, run] @ moved[1]).mul_(moved[0])
+        return (torch.add(change, cross, alpha=2) <= 0) | (change < change.flip(0))
 
     def _follow(self, run: slice, moved: Tensor) -> None:
         """The residual after the columns `run` of each group `moved`."""
         hessian = self.hessian[..., run].flatten(2).flatten(0, 1)
         self.residual.view(-1, moved.shape[2]).addmm_(hessian, moved.flatten(0, 1), alpha=-1)
 
-    def _rescale(self) -> list:
-        """The groups' parameters with the best common factor on their values; their values then."""
-        values = self._values(self.step, self.low)
+    def _rescaled(self, values: Tensor) -> tuple[Tensor, list]:
+        """The groups' `values` and parameters with the best common factor."""
         power = self._weigh(values, self.own @ values)
         factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
         factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
         found = zip(self.groups, factor.unbind(), strict=True)
         params = [self.grid.scaled(self.chosen.params[k], part) for k, part in found]
-        self.values = self._values(*self._steps(params))
-        self._follow(slice(None), values.neg_().add_(self.values))
-        return params
+        scaled = self._values(*self._steps(params))
+        self._follow(slice(None), values.neg_().add_(scaled))
+        return scaled, params
 
     def _steps(self, params: list) -> tuple[Tensor, Tensor]:
         """Step and low, `[groups, sub-blocks, out]`."""

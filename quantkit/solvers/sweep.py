@@ -1,32 +1,34 @@
 """The sweep of GPTQ over the columns of a site: every column once, each moved to make up for those before it.
 
 Works on `Wᵀ`, where a column is contiguous, and in units of the step of a column's group: with
-`B = A / diag A` the target of column j is `w_j + Σ_{k<j} (w_k - ŵ_k) B_kj`. Inside a run of columns that share
-a step the part of w is one matrix product, and a column takes a matrix-vector product with the levels chosen
-before it and a rounding that knows no parameters: three launches.
+`B = A / diag A` the target of column j is `w_j + Σ_{k<j} (w_k - ŵ_k) B_kj`. Inside a run of columns that
+share a step the part of w is one matrix product, and a column takes a matrix-vector product with the levels
+chosen before it and a rounding that knows no parameters: three launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.grids import Grid
+from quantkit.parallel import elements_at_once
 
 BLOCK = 128  # columns between two lazy updates; the paper's B
-RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product
+RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product: at least, at most
+LONG_RUN = 128
+TEMPORARIES = 4  # of the size of a run
 
 
 @dataclass
 class Chosen:
     """What was chosen for the columns of a site, in the order of the solver.
 
-    codes: uint8 `[in, out]`. delta: `W - Ŵ`, `[in, out]`. params: of each group. lost: `dw H dwᵀ` of every row
-    with the damped H, `[out]`.
+    codes: uint8 `[in, out]`. delta: `W - Ŵ`, `[in, out]`. params: of each group. lost: `dw H dwᵀ` of every
+    row with the damped H, `[out]`.
     """
 
     codes: Tensor
@@ -48,7 +50,9 @@ def sweep(target: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
     factor.div_(factor.diagonal().clone())  # B
     chosen = Chosen(
         codes=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
-        delta=torch.zeros_like(target),  # before a column is chosen: Σ over finished columns k of delta_k B_kj
+        delta=torch.zeros_like(
+            target
+        ),  # before a column is chosen: Σ over finished columns k of delta_k B_kj
         params=[],
         lost=target.new_zeros(target.shape[1]),
     )
@@ -58,7 +62,7 @@ def sweep(target: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
         opens = start % size == 0  # a group as a whole learns of the errors before it is fitted
         since, until = (0, max(end, start + size)) if opens else (start // size * size, end)
         _carry(delta, factor, since, start, until)
-        for low, high in runs(start, end, grid.sub_size):
+        for low, high in runs(start, end, grid.sub_size, columns.width):
             opens = low % size == 0
             since, until = (start, min(end, low + size)) if opens else (max(start, low // size * size), high)
             _carry(delta, factor, since, low, until)
@@ -98,8 +102,10 @@ class _Columns:
 
     def __init__(self, grid: Grid, target: Tensor, chosen: Chosen):
         self.grid, self.target, self.chosen = grid, target, chosen
-        self.wanted, self.levels = target.new_empty(2, RUN, target.shape[1])
-        self.feed = target.new_empty(RUN, RUN)
+        rows = target.shape[1]
+        self.width = min(max(elements_at_once(target.device, TEMPORARIES) // rows, RUN), LONG_RUN)
+        self.wanted, self.levels = target.new_empty(2, self.width, rows)
+        self.feed = target.new_empty(self.width, self.width)
         befores, feeds = self.levels.t(), self.feed.unbind()
         self.columns = [
             (k, wanted, level, befores[:, :k], feeds[k][:k])
@@ -133,10 +139,10 @@ def blocks(in_features: int, group_size: int) -> Iterator[tuple[int, int]]:
             yield low, min(low + BLOCK, end)
 
 
-def runs(start: int, end: int, sub_size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a block that share one step each, at most RUN wide."""
+def runs(start: int, end: int, sub_size: int, width: int) -> Iterator[tuple[int, int]]:
+    """The parts of a block that share one step each, at most `width` wide."""
     low = start
     while low < end:
-        high = min(end, (low // sub_size + 1) * sub_size, low + RUN)
+        high = min(end, (low // sub_size + 1) * sub_size, low + width)
         yield low, high
         low = high

@@ -199,7 +199,10 @@ class BlockGrid(WholeLevels):
 
     def steps(self, params: Any) -> tuple[Tensor, Tensor]:
         """Step, and what is subtracted from its multiples by a code, `[sub-blocks, rows]`."""
-        step, low = (part.t() for part in self._steps(params))
+        return self.in_levels(*(part.t() for part in self._steps(params)))
+
+    def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for values `step * (code - offset) - low`."""
         return usable(step), low + step * self.offset
 
     def refit(self, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,14 +62,13 @@ def search(x: Tensor, weights: Tensor) -> Tensor:
 
 
 class TableGrid(TableLevels, BlockGrid):
-    """`step * VALUES[code]`. Levels are counted in half steps from the value 1, where the midpoints are whole."""
+    """`step * VALUES[code]`. Levels are counted in half steps from the value 1: the midpoints are whole."""
 
     level_table = tuple(2.0 * (value - 1) for value in VALUES)
 
-    def steps(self, params: Any) -> tuple[Tensor, Tensor]:
-        """Half a step, and that from 0 to the value 1, `[sub-blocks, rows]`."""
-        step = self._steps(params)[0].t()
-        return usable(step / 2), -step
+    def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Half a step, and what lies from the value 1 down to 0, for values `step * VALUES[code] - low`."""
+        return usable(step / 2), low - step
 
     def _level(self, codes: Tensor) -> Tensor:
         return levels(codes)
