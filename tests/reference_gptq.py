@@ -92,7 +92,7 @@ def refine(
     Along column j the loss is least at `ŵ_j + r_j / H_jj` with `r = (W - Ŵ) H`. Groups k and k + n/2 take
     turns run by run of columns, each from what was before the run; a row takes both moves, or, where that
     loses more, only the better one. After the last cycle's columns of a pair its scales take the factors that
-    minimize the loss along each group's own values, unless the row lost by the visit. Also the loss of every
+    minimize the loss along each group's own values, in rows that do not lose by it. Also the loss of every
     row after each visit.
     """
     grid, size = start.grid, start.grid.group_size
@@ -136,7 +136,7 @@ def refine(
                 along = ((weight - values) @ hessian * part).sum(1)
                 after[:, group] *= 1 + along / (part @ hessian * part).sum(1)
             after = after.half().double()
-            keep = loss(codes, after) <= losses[-1]
+            keep = loss(codes, after) <= loss(codes, scale)
             scale = torch.where(keep[:, None], after, scale)
         losses.append(loss(codes, scale))
     params = AffineParams(scale.float(), zero)
