@@ -18,8 +18,8 @@ from quantkit.parallel import elements_at_once, for_each
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
 STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # of the range, by bits
-RANGES = (-3, 0, 3, 6, 10)  # steps by which the group's full range is made smaller
-MOVES = (1.3, 0.5)  # steps by which the best so far is made larger and smaller
+RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller
+MOVES = (1.0, 0.5)  # steps by which the best so far is made larger and smaller
 SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
 TEMPORARIES = 2 * len(RANGES)  # of the search: the candidates of a stage are tried together
 
@@ -42,7 +42,7 @@ class AffineGrid(WholeLevels):
     search: choose the range that minimises the importance-weighted squared rounding error, instead
     of covering the group's largest weight, coarse to fine. For each candidate the codes are rounded and the
     best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero; it saves
-    (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then twice two neighbours of the best.
+    (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then twice both neighbours of the best.
     clip: given second moments, round to nearest cuts off each group's range by AWQ's search instead.
     """
 
@@ -123,19 +123,23 @@ class AffineGrid(WholeLevels):
     ) -> Tensor:
         """The best scale for groups `x [rows, group_size]`."""
         stages = _candidates(self.bits, x.dtype, x.device)
-        gains, scales = x.new_empty(2, sum(map(len, stages)), len(x))
-        best, done = 1, 0
+        gains, scales, ranges = x.new_empty(3, sum(map(len, stages)), len(x))
+        best, done = 0, 0
         for stage in stages:
             tried = slice(done, done := done + len(stage))
             steps, product = (buffer[: len(stage)] for buffer in buffers)
-            torch.mul(x, (stage / best)[..., None], out=steps)  # all candidates of a stage in the same passes
+            ranges[tried] = stage + best
+            # all candidates of a stage in the same passes
+            torch.mul(x, ranges[tried].reciprocal()[..., None], out=steps)
             self._clamp(steps.round_(), zero)
             along = torch.mul(steps, weighted, out=product).sum(2)
             power = _power(steps, importance).clamp_(min=torch.finfo(x.dtype).tiny)
             torch.div(along, power, out=scales[tried])
             torch.mul(along, scales[tried], out=gains[tried])
-            best = scales.gather(0, gains[:done].max(0, keepdim=True).indices)
-        return torch.where(best > 0, best, 1)[0]
+            place = gains[:done].max(0, keepdim=True).indices
+            best = ranges.gather(0, place)
+        scale = scales.gather(0, place)[0]
+        return torch.where(scale > 0, scale, 1)
 
     def _clamp(self, steps: Tensor, zero: Tensor) -> Tensor:
         """code - zero `[..., rows, group_size]` within what there is, in place."""
@@ -176,9 +180,9 @@ class AffineGrid(WholeLevels):
 
 @cache
 def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """What the best scale so far (at first the full range's) is divided by, `[candidates, 1]` a stage."""
+    """Shares of the full range, then what is added to the best so far, `[candidates, 1]` a stage."""
     step = STEP[bits]
-    stages = [[1 / (1 - k * step) for k in RANGES], *([1 - move * step, 1 + move * step] for move in MOVES)]
+    stages = [[1 - k * step for k in RANGES], *([move * step, -move * step] for move in MOVES)]
     return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
 
 
