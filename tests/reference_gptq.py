@@ -91,8 +91,8 @@ def refine(
 
     Along column j the loss is least at `ŵ_j + r_j / H_jj` with `r = (W - Ŵ) H`. Groups k and k + n/2 take
     turns run by run of columns, each from what was before the run; a row takes both moves, or, where that
-    loses more, only the better one. After the last cycle's columns of a pair its scales take the factors that
-    minimize the loss along each group's own values, in rows that do not lose by it. Also the loss of every
+    loses more, only the better one. After the columns of a pair its scales take the factors that minimize the
+    loss along each group's own values. A row that lost by all of that stays as it was. Also the loss of every
     row after each visit.
     """
     grid, size = start.grid, start.grid.group_size
@@ -117,8 +117,8 @@ def refine(
         return codes
 
     losses = [loss(codes, scale)]
-    for cycle, k in product(range(cycles), range(pairs)):
-        groups = range(k, count, pairs)
+    for _, k in product(range(cycles), range(pairs)):
+        groups, before = range(k, count, pairs), codes
         for low in range(0, size, run):
             moves = [
                 descended(codes, group, range(group * size + low, group * size + min(low + run, size)))
@@ -128,16 +128,15 @@ def refine(
                 moves.append(moves[0] + moves[1] - codes)
             best = torch.stack([loss(move, scale) for move in moves]).argmin(0)
             codes = torch.stack(moves)[best, torch.arange(len(codes))]
-        if cycle == cycles - 1:
-            values, after = decoded(codes, scale), scale.clone()
-            for group in groups:
-                part = torch.zeros_like(values)
-                part[:, group * size : (group + 1) * size] = values[:, group * size : (group + 1) * size]
-                along = ((weight - values) @ hessian * part).sum(1)
-                after[:, group] *= 1 + along / (part @ hessian * part).sum(1)
-            after = after.half().double()
-            keep = loss(codes, after) <= loss(codes, scale)
-            scale = torch.where(keep[:, None], after, scale)
+        values, after = decoded(codes, scale), scale.clone()
+        for group in groups:
+            part = torch.zeros_like(values)
+            part[:, group * size : (group + 1) * size] = values[:, group * size : (group + 1) * size]
+            along = ((weight - values) @ hessian * part).sum(1)
+            after[:, group] *= 1 + along / (part @ hessian * part).sum(1)
+        after = after.half().double()
+        keep = (loss(codes, after) <= losses[-1])[:, None]
+        codes, scale = torch.where(keep, codes, before), torch.where(keep, after, scale)
         losses.append(loss(codes, scale))
     params = AffineParams(scale.float(), zero)
     return QuantizedWeight(grid, codes.to(torch.uint8), params, start.column_group), losses

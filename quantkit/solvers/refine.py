@@ -8,8 +8,8 @@ group's values `V` have a best common factor, `1 + <r, V> / <V, H V>`, which the
 
 Two groups, half the matrix apart, are visited at once: half the launches. A run of columns of the one does
 not know what the same run of the other does. What both change together is then known exactly, row by row, and
-where they spoil each other's gain only the larger one is taken; and scales are rounded, and left alone
-in rows that would lose by it. So no step raises the loss of any row. As in the sweep, a column is
+where they spoil each other's gain only the larger one is taken. Scales are rounded, and a row that would lose
+by its visit altogether stays as it is: no visit raises the loss of any row. As in the sweep, a column is
 counted in steps, and takes a product with its run's levels and a rounding.
 """
 
@@ -27,17 +27,17 @@ TINY = torch.finfo(torch.float32).tiny
 def refine(target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
     """Better codes and parameters for `target [in, out]`, in place, with the same grid and bytes.
 
-    hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times, its
-    scale taken up at the last (at every visit the loss would be 0.2 percent less, for 15 percent more work).
+    hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times.
+    (With scales chosen at the last visit only the loss is 0.2 percent higher, but the KL divergence of the
+    demo model in 2 bits 3 percent.)
     """
     curvature = hessian.diagonal().clone()
     hessian.div_(curvature[:, None])  # row j is what column j goes by
     pairs = (len(chosen.params) + 1) // 2
-    for cycle in range(cycles):
+    for _ in range(cycles):
         for k in range(pairs):
             groups = range(k, len(chosen.params), pairs)
-            visit = _Visit(target, chosen, grid, hessian, curvature, groups)
-            visit.improve(rescale=cycle == cycles - 1)
+            _Visit(target, chosen, grid, hessian, curvature, groups).improve()
 
 
 class _Visit:
@@ -59,20 +59,24 @@ class _Visit:
         self.levels = grid.levels(self.codes)
         self.step, self.low = self._steps([chosen.params[k] for k in groups])
 
-    def improve(self, rescale: bool) -> None:
-        """Choose the columns again, then the scales if asked to, in the rows where it lowers the loss."""
-        before = self.target - self.delta
-        self._descend(whole=rescale)
-        self.grid.codes(self.levels, codes := torch.empty_like(self.codes))
-        self.codes.copy_(codes)
-        values = self._values(self.step, self.low)
-        self.delta.sub_(torch.sub(values, before, out=before))
-        if rescale:
-            self._rescale(values)
+    def improve(self) -> None:
+        """Choose the columns again, then the scales, and keep that in the rows where it lowers the loss."""
+        before, residual = self.target - self.delta, self.residual.clone()
+        self._descend()
+        values, params = self._rescaled()
+        moved = values.sub_(before)
+        change = -self._weigh(moved, residual.add_(self.residual)).sum(0)
+        keep, chosen = change <= 0, self.chosen  # not a number stays out
+        chosen.lost += torch.where(keep, change, 0.0)
+        self.delta.sub_(moved.mul_(keep))
+        codes = torch.empty_like(self.codes)
+        self.grid.codes(self.levels, codes)
+        self.codes.copy_(torch.where(keep, codes, self.codes))
+        for k, found in zip(self.groups, params, strict=True):
+            chosen.params[k] = select(keep, found, chosen.params[k])
 
-    def _descend(self, whole: bool) -> None:
-        """Every column's best level, one after another; `levels` change in place, and `residual`, for all
-        columns if `whole`, else for those that are still to come."""
+    def _descend(self) -> None:
+        """Every column's best level, one after another; `levels` and `residual` change in place."""
         feed = self.own.clone()
         feed.diagonal(dim1=1, dim2=2).zero_()
         size, sub = self.levels.shape[1], self.grid.sub_size
@@ -86,51 +90,38 @@ class _Visit:
             for column, level, others in zip(*columns, strict=True):
                 self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
             moved = torch.sub(levels, old).mul_(step)
-            keep = self._agreed(run, moved)[:, None]
-            torch.where(keep, levels, old, out=levels)
-            if whole or high < size:
-                self._follow(run, moved.mul_(keep), 0 if whole else high)
+            if len(self.groups) == 2:
+                keep = self._agreed(run, moved)[:, None]
+                torch.where(keep, levels, old, out=levels)
+                moved.mul_(keep)
+            self._follow(run, moved)
             low = high
 
     def _agreed(self, run: slice, moved: Tensor) -> Tensor:
-        """Which groups are to move their columns `run`, `[groups, out]`: that which gains most by itself, and
-        the other one where the two together gain more. The loss follows."""
+        """Which groups are to move their columns `run`, `[2, out]`: that which gains most by itself, and the
+        other one where the two together gain more."""
         curvature = self.curvature[..., run]
         change = (self.own[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2).mul_(moved)
         change = (curvature @ change)[:, 0]
-        keep = change <= 0  # not a number stays out
-        if len(change) == 2:
-            cross = (curvature[0] @ (self.hessian[0, run, 1, run] @ moved[1]).mul_(moved[0]))[0]
-            keep &= (torch.add(change, cross, alpha=2) <= 0) | (change < change.flip(0))
-            self.chosen.lost += 2 * (cross * keep.all(0))
-        self.chosen.lost += (change * keep).sum(0)
-        return keep
+        cross = curvature[0] @ (self.hessian[0, run, 1, run] @ moved[1]).mul_(moved[0])
+        return (torch.add(change, cross, alpha=2) <= 0) | (change < change.flip(0))
 
-    def _follow(self, run: slice, moved: Tensor, since: int) -> None:
-        """The residual of each group's columns from `since` on after the columns `run` of each `moved`."""
-        hessian = self.hessian[:, since:, :, run].flatten(2)
-        moved = moved.flatten(0, 1)
-        if since:
-            self.residual[:, since:].baddbmm_(hessian, moved.expand(len(hessian), -1, -1), alpha=-1)
-        else:
-            self.residual.flatten(0, 1).addmm_(hessian.flatten(0, 1), moved, alpha=-1)
+    def _follow(self, run: slice, moved: Tensor) -> None:
+        """The residual after the columns `run` of each group `moved`."""
+        hessian = self.hessian[..., run].flatten(2).flatten(0, 1)
+        self.residual.view(-1, moved.shape[2]).addmm_(hessian, moved.flatten(0, 1), alpha=-1)
 
-    def _rescale(self, values: Tensor) -> None:
-        """Take up the best common factor on each group's `values`, in the rows where that lowers the loss."""
-        residual, chosen = self.residual.clone(), self.chosen
+    def _rescaled(self) -> tuple[Tensor, list]:
+        """The groups' values and parameters with the best common factor on the values."""
+        values = self._values(self.step, self.low)
         power = self._weigh(values, self.own @ values)
         factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
         factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
         found = zip(self.groups, factor.unbind(), strict=True)
-        params = [self.grid.scaled(chosen.params[k], part) for k, part in found]
-        moved = self._values(*self._steps(params)).sub_(values)
-        self._follow(slice(None), moved, 0)
-        change = -self._weigh(moved, residual.add_(self.residual)).sum(0)
-        keep = change <= 0
-        chosen.lost += torch.where(keep, change, 0.0)
-        self.delta.sub_(moved.mul_(keep))
-        for k, part in zip(self.groups, params, strict=True):
-            chosen.params[k] = select(keep, part, chosen.params[k])
+        params = [self.grid.scaled(self.chosen.params[k], part) for k, part in found]
+        scaled = self._values(*self._steps(params))
+        self._follow(slice(None), values.neg_().add_(scaled))
+        return scaled, params
 
     def _steps(self, params: list) -> tuple[Tensor, Tensor]:
         """Step and low, `[groups, sub-blocks, out]`."""
