@@ -16,7 +16,18 @@ from functools import cache
 
 import torch
 
+CACHEFUL = 1 << 18  # elements a CPU core works on at a time: what its cache holds, with a few temporaries
+WHOLE = 1 << 26  # the same on an accelerator, where every piece is another launch of every operation
+
 _worker = threading.local()
+
+
+def elements_at_once(device: torch.device, temporaries: int = 1) -> int:
+    """How many elements to take through a chain of operations before the next ones are begun.
+
+    temporaries: tensors of that size which the chain keeps going at once, where they are many.
+    """
+    return max(1, (CACHEFUL if device.type == "cpu" else WHOLE) // temporaries)
 
 
 def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:

@@ -5,6 +5,8 @@ finished column is eliminated from the inverse by one Gaussian step: no Cholesky
 The grid alone is quantkit's, so a comparison tests the error feedback and nothing else.
 """
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def gptq(
             params = grid.fit(weight[:, group], importance[group])
             scales.append(params.scale)
             zeros.append(params.zero)
-        column_codes, values = grid.round_column(weight[:, q], params, q % grid.group_size)
+        column_codes, values = nearest(weight[:, q], params.scale, params.zero, grid.max_code)
         codes[:, order[q]] = column_codes.to(torch.uint8)
         column_group[order[q]] = len(scales) - 1
         # Equation 2: the error, divided by [H⁻¹]_qq, moves all remaining columns along row q of H⁻¹.
@@ -76,26 +78,65 @@ def gptq(
     return QuantizedWeight(grid, codes, joined, column_group)
 
 
-def refine(weight: Tensor, start: QuantizedWeight, hessian: Tensor, cycles: int) -> QuantizedWeight:
+def nearest(column: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> tuple[Tensor, Tensor]:
+    """Codes and values of a column on the affine grid."""
+    codes = (torch.round(column / scale) + zero).clamp(0, max_code)
+    return codes, (codes - zero) * scale
+
+
+def refine(
+    weight: Tensor, start: QuantizedWeight, hessian: Tensor, cycles: int, run: int = 32
+) -> tuple[QuantizedWeight, list[Tensor]]:
     """Cyclic coordinate descent on `tr((W - Ŵ) H (W - Ŵ)ᵀ)`, everything recomputed at every step.
 
-    Along column j the loss is least at `ŵ_j + r_j / H_jj` with `r = (W - Ŵ) H`; after the columns of a
-    group, its scales take the factor that minimizes the loss along the group's own values.
+    Along column j the loss is least at `ŵ_j + r_j / H_jj` with `r = (W - Ŵ) H`. Groups k and k + n/2 take
+    turns run by run of columns, each from what was before the run; a row takes both moves, or, where that
+    loses more, only the better one. After the columns of a pair its scales take the factors that minimize the
+    loss along each group's own values. A row that lost by all of that stays as it was. Also the loss of every
+    row after each visit.
     """
     grid, size = start.grid, start.grid.group_size
     weight, hessian = weight.double(), hessian.double()
-    codes, scale, zero = start.codes.clone(), start.params.scale.clone(), start.params.zero
-    values = start.values().double()
-    for _ in range(cycles):
-        for k, low in enumerate(range(0, weight.shape[1], size)):
-            for j in range(low, low + size):
-                best = values[:, j] + ((weight - values) @ hessian)[:, j] / hessian[j, j]
-                steps, values[:, j] = grid.round_column(best, AffineParams(scale[:, k], zero[:, k]), j - low)
-                codes[:, j] = steps.to(torch.uint8)
+    codes, scale, zero = start.codes.double(), start.params.scale.double(), start.params.zero
+    count = weight.shape[1] // size
+    pairs = (count + 1) // 2
+
+    def decoded(codes, scale):
+        return (codes - zero.repeat_interleave(size, 1)) * scale.repeat_interleave(size, 1)
+
+    def loss(codes, scale):
+        delta = weight - decoded(codes, scale)
+        return (delta @ hessian * delta).sum(1)
+
+    def descended(codes, group, columns):
+        codes = codes.clone()
+        for j in columns:
+            values = decoded(codes, scale)
+            best = values[:, j] + ((weight - values) @ hessian)[:, j] / hessian[j, j]
+            codes[:, j] = nearest(best, scale[:, group], zero[:, group], grid.max_code)[0]
+        return codes
+
+    losses = [loss(codes, scale)]
+    for _, k in product(range(cycles), range(pairs)):
+        groups, before = range(k, count, pairs), codes
+        for low in range(0, size, run):
+            moves = [
+                descended(codes, group, range(group * size + low, group * size + min(low + run, size)))
+                for group in groups
+            ]
+            if len(moves) == 2:  # their codes differ from the old ones in different columns
+                moves.append(moves[0] + moves[1] - codes)
+            best = torch.stack([loss(move, scale) for move in moves]).argmin(0)
+            codes = torch.stack(moves)[best, torch.arange(len(codes))]
+        values, after = decoded(codes, scale), scale.clone()
+        for group in groups:
             part = torch.zeros_like(values)
-            part[:, low : low + size] = values[:, low : low + size]
+            part[:, group * size : (group + 1) * size] = values[:, group * size : (group + 1) * size]
             along = ((weight - values) @ hessian * part).sum(1)
-            scale[:, k] = (scale[:, k] * (1 + along / (part @ hessian * part).sum(1))).half().float()
-            group = slice(low, low + size)
-            values[:, group] = (codes[:, group].double() - zero[:, k, None]) * scale[:, k, None]
-    return QuantizedWeight(grid, codes, AffineParams(scale, zero), start.column_group)
+            after[:, group] *= 1 + along / (part @ hessian * part).sum(1)
+        after = after.half().double()
+        keep = (loss(codes, after) <= losses[-1])[:, None]
+        codes, scale = torch.where(keep, codes, before), torch.where(keep, after, scale)
+        losses.append(loss(codes, scale))
+    params = AffineParams(scale.float(), zero)
+    return QuantizedWeight(grid, codes.to(torch.uint8), params, start.column_group), losses

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.grids import QuantizedWeight, flat, join, matrix, rows
+from quantkit.grids import QuantizedWeight, affine, flat, join, matrix, rows
 from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid, AffineParams
 
 BITS = (2, 3, 4, 8)
@@ -92,16 +92,6 @@ def test_parameters_are_what_is_stored_and_codes_are_the_nearest(grid, kind):
         assert (reached <= nearest + 1e-6 * params.scale[:, None]).all()
 
         assert torch.equal(grid.round(grid.decode(codes, params), params), codes)  # round trip
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=name)
-def test_round_column_is_round(grid):
-    weight = groups("heavy")
-    params = grid.fit(weight)
-    codes, values = zip(*(grid.round_column(weight[:, j], params, j) for j in range(32)), strict=True)
-    rounded = grid.round(weight, params)
-    assert torch.equal(torch.stack(codes, 1), rounded.float())
-    assert torch.equal(torch.stack(values, 1), grid.decode(rounded, params))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=name)
@@ -191,7 +181,8 @@ def test_importance_may_be_shared_or_given_for_each_weight():
 def test_fit_in_chunks_is_fit_at_once(monkeypatch):
     grid, weight = AffineGrid(4, 32, symmetric=False), groups("heavy")
     expected = grid.fit(weight, importances(32))
-    monkeypatch.setattr("quantkit.grids.affine.CHUNK", 200)  # six rows at a time
+    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 6 * 32 * affine.TEMPORARIES)  # six rows at a time
+    monkeypatch.setattr(affine, "SPAN", 2)
     params = grid.fit(weight, importances(32))
     assert torch.equal(params.scale, expected.scale) and torch.equal(params.zero, expected.zero)
 

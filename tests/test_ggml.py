@@ -76,7 +76,7 @@ def test_bytes_equal_ggmls_encoder_on_real_weights(name, demo_model):
 @needs_ggml
 @pytest.mark.parametrize("name", TYPES)
 def test_a_matrix_of_many_chunks_has_the_bytes_of_its_rows(name, monkeypatch):
-    monkeypatch.setattr("quantkit.grids.ggml.block.CHUNK", 3 * WIDTH)
+    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 3 * WIDTH)
     weight, importance = weights()[::8], importances()["wide"]
     grid = named(name)
     for costs in (None, importance):
@@ -134,7 +134,7 @@ def test_the_faster_search_survives_every_kind_of_row(name, costs):
 
 @pytest.mark.parametrize("name", ("Q4_K", "Q6_K", "Q4_0"))
 def test_threads_share_the_chunks_and_change_nothing(name, monkeypatch):
-    monkeypatch.setattr("quantkit.grids.ggml.block.CHUNK", 3 * WIDTH)
+    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 3 * WIDTH)
     weight = weights()[::6]
     alone = encode_rows(name, weight)
     values = decode_rows(name, alone, WIDTH)
@@ -216,19 +216,6 @@ def test_rounding_finds_the_nearest_of_all_values(name):
     distance = (grid.decode(codes, params).double() - weight).abs()
     assert torch.all(distance <= least + 2e-6 * weight.abs() + 1e-12)
     assert torch.equal(grid.nearest(weight.clone(), params), grid.decode(codes, params))
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_rounding_a_column_is_rounding_the_block(name):
-    grid = named(name)
-    weight = weights()[:64, : grid.group_size].contiguous()
-    params = grid.fit(weight)
-    codes = grid.round(weight, params)
-    values = grid.decode(codes, params)
-    for j in range(grid.group_size):
-        column_codes, column_values = grid.round_column(weight[:, j], params, j)
-        assert torch.equal(column_codes.to(torch.uint8), codes[:, j])
-        assert torch.equal(column_values, values[:, j])
 
 
 @pytest.mark.parametrize("name", TYPES)

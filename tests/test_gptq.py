@@ -13,12 +13,14 @@ from reference_gptq import order_of
 from reference_gptq import refine as reference_refine
 from torch import Tensor
 
-from quantkit.grids import QuantizedWeight, join
-from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids import Grid, QuantizedWeight, ggml, group, join
+from quantkit.grids.affine import AffineGrid
+from quantkit.grids.nf4 import Nf4Grid
 from quantkit.solvers import SiteStatistics, gptq, rtn
 from quantkit.solvers.gptq import GptqSolver, factorize
 from quantkit.solvers.refine import refine
 from quantkit.solvers.rtn import RtnSolver
+from quantkit.solvers.sweep import Chosen
 
 ORDERS = ("none", "group", "full")
 
@@ -145,28 +147,90 @@ def test_ordering_columns_pays(site):
     assert full < group < none
 
 
+def started(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[QuantizedWeight, Chosen]:
+    """Rounded to nearest, as a result and as where a refinement starts."""
+    quantized = rtn.quantize(weight, grid)
+    delta = weight - quantized.values()
+    lost = (delta @ hessian * delta).sum(1)
+    params = [group(quantized.params, k) for k in range(weight.shape[1] // grid.group_size)]
+    return quantized, Chosen(quantized.codes.t().contiguous(), delta.t().contiguous(), params, lost)
+
+
 @pytest.mark.parametrize(
     "in_features, grid",
-    [(64, AffineGrid(4, 16, False)), (96, AffineGrid(3, 32)), (192, AffineGrid(2, 192, False))],
+    [
+        (64, AffineGrid(4, 16, False)),
+        (96, AffineGrid(3, 32)),  # three groups: one without a partner
+        (128, AffineGrid(3, 64, False)),  # two runs a group
+        (192, AffineGrid(2, 192, False)),
+    ],
 )
 def test_refinement_is_coordinate_descent(in_features, grid):
-    """Against the literal one; the second group size is wider than a run of 128 columns."""
+    """Against the literal one."""
     weight, _, hessian = problem(in_features, rows=4)
-    quantized = rtn.quantize(weight, grid)
-    groups = [
-        AffineParams(*(side[:, k] for side in (quantized.params.scale, quantized.params.zero)))
-        for k in range(in_features // grid.group_size)
-    ]
-    before = loss(quantized.values() - weight, hessian)
+    before = None
     for cycles in (1, 2):
-        codes, params = refine(weight, quantized.codes, groups, grid, hessian, cycles)
-        expected = reference_refine(weight, quantized, hessian, cycles)
-        refined = QuantizedWeight(grid, codes, join(params), quantized.column_group)
+        quantized, chosen = started(weight, grid, hessian)
+        refine(weight.t().contiguous(), chosen, grid, hessian.clone(), cycles)
+        expected, losses = reference_refine(weight, quantized, hessian, cycles)
+        refined = QuantizedWeight(grid, chosen.codes.t().contiguous(), join(chosen.params), None)
         assert torch.equal(refined.codes, expected.codes)
         torch.testing.assert_close(refined.values(), expected.values(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(weight - refined.values(), chosen.delta.t(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(chosen.lost.double(), losses[-1], rtol=1e-4, atol=0)
+        for one, other in zip(losses, losses[1:], strict=False):
+            assert (other <= one * (1 + 1e-9)).all()
         after = loss(refined.values() - weight, hessian)
-        assert after < 0.95 * before
+        assert after < 0.95 * (before or loss(quantized.values() - weight, hessian))
         before = after / 0.95
+
+
+GRIDS = [
+    *(AffineGrid(bits, 32, symmetric) for bits, symmetric in product((2, 3, 4, 8), (True, False))),
+    AffineGrid(3, 512),
+    Nf4Grid(),
+    Nf4Grid(double_quant=False),
+    *(ggml.named(name) for name in ggml.TYPES),
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.describe())
+def test_refinement_never_raises_the_loss_of_a_row(grid):
+    """Inputs so alike that what two groups gain by themselves they would often lose together."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(24, 512, generator=generator) * torch.logspace(-3, 0, 24)[:, None]
+    inputs = torch.randn(700, 512, generator=generator) + 3 * torch.randn(700, 1, generator=generator)
+    hessian = 2 * inputs.T @ inputs / 700 + 0.05 * torch.eye(512)
+    quantized, chosen = started(weight, grid, hessian)
+    before = (weight - quantized.values()).double()
+    losses = [(before @ hessian.double() * before).sum(1)]
+    for _ in range(3):
+        refine(weight.t().contiguous(), chosen, grid, hessian.clone(), 1)
+        stored = QuantizedWeight(grid, chosen.codes.t().contiguous(), join(chosen.params)).values()
+        delta = (weight - stored).double()
+        losses.append((delta @ hessian.double() * delta).sum(1))
+        assert (losses[-1] <= losses[-2] * (1 + 1e-4)).all()  # float32's own rounding
+        torch.testing.assert_close(chosen.lost.double(), losses[-1], rtol=2e-3, atol=0)
+    assert losses[-1].sum() < 0.8 * losses[0].sum()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.describe())
+def test_a_column_is_rounded_as_the_group_is(grid):
+    """Counted in steps, the nearest levels are the codes that `round` finds; at a midpoint either may be."""
+    weight, _, _ = problem(512, rows=32)
+    weight[3] = 0
+    span = weight[:, : grid.group_size].contiguous()
+    params = grid.fit(span)
+    step, low = (part.repeat_interleave(grid.sub_size, 0) for part in grid.steps(params))
+    target = (span.t() + low) / step
+    levels = torch.empty_like(target)
+    grid.snap(target, levels)
+    codes = torch.empty(levels.shape, dtype=torch.uint8)
+    grid.codes(levels, codes)
+    assert torch.equal(grid.levels(codes), levels)
+    values, nearest = levels * step - low, grid.nearest(span.clone(), params).t()
+    torch.testing.assert_close(values, grid.decode(codes.t(), params).t(), rtol=0, atol=2e-6)
+    assert ((values - span.t()).abs() <= (nearest - span.t()).abs() + 1e-3 * step.abs()).all()
 
 
 @pytest.mark.parametrize("act_order", ORDERS)
@@ -270,13 +334,20 @@ def test_linear_that_gptq_makes_worse_gets_rtn(monkeypatch):
     """Some codes of the second of three linears leave the sweep off by one; the others are kept."""
     weight, _, hessian = problem(64, rows=24)
     weights, grid = list(weight.split(8)), AffineGrid(4, 32, symmetric=False)
-    solver = GptqSolver(refine=0)
+    solver = GptqSolver(act_order="none", refine=0)
     honest = gptq.sweep
 
     def garbled(*args):
-        codes, params = honest(*args)
-        codes[8:16, ::16] = (codes[8:16, ::16] + 1).clamp(max=15)
-        return codes, params
+        chosen = honest(*args)
+        before = chosen.codes[::16, 8:16].clone()
+        after = (before + 1).clamp(max=15)
+        chosen.codes[::16, 8:16] = after
+        step = torch.stack([part.scale for part in chosen.params]).repeat_interleave(2, 0)[:, 8:16]
+        chosen.delta[::16, 8:16] -= (after.float() - before) * step
+        delta = chosen.delta.t()
+        damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64)
+        chosen.lost = (delta @ damped * delta).sum(1)
+        return chosen
 
     expected = solver.solve(weights, [grid] * 3, SiteStatistics(hessian))
     monkeypatch.setattr(gptq, "sweep", garbled)

@@ -74,10 +74,6 @@ def test_codes_are_the_nearest_values():
     distance = (column[..., None].double() - absmax[:, None, None].double() * nf4.table()).abs()
     chosen = distance.gather(2, codes.long()[..., None])[..., 0]
     assert (chosen <= distance.amin(2) * (1 + 1e-5)).all() and codes[0, 0] == 0 and codes[0, -1] == 15
-    for j in (0, 13, 63):
-        one, values = Nf4Grid().round_column(column[:, j], Nf4Params(absmax), j)
-        assert torch.equal(one.to(torch.uint8), codes[:, j])
-        assert torch.equal(values, Nf4Grid().decode(codes, Nf4Params(absmax))[:, j])
 
 
 @pytest.mark.parametrize("values", (nf4.TABLE, tuple(nf4.dynamic_map().tolist())))

@@ -57,7 +57,7 @@ def test_pieces_of_a_piece(threads):
 def test_what_comes_out_does_not_depend_on_threads(threads, monkeypatch):
     weight = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
     wanted = rtn.quantize(weight, Nf4Grid(double_quant=False))
-    monkeypatch.setattr(grids, "CACHEFUL", 1 << 10)
+    monkeypatch.setattr(parallel, "CACHEFUL", 1 << 10)
     found = rtn.quantize(weight, Nf4Grid(double_quant=False))
     assert torch.equal(found.codes, wanted.codes) and torch.equal(found.params.absmax, wanted.params.absmax)
     assert torch.equal(found.values(), wanted.values())

@@ -10,9 +10,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quantkit.parallel import for_each
+from quantkit.parallel import elements_at_once, for_each
 
-CACHEFUL = 1 << 18  # elements a thread works on at a time
 # Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
 # rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
 Params = TypeVar("Params", bound=Any)
@@ -21,7 +20,9 @@ Params = TypeVar("Params", bound=Any)
 class Grid(Protocol):
     """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized.
 
-    Error feedback works column by column, so a grid can round a single column of a group, too.
+    Error feedback works column by column, so columns can be rounded by themselves, too: in every grid
+    `value = step * level - low` with one step and low for `sub_size` columns of a row, and levels that are
+    the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
     sub_size: columns of a group that share one step; group_size where parameters are one for the group.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
     fitted for the whole matrix before any column is chosen. weighted: round to nearest, too, is to know how
@@ -35,7 +36,8 @@ class Grid(Protocol):
     weighted: bool
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it."""
+        """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it. Searches work on
+        columns: a transposed view costs them nothing."""
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
         """Parameters `[out, groups]` for `weight [out, in]`; `importance` is `[in]`."""
@@ -46,11 +48,21 @@ class Grid(Protocol):
     def round(self, weight: Tensor, params: Params) -> Tensor:
         """Codes, uint8 `[rows, group_size]`."""
 
-    def round_column(self, column: Tensor, params: Params, j: int) -> tuple[Tensor, Tensor]:
-        """Codes (float) and values of column `j` of the group, both `[rows]`."""
+    def steps(self, params: Params) -> tuple[Tensor, Tensor]:
+        """Step and low of every sub-block of a group, `[sub-blocks, rows]`. Where all codes have one value
+        the step is so large (NO_STEP) that level 0, which every grid has, is nearest to any weight."""
 
-    def refit(self, weight: Tensor, params: Params, j: int, importance: Tensor) -> Params:
-        """Parameters that suit columns j to j + sub_size as they now are, `weight [rows, sub_size]`, the
+    def snap(self, target: Tensor, out: Tensor) -> None:
+        """The level nearest to each `target`, of any shape, into `out`; without waiting for a device."""
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Levels, float32, of codes of any shape."""
+
+    def codes(self, levels: Tensor, out: Tensor) -> None:
+        """Inverse of `levels`, into `out` (uint8)."""
+
+    def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
+        """Parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`, the
         others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
 
     def decode(self, codes: Tensor, params: Params) -> Tensor:
@@ -127,7 +139,7 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
 def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
     """`by_rows` for work that puts its result into a given tensor: `work(*parts, out=...)`."""
     widest = max(part[:1].numel() for part in (out, *parts))
-    rows = max(1, CACHEFUL // max(1, widest))
+    rows = max(1, elements_at_once(out.device) // max(1, widest))
     pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
     for_each(lambda target, *arguments: work(*arguments, out=target), pieces)
     return out

@@ -6,17 +6,22 @@ Scales are rounded to float16 before anything is rounded on them, since that is 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from quantkit.grids import matrix
+from quantkit.grids.levels import WholeLevels
+from quantkit.parallel import elements_at_once, for_each
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
-CANDIDATES = 14  # ranges tried: 1 + 2 STEP, 1 + STEP, 1, 1 - STEP, ... of the group's full range
-STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # by bits
-CHUNK = 1 << 18  # elements searched at a time: the temporaries stay in the cache
+STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # of the range, by bits
+RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller
+MOVES = (1.0, 0.5)  # steps by which the best so far is made larger and smaller
+SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
+TEMPORARIES = 2 * len(RANGES)  # of the search: the candidates of a stage are tried together
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,13 @@ class AffineParams:
 
 
 @dataclass(frozen=True)
-class AffineGrid:
+class AffineGrid(WholeLevels):
     """bits: 2 to 8. symmetric: zero is fixed at 2^(bits-1). zero_min: smallest zero a layout can store.
 
     search: choose the range that minimises the importance-weighted squared rounding error, instead
-    of covering the group's largest weight. For each of `CANDIDATES` ranges the codes are rounded
-    and the best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero;
-    rounded to float16, the range with the least error Σ h (w - s c)² wins.
+    of covering the group's largest weight, coarse to fine. For each candidate the codes are rounded and the
+    best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero; it saves
+    (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then twice both neighbours of the best.
     clip: given second moments, round to nearest cuts off each group's range by AWQ's search instead.
     """
 
@@ -61,21 +66,22 @@ class AffineGrid:
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
         """Scale and zero, each `[rows]`, for `weight [rows, group_size]` (float32).
 
-        `importance` broadcasts to weight's shape: the cost of a squared error in each place.
+        `importance` is `[group_size]` or has weight's shape: the cost of a squared error in each place.
         """
-        if not self.search:
-            scale, zero = self._range(*_extremes(weight))
-            return AffineParams(_storable(scale).float(), zero)
-        step = max(1, CHUNK // weight.shape[1])
-        parts = weight.split(step)
-        shares = [None] * len(parts) if importance is None else importance.expand_as(weight).split(step)
-        parts = [self._search(part, share) for part, share in zip(parts, shares, strict=True)]
-        scale, zero = (torch.cat(side) for side in zip(*parts, strict=True))
-        return AffineParams(scale.float(), zero)
+        weight = weight.contiguous()
+        scale, zero = self._range(*_extremes(weight))
+        scale = _storable(scale)
+        if self.search:  # in units of the full range's scale
+            own = importance is not None and importance.ndim > 1
+            rows = SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
+            pieces = [part.split(rows) for part in (scale, zero, weight, *((importance,) if own else ()))]
+            shared = [] if own else [[importance] * len(pieces[0])]
+            for_each(self._search, list(zip(*pieces, *shared, strict=True)))
+        return AffineParams(_storable(scale).float(), zero)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
         """Every group fitted by itself: `[out, groups]` for `weight [out, in]`."""
-        if importance is not None:
+        if importance is not None and importance.numel() > self.group_size:
             importance = importance.expand_as(weight).reshape(-1, self.group_size)
         return matrix(self.fit(weight.reshape(-1, self.group_size), importance), len(weight))
 
@@ -96,38 +102,53 @@ class AffineGrid:
         zero = torch.round(-low / scale.clamp(min=SCALE_MIN))
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
-    def _search(self, weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Never worse than the full range, which is a candidate: of all float16 scales the one nearest
-        to the best has the least error for given codes, and rounding anew can only lessen it."""
-        best = best_scale = best_zero = None
-        low, high = _extremes(weight)
-        weighted = weight if importance is None else importance * weight
-        codes, product = torch.empty_like(weight), torch.empty_like(weight)
-        for k in range(CANDIDATES):
-            shrink = 1 + (2 - k) * STEP[self.bits]
-            scale, zero = self._range(low * shrink, high * shrink)
-            scale = _storable(scale)
-            self._clamp(torch.div(weight, scale[:, None], out=codes).round_(), zero[:, None])  # code - zero
-            along = torch.mul(weighted, codes, out=product).sum(1)
-            codes.square_()
-            power = (codes if importance is None else codes.mul_(importance)).sum(1)
-            scale = torch.where(along > 0, _storable(along / power), scale)
-            gain = scale * (2 * along - scale * power)  # Σ h w² less the error of the scale as stored
-            if best is None:
-                best, best_scale, best_zero = gain, scale, zero
-                continue
-            better = gain > best
-            best = torch.where(better, gain, best)
-            best_scale = torch.where(better, scale, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-        return best_scale, best_zero
+    def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, importance: Tensor | None) -> None:
+        """Change the full range's `scale [rows]` to the best for `weight [rows, group_size]`.
+
+        Never worse than the full range, one of RANGES: of all float16 scales the one nearest to the best has
+        the least error for given codes, and rounding anew can only lessen it.
+        """
+        rows = max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
+        space = weight.new_empty(TEMPORARIES + 2, min(rows, len(weight)), weight.shape[1])
+        for start in range(0, len(weight), rows):
+            part = slice(start, start + rows)
+            own = importance[part] if importance is not None and importance.ndim > 1 else importance
+            x, weighted, *buffers = space[:, : len(weight[part])].split((1, 1, len(RANGES), len(RANGES)))
+            torch.div(weight[part], scale[part, None], out=x[0])
+            weighted = x if own is None else torch.mul(x, own, out=weighted)
+            scale[part] *= self._best(x[0], weighted[0], zero[part], own, buffers)
+
+    def _best(
+        self, x: Tensor, weighted: Tensor, zero: Tensor, importance: Tensor | None, buffers: list[Tensor]
+    ) -> Tensor:
+        """The best scale for groups `x [rows, group_size]`."""
+        stages = _candidates(self.bits, x.dtype, x.device)
+        gains, scales, ranges = x.new_empty(3, sum(map(len, stages)), len(x))
+        best, done = 0, 0
+        for stage in stages:
+            tried = slice(done, done := done + len(stage))
+            steps, product = (buffer[: len(stage)] for buffer in buffers)
+            ranges[tried] = stage + best
+            # all candidates of a stage in the same passes
+            torch.mul(x, ranges[tried].reciprocal()[..., None], out=steps)
+            self._clamp(steps.round_(), zero)
+            along = torch.mul(steps, weighted, out=product).sum(2)
+            power = _power(steps, importance).clamp_(min=torch.finfo(x.dtype).tiny)
+            torch.div(along, power, out=scales[tried])
+            torch.mul(along, scales[tried], out=gains[tried])
+            place = gains[:done].max(0, keepdim=True).indices
+            best = ranges.gather(0, place)
+        scale = scales.gather(0, place)[0]
+        return torch.where(scale > 0, scale, 1)
 
     def _clamp(self, steps: Tensor, zero: Tensor) -> Tensor:
-        """code - zero within what there is, in place. Numbers are several times as fast as tensors here."""
+        """code - zero `[..., rows, group_size]` within what there is, in place."""
         if self.symmetric:
             half = 2 ** (self.bits - 1)
             return steps.clamp_(-half, self.max_code - half)
-        return steps.clamp_(-zero, self.max_code - zero)
+        lowest = -zero[:, None]  # two passes, which are faster than clamp_ with tensors
+        torch.maximum(steps, lowest, out=steps)
+        return torch.minimum(steps, lowest + self.max_code, out=steps)
 
     def clipped(self, params: AffineParams) -> int:
         """How many scales lie at the end of float16's range, where weights may be lost."""
@@ -139,10 +160,9 @@ class AffineGrid:
         codes = (weight / params.scale[:, None]).round_().add_(params.zero[:, None])
         return codes.clamp_(0, self.max_code).to(torch.uint8)
 
-    def round_column(self, column: Tensor, params: AffineParams, j: int) -> tuple[Tensor, Tensor]:
-        """Codes (float32) and values of one column `[rows]`; every column of a group is alike here."""
-        steps = self._clamp((column / params.scale).round_(), params.zero)
-        return steps + params.zero, steps.mul_(params.scale)
+    def steps(self, params: AffineParams) -> tuple[Tensor, Tensor]:
+        """The scale, and the code that stands for 0 times it, both `[1, rows]`."""
+        return params.scale[None], (params.scale * params.zero)[None]
 
     def decode(self, codes: Tensor, params: AffineParams) -> Tensor:
         """Values, float32 `[rows, group_size]`."""
@@ -151,11 +171,28 @@ class AffineGrid:
     def nearest(self, weight: Tensor, params: AffineParams) -> Tensor:
         """`decode(round(weight, params), params)`, `[rows, group_size]`; in place of `weight`."""
         scale = params.scale[:, None]
-        return self._clamp(weight.div_(scale).round_(), params.zero[:, None]).mul_(scale)
+        return self._clamp(weight.div_(scale).round_(), params.zero).mul_(scale)
 
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
         """Scales times `factor [rows]`, rounded to float16."""
         return AffineParams(_storable(params.scale * factor), params.zero)
+
+
+@cache
+def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Shares of the full range, then what is added to the best so far, `[candidates, 1]` a stage."""
+    step = STEP[bits]
+    stages = [[1 - k * step for k in RANGES], *([move * step, -move * step] for move in MOVES)]
+    return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
+
+
+def _power(steps: Tensor, importance: Tensor | None) -> Tensor:
+    """Σ h c² over the last dimension; `steps` are used up."""
+    if importance is None:
+        return torch.linalg.vector_norm(steps, dim=2).square_()
+    if importance.ndim == 1:
+        return steps.square_() @ importance
+    return steps.square_().mul_(importance).sum(2)
 
 
 def _extremes(weight: Tensor) -> tuple[Tensor, Tensor]:

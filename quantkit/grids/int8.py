@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit import processor
 from quantkit.grids import by_rows
+from quantkit.grids.levels import WholeLevels, usable
 
 LEVELS = 127
 HALF_MAX = 65504.0
@@ -30,7 +31,7 @@ class Int8Params:
 
 
 @dataclass(frozen=True)
-class Int8Grid:
+class Int8Grid(WholeLevels):
     """`w = absmax / 127 * q`, q in -127 .. 127, one absmax a row. Codes are stored unsigned, q + 128.
 
     As bitsandbytes does, weights are rounded to float16 first, then to `round(w * (127 / absmax))`.
@@ -39,6 +40,7 @@ class Int8Grid:
 
     group_size: int
     bits = 8
+    first_code = 1  # -127
     spans_matrix = False
     weighted = False
 
@@ -69,10 +71,10 @@ class Int8Grid:
             params.absmax,
         )
 
-    def round_column(self, column: Tensor, params: Int8Params, j: int) -> tuple[Tensor, Tensor]:
-        """Codes (float) and values of one column `[rows]`."""
-        codes = _codes(column[:, None], params.absmax)[:, 0]
-        return codes + 128, codes * params.absmax * INVERSE
+    def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
+        """`absmax / 127`, and 128 of it, both `[1, rows]`."""
+        step = usable(params.absmax * INVERSE)[None]
+        return step, step * 128
 
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
         """Values, float32 `[rows, in]`."""

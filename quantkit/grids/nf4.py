@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import by_rows, fill_rows, matrix
+from quantkit.grids.levels import TableLevels, usable
 
 BLOCK = 64
 NESTED_BLOCK = 256
 UPPER = 20  # bits of a float32 that nearly always tell its code
 DOUBT = 1 << 14
+UNITS = 8192  # of a step in absmax
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -53,13 +55,14 @@ class NestedParams:
 
 
 @dataclass(frozen=True)
-class Nf4Grid:
+class Nf4Grid(TableLevels):
     """double_quant: store absmax in 8 bits. Weights are rounded on the absmax as it will be decoded."""
 
     double_quant: bool = True
     group_size = sub_size = BLOCK
     bits = 4
     weighted = False
+    level_table = tuple(UNITS * value for value in TABLE)
 
     @property
     def spans_matrix(self) -> bool:
@@ -88,11 +91,10 @@ class Nf4Grid:
         inverse = _inverse(params.absmax)
         return by_rows(lambda rows, factor: _nearest(rows * factor[:, None]), codes, weight, inverse)
 
-    def round_column(self, column: Tensor, params: Nf4Params | NestedParams, j: int) -> tuple[Tensor, Tensor]:
-        """Codes and values of one column `[rows]`; every column of a group is alike here."""
+    def steps(self, params: Nf4Params | NestedParams) -> tuple[Tensor, Tensor]:
+        """absmax in UNITS, and 0, both `[1, rows]`. A group whose absmax was lost takes code 7, the 0."""
         absmax = params.absmax
-        codes = _nearest(column * _inverse(absmax))
-        return codes, _on(table(), column)[codes.int()] * absmax
+        return usable(absmax.clamp(min=0) / UNITS)[None], torch.zeros_like(absmax)[None]
 
     def decode(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
         """Values, float32 `[rows, 64]`."""

@@ -13,9 +13,8 @@ products, as in the paper's lazy batch updates (step 2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ from torch import Tensor
 from quantkit.grids import Grid, QuantizedWeight, group, join, stack
 from quantkit.grids import rows as rows_of
 from quantkit.solvers import SiteStatistics, Solved, clipping, rtn
-from quantkit.solvers.loss import loss
+from quantkit.solvers.loss import loss, row_losses
 from quantkit.solvers.refine import refine
+from quantkit.solvers.sweep import sweep
 
-BLOCK = 128  # columns between two lazy updates; the paper's B
-RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product
+CANCELLED = 0.02  # share of a damped loss that has to be left without the damping for it to be told from both
 DAMP_RETRIES = 5
 
 
@@ -66,24 +65,27 @@ class GptqSolver:
 
     def _solve(self, weights: list[Tensor], grid: Grid, hessian: Tensor) -> _Sweep:
         order = column_order(hessian.diagonal(), grid.group_size, self.act_order)
-        damped = hessian[order][:, order]
+        damped = hessian.index_select(0, order).index_select(1, order)
+        added = -damped.diagonal().mean()
         factor, note = factorize(damped, self.damp)
         if factor is None:
-            return _Sweep(None, note)
-        target = (torch.cat(weights) if weights[1:] else weights[0])[:, order]
+            return _Sweep(None, None, note)
+        added += damped.diagonal().mean()
+        target = (torch.cat(weights) if weights[1:] else weights[0]).t().contiguous().index_select(0, order)
         groups = order[:: grid.group_size] // grid.group_size  # where whole groups moved: the old places
-        codes, params = sweep(target, grid, factor, _fixed(weights, grid, groups))
+        chosen = sweep(target, grid, factor, _fixed(weights, grid, groups))
         if self.refine:
-            codes, params = refine(target, codes, params, grid, damped, self.refine)
-        column_group = None
+            del factor
+            refine(target, chosen, grid, damped, self.refine)
+        params, column_group = chosen.params, None
         if self.act_order == "full":
             column_group = torch.empty_like(order)
             column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
         else:
             params = [params[k] for k in torch.argsort(groups).tolist()]
-        unsorted = torch.empty_like(codes)
-        unsorted[:, order] = codes
-        return _Sweep(QuantizedWeight(grid, unsorted, join(params), column_group), note)
+        codes = torch.empty_like(chosen.codes).index_copy_(0, order, chosen.codes).t().contiguous()
+        lost = chosen.lost, added * chosen.delta.square_().sum(0)
+        return _Sweep(QuantizedWeight(grid, codes, join(params), column_group), torch.stack(lost), note)
 
 
 def _fixed(weights: list[Tensor], grid: Grid, groups: Tensor) -> list | None:
@@ -96,7 +98,11 @@ def _fixed(weights: list[Tensor], grid: Grid, groups: Tensor) -> list | None:
 
 @dataclass(frozen=True)
 class _Sweep:
-    weight: QuantizedWeight | None  # None: the Hessian could not be factored
+    """weight: None where the Hessian could not be factored. lost: of every row, `dw H dwᵀ` with the damped H,
+    and the part of it that is the damping's, `[2, out]`."""
+
+    weight: QuantizedWeight | None
+    lost: Tensor | None
     note: str | None
 
 
@@ -133,103 +139,28 @@ def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
     return None, f"Hessian is not positive definite even with damping {share:g}"
 
 
-def sweep(weight: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None) -> tuple[Tensor, list]:
-    """Quantize the columns of `weight [out, in]` in order with error feedback through `factor` (A).
-
-    Returns codes uint8 `[out, in]` and the parameters of each group: `fixed` where given, else fitted
-    when the sweep gets to the group, and to each of its sub-blocks. A group's range is searched with the
-    pivots `A_jj²` as importance: what a rounding error in column j costs once the columns
-    behind it have made up for what they can (the bare diagonal of H counts it as if they could not,
-    and gave 5 percent more KL divergence on the demo model, 2 after refinement). Works on `Wᵀ`,
-    where a column is contiguous.
-    """
-    rows = weight.t().contiguous()  # [in, out]
-    errors = torch.empty_like(rows)  # w - ŵ
-    carry = torch.zeros_like(rows)  # Σ over finished columns k of errors_k A_kj
-    codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
-    importance = factor.diagonal().square()
-    size = grid.group_size
-    params: list = []
-    for start, end in blocks(len(rows), size):
-        for low, high in runs(start, end, grid.sub_size):
-            opens = low % size == 0  # a group as a whole learns of the block's errors before it is fitted
-            since, until = (start, min(end, low + size)) if opens else (max(start, low // size * size), high)
-            if low > since:
-                carry[low:until].addmm_(factor[since:low, low:until].t(), errors[since:low])
-            if opens and fixed:
-                params.append(fixed[low // size])
-            elif opens:
-                span = slice(low, low + size)
-                target = _freely(rows[span], carry[span], factor[span, span]) if low else rows[span]
-                params.append(grid.fit(target.t().contiguous(), importance[span]))
-            elif low % grid.sub_size == 0 and not fixed:
-                span = slice(low, low + grid.sub_size)
-                target = _freely(rows[span], carry[span], factor[span, span])
-                params[-1] = grid.refit(target.t().contiguous(), params[-1], low % size, importance[span])
-            run = slice(low, high)
-            codes[run] = _columns(
-                rows[run], carry[run], errors[run], factor[run, run], grid, params[-1], low % size
-            )
-        carry[end:].addmm_(factor[start:end, end:].t(), errors[start:end])
-    return codes.t().contiguous(), params
-
-
-def _columns(
-    rows: Tensor, carry: Tensor, errors: Tensor, factor: Tensor, grid: Grid, params: Any, first: int
-) -> Tensor:
-    """Codes of one run of a group's columns, one after another; fills in their `errors`.
-
-    All `[run, out]`, factor the run's own; `first` is the place of the run in its group.
-    """
-    chosen = []
-    before = errors.t()
-    columns = zip(rows.unbind(), carry.unbind(), errors.unbind(), factor.diagonal().unbind(), strict=True)
-    for k, (row, carried, error, pivot) in enumerate(columns):
-        if k:
-            carried.addmv_(before[:, :k], factor[:k, k])
-        codes, values = grid.round_column(torch.addcdiv(row, carried, pivot), params, first + k)
-        chosen.append(codes)
-        torch.sub(row, values, out=error)
-    return torch.stack(chosen)
-
-
-def _freely(rows: Tensor, carry: Tensor, factor: Tensor) -> Tensor:
-    """Where a group's columns would go, given the errors before it, if they could take any value."""
-    identity = torch.eye(len(factor), device=factor.device)
-    inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
-    return torch.addmm(rows, inverse.t(), carry)
-
-
-def blocks(in_features: int, group_size: int) -> Iterator[tuple[int, int]]:
-    """Column ranges between lazy updates: about BLOCK wide, never crossing into a new group midway."""
-    width = group_size if group_size > BLOCK else BLOCK // group_size * group_size
-    for start in range(0, in_features, width):
-        end = min(start + width, in_features)
-        for low in range(start, end, BLOCK):
-            yield low, min(low + BLOCK, end)
-
-
-def runs(start: int, end: int, sub_size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a block that share one step each, at most RUN wide."""
-    low = start
-    while low < end:
-        high = min(end, (low // sub_size + 1) * sub_size, low + RUN)
-        yield low, high
-        low = high
-
-
 def _better(solved: _Sweep, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
     """The sweep's rows of one linear, or round to nearest where that loses less on the same inputs."""
-    baseline = rtn.quantize(weight, grid, hessian.diagonal() if grid.weighted else None)
-    scale = max(loss(weight, hessian), 1e-30)
-    rtn_error = loss(baseline.values() - weight, hessian) / scale
+    params = grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
+    sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
+    if solved.weight is not None:
+        sums += solved.lost[:, rows].sum(1)
+    full, rtn_loss, *lost = torch.stack(sums).tolist()
+    scale = max(full, 1e-30)
+    rtn_error = rtn_loss / scale
     if solved.weight is None:
+        baseline = rtn.nearest(weight, grid, params)
         return Solved(baseline, rtn_error, rtn_error, fallback=solved.note, notes=clipping(baseline))
     chosen = _rows(solved.weight, rows)
     notes = ((solved.note,) if solved.note else ()) + clipping(chosen)
-    error = loss(chosen.values() - weight, hessian) / scale
+    damped, damping = lost
+    error = (damped - damping) / scale
+    if not damped - damping > CANCELLED * damped:  # too little is left of their digits
+        error = loss(chosen.values() - weight, hessian) / scale
     if not error <= rtn_error:  # not a number loses, too
         reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
+        baseline = rtn.nearest(weight, grid, params)
+        notes = ((solved.note,) if solved.note else ()) + clipping(baseline)
         return Solved(baseline, rtn_error, rtn_error, fallback=reason, notes=notes)
     return Solved(chosen, error, rtn_error, notes=notes)
 

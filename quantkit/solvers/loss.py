@@ -11,8 +11,8 @@ WIDTH = 128  # columns of a loss computed at a time
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
-    """`dw H dwᵀ` of every row of `delta [out, in]`, float64 `[out]`, from one triangle of the symmetric H."""
-    total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
+    """`dw H dwᵀ` of every row of `delta [out, in]`, float32 `[out]`, from one triangle of the symmetric H."""
+    total = delta.new_zeros(len(delta))
     for start in range(0, len(hessian), WIDTH):
         block = slice(start, start + WIDTH)
         product = delta[:, block] @ hessian[block, block]
@@ -38,5 +38,5 @@ def weight_error(weight: Tensor, values: Tensor) -> float:
         values,
         weight,
     )
-    lost, whole = sums.double().sum(0).tolist()
+    lost, whole = sums.sum(0).tolist()
     return lost / max(whole, 1e-30)

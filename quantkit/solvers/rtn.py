@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.grids import Grid, QuantizedWeight, flat
+from quantkit.grids import rows as rows_of
+from quantkit.parallel import elements_at_once, for_each
 from quantkit.solvers import SiteStatistics, Solved, clipping
 from quantkit.solvers.clip import clipped_ranges
 from quantkit.solvers.loss import loss
@@ -23,6 +26,20 @@ def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
     """`weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
     codes = grid.round(weight.reshape(-1, grid.group_size), flat(params))
     return QuantizedWeight(grid, codes.view(weight.shape), params)
+
+
+def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
+    """`Ŵ - W`, `[out, in]`, of `nearest`."""
+    delta = torch.empty_like(weight)
+    rows = max(1, elements_at_once(weight.device) // weight.shape[1])
+
+    def work(part: slice) -> None:
+        values = weight[part].reshape(-1, grid.group_size).clone()
+        values = grid.nearest(values, flat(rows_of(params, part))).view_as(weight[part])
+        torch.sub(values, weight[part], out=delta[part])
+
+    for_each(work, [(slice(start, start + rows),) for start in range(0, len(weight), rows)])
+    return delta
 
 
 @dataclass(frozen=True)

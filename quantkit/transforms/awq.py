@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from quantkit.capture import Site
 from quantkit.grids import Grid
+from quantkit.parallel import elements_at_once
 from quantkit.solvers.loss import row_losses
 from quantkit.transforms import BlockView, Transformed
 from quantkit.transforms.fold import Producer, find_producer
 
-ROWS = 512  # rows looked at together
+ROWS = 512  # rows looked at together, at least
 SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
 
 
@@ -89,7 +90,7 @@ class Losses:
         chunks = [
             (part, grid, k)
             for k, (weight, grid) in enumerate(zip(weights, grids, strict=True))
-            for part in weight.split(ROWS)
+            for part in weight.split(max(ROWS, elements_at_once(weight.device) // weight.shape[1]))
         ]
         lost = [self._chunk(part, grid, None) for part, grid, _ in chunks]
         self.plain = [

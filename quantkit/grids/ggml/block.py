@@ -13,10 +13,9 @@ from torch import Tensor
 
 from quantkit.grids import by_rows, group, matrix, stack
 from quantkit.grids.ggml import fast, search
-from quantkit.parallel import for_each
+from quantkit.grids.levels import WholeLevels, usable
+from quantkit.parallel import elements_at_once, for_each
 
-CHUNK = 1 << 18  # weights encoded at a time: for fewer, torch takes longer to start a pass than to run it
-DEVICE_CHUNK = 1 << 24  # the same on an accelerator
 T = TypeVar("T")
 HALF_MAX = 65504.0
 HALF_MIN = 2.0**-24  # smallest positive float16 (subnormal)
@@ -98,29 +97,23 @@ def join(x: Tensor, blocks: int) -> Tensor:
 
 
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
-    """`work` on the rows of `weight [rows, in]`, about CHUNK weights at a time, in order.
+    """`work` on the rows of `weight [rows, in]`, a cacheful or all at a time, in order.
 
     On a CPU torch's threads each take chunks, instead of sharing in every one of a thousand short passes.
     """
-    on_cpu = weight.device.type == "cpu"
-    rows = max(1, (CHUNK if on_cpu else DEVICE_CHUNK) // max(1, weight.shape[1]))
+    rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
     parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     found: list = [None] * len(parts)
 
     def put(place: int) -> None:
         found[place] = work(parts[place])
 
-    places = [(place,) for place in range(len(parts))]
-    if on_cpu:
-        for_each(put, places)
-    else:
-        for place in places:
-            put(*place)
+    for_each(put, [(place,) for place in range(len(parts))])
     return found
 
 
 @dataclass(frozen=True)
-class BlockGrid:
+class BlockGrid(WholeLevels):
     """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
     bits. exact: search as ggml does, to the bit, or faster.
     """
@@ -204,22 +197,19 @@ class BlockGrid:
         step, low = self._steps(params)
         return by_rows(work, codes, weight, divisor(step), low)
 
-    def round_column(self, column: Tensor, params: Any, j: int) -> tuple[Tensor, Tensor]:
-        """Codes (float32) and values of column j of a block, both `[rows]`."""
-        step, low = params.sub_block(j // self.sub_size)
-        codes = self._nearest((column if low is None else column + low) / divisor(step))
-        values = self._level(codes).mul_(step)
-        return codes, values if low is None else values.sub_(low)
+    def steps(self, params: Any) -> tuple[Tensor, Tensor]:
+        """Step, and what is subtracted from its multiples by a code, `[sub-blocks, rows]`."""
+        return self.in_levels(*(part.t() for part in self._steps(params)))
 
-    def refit(self, weight: Tensor, params: Any, j: int, importance: Tensor) -> Any:
-        """Parameters whose sub-block at column j suits `weight [rows, sub_size]`; the others stay."""
+    def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for values `step * (code - offset) - low`."""
+        return usable(step), low + step * self.offset
+
+    def refit(self, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
+        """Parameters whose sub-block k suits `weight [sub_size, rows]`; the others stay."""
         from quantkit.grids.ggml.refit import refit
 
-        return refit(self, weight, params, j // self.sub_size, importance)
-
-    def levels_of(self, level: Tensor) -> Tensor:
-        """The levels that can be stored nearest to `level`, which is used up."""
-        return self._level(self._nearest(level))
+        return refit(self, weight, params, k, importance)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
         """Values, float32 `[rows, group_size]`, bit for bit ggml's (dequantize_row_*)."""

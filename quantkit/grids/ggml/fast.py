@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.search import EPSILON, Plan, extreme, over
+from quantkit.grids.ggml.search import EPSILON, Plan, over
+from quantkit.grids.ggml.search import total as total_in_order
 
 
 class Range(NamedTuple):
@@ -47,6 +48,17 @@ MANY_CODES = (
 SIGNED_RANGES = (0.2, -1.0, 1.4, -0.2)  # the largest weight gets code -(nmax + this)
 SIGNED_MOVES = (-0.6, 0.1)
 UNSIGNED_RANGES = (0.0, -1.0, -0.5, 0.5, 1.0)
+
+
+def total(terms: Tensor) -> Tensor:
+    """Sum over dimension 0; on an accelerator in whatever order takes one launch."""
+    return total_in_order(terms) if terms.device.type == "cpu" else terms.sum(0)
+
+
+def extreme(x: Tensor) -> Tensor:
+    """The value of largest magnitude of each column; of equals the negative one, for which nobody waits."""
+    high, low = x.amax(0), x.amin(0)
+    return torch.where(high > -low, high, low)
 
 
 def dot(*factors: Tensor, out: Tensor | None = None) -> Tensor:

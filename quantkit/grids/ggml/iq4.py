@@ -10,6 +10,7 @@ from torch import Tensor
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, SubScales, half, join, split
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.search import EPSILON, extreme, over, total
+from quantkit.grids.levels import TableLevels, usable
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 BLOCK = 32
@@ -60,8 +61,14 @@ def search(x: Tensor, weights: Tensor) -> Tensor:
     return scale.masked_fill_(zero, 0)
 
 
-class TableGrid(BlockGrid):
-    """`step * VALUES[code]`."""
+class TableGrid(TableLevels, BlockGrid):
+    """`step * VALUES[code]`. Levels are counted in half steps from the value 1: the midpoints are whole."""
+
+    level_table = tuple(2.0 * (value - 1) for value in VALUES)
+
+    def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Half a step, and what lies from the value 1 down to 0, for values `step * VALUES[code] - low`."""
+        return usable(step / 2), low - step
 
     def _level(self, codes: Tensor) -> Tensor:
         return levels(codes)

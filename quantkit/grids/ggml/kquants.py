@@ -20,7 +20,6 @@ from quantkit.grids.ggml.search import (
     finite,
     over,
     square_root,
-    total,
 )
 
 SUPER_BLOCK = 256
@@ -31,13 +30,16 @@ def error_weights(x: Tensor, importance: Tensor, power: Tensor) -> Tensor:
     return square_root((x * x).add_(power)).mul_(importance)
 
 
-def mean_square(x: Tensor, factor: float) -> Tensor:
-    """`factor` times the mean square of every super-block of `x [256, blocks]`."""
-    return total(x * x).mul_(factor).div_(SUPER_BLOCK)
+class SuperBlockGrid(BlockGrid):
+    """256 weights a block."""
+
+    def _mean_square(self, x: Tensor, factor: float) -> Tensor:
+        """`factor` times the mean square of every super-block of `x [256, blocks]`."""
+        return self._search.total(x * x).mul_(factor).div_(SUPER_BLOCK)
 
 
 @dataclass(frozen=True)
-class MinGrid(BlockGrid):
+class MinGrid(SuperBlockGrid):
     """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
 
     plan: of the search without importance. power: factor of the mean square in the weights with importance.
@@ -53,7 +55,7 @@ class MinGrid(BlockGrid):
         if blocks.importance is None:
             weights, plan = self._own_weights(x), self.plan
         else:
-            power = mean_square(blocks.x, self.power)
+            power = self._mean_square(blocks.x, self.power)
             weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
             plan = WITH_IMPORTANCE
         nmax = 2**self.bits - 1
@@ -62,7 +64,7 @@ class MinGrid(BlockGrid):
         if blocks.importance is None and self.exact:
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
-            share = total(weights).view(-1, n)
+            share = self._search.total(weights).view(-1, n)
             d, scales = self._search.make_qp(scale, share, self.scale_max)
             dmin, mins = self._search.make_qp(low, share, self.scale_max)
         d, dmin = half(d), half(dmin)
@@ -76,7 +78,11 @@ class MinGrid(BlockGrid):
     def _own_weights(self, x: Tensor) -> Tensor:
         """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
         weights = x.abs()
-        return weights if self.bits == 2 else weights.add_(square_root(total(x * x) / self.sub_size))
+        return (
+            weights
+            if self.bits == 2
+            else weights.add_(square_root(self._search.total(x * x) / self.sub_size))
+        )
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Unit and integers for `parts [sub-blocks, blocks]`, the largest part being scale_max units."""
@@ -86,7 +92,7 @@ class MinGrid(BlockGrid):
 
 
 @dataclass(frozen=True)
-class SignedGrid(BlockGrid):
+class SignedGrid(SuperBlockGrid):
     """Q3_K and Q6_K: signed scales and no mins."""
 
     def _finish(
@@ -135,10 +141,12 @@ class Q3KGrid(SignedGrid):
             square = x * x
             weights = square.add_(square.mean(0))
         else:
-            weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
+            weights = error_weights(blocks.x, blocks.importance, self._mean_square(blocks.x, 2))
             weights = split(weights, self.sub_size)
         scale, searched = self._make_qx(x, weights)
-        d, scales = self._search.make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
+        d, scales = self._search.make_qx(
+            scale.view(-1, n), self._search.total(weights).view(-1, n), 32, codes=True
+        )
         return self._finish(x, d, scales.sub_(32), searched)
 
 

@@ -22,45 +22,35 @@ SCALES = {
 
 
 def refit(grid: BlockGrid, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
-    """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [rows, sub_size]`.
+    """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size, rows]`.
 
     Of the present scale and its neighbours the one with the least squared error, by importance
-    `[sub_size]`; with each goes the min that suits its codes.
+    `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
     """
     if not isinstance(params, (SubScales, SubScalesAndMins)):
         return params
     lowest, highest = SCALES[grid.name]
-    candidates = [(params.scales[:, k] + change).clamp_(lowest, highest) for change in range(-SPAN, SPAN + 1)]
-    fit = _with_min if isinstance(params, SubScalesAndMins) else _without_min
-    errors, fitted = zip(
-        *(fit(grid, weight, params, scale, k, importance) for scale in candidates), strict=True
-    )
-    best = torch.stack(errors).argmin(0)
+    present = params.scales[:, k]
+    scales = torch.stack([present + change for change in range(-SPAN, SPAN + 1)]).clamp_(lowest, highest)
+    fitted = {"scales": scales}
+    steps = (params.d * scales)[:, None]  # [candidates, 1, rows]
+    low = steps.new_zeros(1)
+    if isinstance(params, SubScalesAndMins):  # codes for the present min, then the min for those codes
+        low = params.dmin * params.mins[:, k]
+        above = importance @ _errors(grid, weight, steps, low) / importance.sum() + low
+        fitted["mins"] = (above / divisor(params.dmin)).round_().clamp_(0, highest)
+        low = (params.dmin * fitted["mins"])[:, None]
+    best = (importance @ _errors(grid, weight, steps, low).square_()).argmin(0, keepdim=True)
     fields = {}
-    for name in fitted[0]:
-        values = getattr(params, name).clone()
-        values[:, k] = torch.stack([found[name] for found in fitted]).gather(0, best[None])[0]
-        fields[name] = values
+    for name, found in fitted.items():
+        fields[name] = getattr(params, name).clone()
+        fields[name][:, k] = found.gather(0, best)[0]
     return replace(params, **fields)
 
 
-def _without_min(
-    grid: BlockGrid, weight: Tensor, params: SubScales, scale: Tensor, k: int, importance: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    step = (params.d * scale)[:, None]
-    values = grid.levels_of(weight / divisor(step)).mul_(step)
-    return values.sub_(weight).square_() @ importance, {"scales": scale}
-
-
-def _with_min(
-    grid: BlockGrid, weight: Tensor, params: SubScalesAndMins, scale: Tensor, k: int, importance: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Codes for the present min, the min for those codes, and what both together lose."""
-    step = (params.d * scale)[:, None]
-    low = params.dmin * params.mins[:, k]
-    above = grid.levels_of((weight + low[:, None]) / divisor(step)).mul_(step).sub_(weight)
-    wanted = (above @ importance) / importance.sum() / divisor(params.dmin)
-    mins = wanted.round_().clamp_(0, SCALES[grid.name][1])
-    low = (params.dmin * mins)[:, None]
-    values = grid.levels_of((weight + low) / divisor(step)).mul_(step).sub_(low)
-    return values.sub_(weight).square_() @ importance, {"scales": scale, "mins": mins}
+def _errors(grid: BlockGrid, weight: Tensor, step: Tensor, low: Tensor) -> Tensor:
+    """What the nearest values lie above `weight`, `[candidates, sub_size, rows]`."""
+    unit, bottom = grid.in_levels(step, low)
+    level = (weight + bottom).div(unit)
+    grid.snap(level, level)
+    return level.mul_(unit).sub_(bottom).sub_(weight)
