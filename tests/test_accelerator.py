@@ -333,4 +333,4 @@ def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
         asked += ["--samples", "48", "--seqlen", "64", "--batch-size", "4"]
     planned = json.loads(far(*asked, "--dry-run", "--json").out)["plan"]["memory_bytes"]
     far(*asked, "-o", "made")
-    assert 0.5 * planned < DEVICE.peak < 1.05 * planned
+    assert (0.5 if "--samples" in rest else 0.3) * planned < DEVICE.peak < planned

@@ -26,7 +26,10 @@ INTERPRETER_BYTES = 300 * MIB
 LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}  # on the way: code and tables; with calibration more
 CALIBRATED = ("awq", "gguf", "gptq")  # with default options: by second moments of the inputs
 TRANSFORMED = ("awq",)
-TABLES = {"nf4": 72 * MIB}  # what making a grid's look-up tables takes for a moment
+TABLES = {"nf4": 72 * MIB}  # what making a grid's look-up tables takes for a moment, on the host
+AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see quantkit/parallel.py
+MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
+SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 READ = ("awq", "bitsandbytes", "compressed-tensors", "gguf", "gptq")  # layouts that quantkit decodes
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 GGUF_TYPE = "Q4_K_M"  # the default of `quantkit gguf`
@@ -109,14 +112,16 @@ def peak_memory(
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
     narrow = element < FLOAT32
     held = shapes.tokens * hidden * element if calibrated else 0
+    search = _search(shapes.largest_linear) if states else 0  # a CPU takes a cacheful at a time
+    tables = 0 if states else tables
     moving = 3 * shapes.batch_tokens * hidden * element if states == "host" else 0  # there, next and back
     if not calibrated:
-        copies = FLOAT32 * 4 * shapes.largest_linear + (block if narrow else 0)
+        copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
         working = 2 * rest + max(shapes.largest, block + copies, tables)
     else:
         # suspended batches hold the states they began with, wherever those are kept
         here = moving if states == "host" and not (suspend and not transform) else held + moving
-        running, solving = _steps(shapes, hessian, transform, suspend)
+        running, solving = _steps(shapes, hessian, transform, suspend, search)
         verifying = rest + max(shapes.largest, block + _batch(shapes) + FLOAT32 * 4 * shapes.largest_linear)
         working = rest + max(here + running, here + solving, here + verifying, tables)
     if states is None:
@@ -125,7 +130,7 @@ def peak_memory(
     reading = max(shapes.largest, block) + staged
     # the allocator of pinned memory hands out powers of two
     kept = 2 * held if states == "host" else 0
-    return Peak(int(working), int(later + reading + kept))
+    return Peak(int(MARGIN * working), int(later + reading + kept))
 
 
 def _batch(shapes: Shapes) -> int:
@@ -136,7 +141,12 @@ def _batch(shapes: Shapes) -> int:
     return shapes.batch_tokens * ((3 * hidden + 4 * widest) * element + narrow * widest * FLOAT32)
 
 
-def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool) -> tuple[int, int]:
+def _search(weights: int) -> int:
+    """Bytes of a range search and of what it finds, where as many weights as fit AT_ONCE are looked at."""
+    return FLOAT32 * (min(SEARCH * weights, AT_ONCE) + 3 * weights)
+
+
+def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search: int) -> tuple[int, int]:
     """What running a block and solving its largest site take, besides the states of all tokens."""
     element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
     narrow, suspend = element < FLOAT32, suspend and not transform
@@ -146,16 +156,18 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool) -> tup
     block = shapes.block * (FLOAT32 if transform else element)
     running = block + live + _batch(shapes) - (shapes.batch_tokens * flight if live else 0)
     running += sum(moments) if transform else max(moments)
-    if transform:
-        solving = sum(moments) + 2 * max(moments) + FLOAT32 * 3 * shapes.largest_linear
-    elif hessian:
+    solving = max(FLOAT32 * 4 * shapes.largest_linear, search)
+    if hessian:
         solving = max(
-            max(5 * FLOAT32 * width**2, FLOAT32 * (3 * width**2 + 4.25 * weights))
+            max(
+                5 * FLOAT32 * width**2, FLOAT32 * (3 * width**2 + 4.25 * weights), FLOAT32 * width**2 + search
+            )
             + narrow * FLOAT32 * weights
             for (_, width), weights in shapes.sites.items()
         )
-    else:
-        solving = FLOAT32 * 4 * shapes.largest_linear
+    if transform:  # all moments are there until their sites are solved
+        searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search)
+        solving = sum(moments) + max(searching, solving - max(moments) if search else 0)
     return running, solving + block + live + shapes.block // 2  # the last: what is staged, at 4 bit
 
 
