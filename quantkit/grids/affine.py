@@ -19,7 +19,7 @@ SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
 STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # of the range, by bits
 RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller
-MOVES = (1.0, 0.5)  # steps by which the best so far is made larger and smaller
+MOVES = (1.0,)  # steps by which the best so far is then made larger and smaller, move by move
 SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
 TEMPORARIES = 2 * len(RANGES)  # of the search: the candidates of a stage are tried together
 
@@ -42,7 +42,7 @@ class AffineGrid(WholeLevels):
     search: choose the range that minimises the importance-weighted squared rounding error, instead
     of covering the group's largest weight, coarse to fine. For each candidate the codes are rounded and the
     best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero; it saves
-    (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then twice both neighbours of the best.
+    (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then both neighbours of the best.
     clip: given second moments, round to nearest cuts off each group's range by AWQ's search instead.
     """
 
