@@ -1,6 +1,7 @@
 """Every command on a double of an accelerator (see far_device.py): it writes what the CPU writes."""
 
 import json
+import sys
 from pathlib import Path
 
 import families
@@ -13,6 +14,9 @@ from far_device import DEVICE
 from quantkit.containers import staging
 from quantkit.containers.gguf_file import read_header
 from quantkit.llamacpp.file_types import FILE_TYPES
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+import bench_launches  # noqa: E402
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CALIBRATED = ["--samples", "4", "--seqlen", "32", "--batch-size", "2"]
@@ -332,3 +336,26 @@ def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
     planned = json.loads(far(*asked, "--dry-run", "--json").out)["plan"]["memory_bytes"]
     far(*asked, "-o", "made")
     assert (0.5 if "--samples" in rest else 0.3) * planned < DEVICE.peak < planned
+
+
+# ---- launches, a GPU's cost
+
+
+@pytest.mark.parametrize(
+    "method, most",
+    [
+        ("gptq", 8),
+        ("gptq --refine 0", 4),
+        ("nf4 --solver gptq", 10),
+        ("awq: scales", 2),
+        ("awq: clipping", 3),
+    ],
+)
+def test_launches_of_a_column(method, most):
+    """At most so many kernels for a column of 1024, and no more for a matrix of twice the rows."""
+    run, _ = bench_launches.METHODS[method]
+    with far_device.present(), torch.inference_mode():
+        few, waits, _ = bench_launches.count(run, 32, 1024)
+        many, as_many_waits, _ = bench_launches.count(run, 64, 1024)
+    assert many <= few + 32 and few <= most * 1024
+    assert waits == as_many_waits
