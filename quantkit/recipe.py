@@ -197,6 +197,8 @@ def _nearest(key: str, known: Iterable[str]) -> list[str]:
         names.setdefault(name.rpartition(".")[2], name)
     section, _, last = key.replace("-", "_").rpartition(".")
     own = {name: full for name, full in names.items() if full.startswith(f"{section}.")}
+    if last in names:  # right, but in another section
+        return [names[last]]
     near = difflib.get_close_matches(last, own, 1) or difflib.get_close_matches(last, names, 1)
     return [names[name] for name in near]
 
