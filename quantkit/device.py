@@ -15,25 +15,35 @@ import torch
 from torch import Tensor
 
 from quantkit import processor
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 
 
 def choose_device(asked: str) -> torch.device:
     """The device asked for; `auto` is cuda where there is one.
 
     Products of float32 matrices on it are float32 from here on: Hessians and their factors do not survive
-    the 10 bits of TF32, which some distributions of torch switch on. Raises QuantkitError (exit code 4) for a
-    device that is not there.
+    the 10 bits of TF32, which some distributions of torch switch on. Raises QuantkitError for what is no
+    device (exit code 2), or is not there (4).
     """
     torch.set_float32_matmul_precision("highest")
     if asked == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(asked)
-        torch.empty(1, device=device).fill_(0)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except RuntimeError as error:
         raise QuantkitError(
-            f"device {asked!r} is not available: {first_line(error)}",
+            f"{asked!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    try:
+        if not getattr(torch, device.type).is_available():  # has no such module, or says no
+            raise RuntimeError(f"torch {torch.__version__} finds none")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        why = "nothing computes there" if isinstance(error, AttributeError) else first_line(error)
+        raise QuantkitError(
+            f"device {asked!r} is not available: {why}",
             hint="use --device cpu; quantkit doctor says what there is",
             exit_code=UNSUPPORTED,
         ) from error

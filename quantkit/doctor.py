@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from quantkit import __version__, processor
-from quantkit.errors import EXIT_CODES, first_line
+from quantkit.errors import EXIT_CODES, QuantkitError, first_line
 from quantkit.tables import megabytes
 
 SCHEMA = "quantkit.doctor/1"
@@ -72,6 +72,8 @@ def record(found: dict[str, list[Finding]]) -> dict:
 def _softly(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
+    except QuantkitError:  # a setting of the user's that makes no sense
+        raise
     except Exception as error:  # whatever is broken on this machine is what we are here to report
         yield Finding(check.__name__.strip("_"), "unknown", False, f"{type(error).__name__}: {error}")
 

@@ -13,6 +13,7 @@ from far_device import DEVICE
 
 from quantkit.containers import staging
 from quantkit.containers.gguf_file import read_header
+from quantkit.device import choose_device
 from quantkit.llamacpp.file_types import FILE_TYPES
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -246,7 +247,17 @@ def test_products_that_matter_are_not_rounded_to_tf32(far, source):
 
 def test_a_device_that_is_not_there(refuse, source):
     error, hint = refuse(4, "gptq", source, "--device", "far")
-    assert error == "device 'far' is not available: there is none" and "quantkit doctor" in hint
+    assert error == f"device 'far' is not available: torch {torch.__version__} finds none"
+    assert "quantkit doctor" in hint
+    error, _ = refuse(4, "gptq", source, "--device", "meta", "--dry-run")
+    assert error == "device 'meta' is not available: nothing computes there"
+    for nonsense in ("nonsense", "CUDA", "", "cuda:x"):
+        error, hint = refuse(2, "gptq", source, "--device", nonsense)
+        assert error == f"{nonsense!r} is no device" and "cuda:N" in hint
+
+
+def test_every_core_is_the_cpu():
+    assert choose_device("cpu:1") == choose_device("cpu") == torch.device("cpu")
 
 
 def test_doctor_tells_of_the_device(far, quantkit):
