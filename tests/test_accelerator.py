@@ -149,18 +149,22 @@ def test_an_importance_matrix_is_that_of_the_cpu(both, blocks_of_256):
 # ---- reading, measuring, running
 
 
-def close(found, wanted) -> None:
+# LLM.int8 rounds activations: one next to a midpoint moves by a whole step for another last bit
+ROUNDED = 0.05
+
+
+def close(found, wanted, rel: float = 1e-5) -> None:
     """Two JSON records are equal, numbers nearly: a device may add up in another order."""
     if isinstance(wanted, dict):
         assert found.keys() == wanted.keys()
         for key in wanted.keys() - {"device", "seconds"}:
-            close(found[key], wanted[key])
+            close(found[key], wanted[key], rel)
     elif isinstance(wanted, list):
         assert len(found) == len(wanted)
         for pair in zip(found, wanted, strict=True):
-            close(*pair)
+            close(*pair, rel)
     elif isinstance(wanted, float):
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+        assert found == pytest.approx(wanted, rel=rel, abs=1e-7)
     else:
         assert found == wanted
 
@@ -183,12 +187,13 @@ def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
         command = METHODS[method]
     make(command[0], source, *command[1:], "-o", made)
     asked = ["eval", source, made, "--text", text, "--ctx", 32, "--limit", 640]
-    close(json.loads(far(*asked, "--json", "-q").out), make(*asked))
+    rel = ROUNDED if method == "int8" else 1e-5
+    close(json.loads(far(*asked, "--json", "-q").out), make(*asked), rel)
 
 
 def test_eval_of_methods_that_are_tried(far, make, source, text):
     asked = ["eval", source, "--as", "nf4", "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
-    close(json.loads(far(*asked, "--json", "-q").out), make(*asked))
+    close(json.loads(far(*asked, "--json", "-q").out), make(*asked), ROUNDED)
 
 
 def test_eval_with_tasks(far, make, demo_model, text):
@@ -234,7 +239,7 @@ def test_states_that_wait_on_the_host_change_no_byte(both, source, method):
 
 def test_eval_without_float64(far, make, source, text):
     asked = ["eval", source, "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
-    close(json.loads(far(*asked, "--json", "-q", float64=False).out), make(*asked))
+    close(json.loads(far(*asked, "--json", "-q", float64=False).out), make(*asked), ROUNDED)
 
 
 def test_products_that_matter_are_not_rounded_to_tf32(far, source):
