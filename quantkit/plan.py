@@ -118,9 +118,13 @@ def frugal(execution: Execution) -> Execution | None:
 
 def out_of_memory(execution: Execution, block: int) -> QuantkitError:
     """What to tell when the device ran out of memory in a block, and what takes less."""
+    message = f"{execution.device} ran out of memory in block {block + 1}"
+    if frugal(execution):  # it went too far to begin the block again
+        hint = "finished blocks are kept: run the same command with --resume --states host"
+        return QuantkitError(message, hint, RESOURCES)
     less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
     return QuantkitError(
-        f"{execution.device} ran out of memory in block {block + 1}",
+        message,
         hint=f"start again with {less} --sequential {execution.sequential} --overwrite",
         exit_code=RESOURCES,
     )

@@ -15,6 +15,7 @@ from quantkit.containers import staging
 from quantkit.containers.gguf_file import read_header
 from quantkit.device import choose_device
 from quantkit.llamacpp.file_types import FILE_TYPES
+from quantkit.states import States
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import bench_launches  # noqa: E402
@@ -326,6 +327,25 @@ def test_memory_that_is_short_is_an_error_that_says_what_takes_less(far, source,
     assert "\nerror: far ran out of memory in block 1\n" in done.err
     assert "hint: start again with --batch-size 1 --sequential repeat --overwrite\n" in done.err
     assert not (tmp_path / "made").exists()
+
+
+def test_memory_that_runs_out_late_in_a_block_leaves_the_way_to_go_on(far, source, tmp_path, monkeypatch):
+    """States that were replaced already cannot begin the block again: a resumed job can."""
+    most = peak(far, source)
+    whole = States.__setitem__
+
+    def full(self, k, hidden):
+        whole(self, k, hidden)
+        if k:
+            raise torch.OutOfMemoryError("far: out of memory")
+
+    asked = ["gptq", source, *MANY, "-o", "made", "-q"]
+    with monkeypatch.context() as patch:
+        patch.setattr(States, "__setitem__", full)
+        done = far(*asked, limit=2 * most, code=5)
+    assert "hint: finished blocks are kept: run the same command with --resume --states host\n" in done.err
+    far(*asked, "--resume", "--states", "host")
+    same_tensors(tmp_path / "measured", tmp_path / "made")
 
 
 def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
