@@ -13,9 +13,8 @@ from quantkit.device import is_accelerator
 from quantkit.skeleton import FetchedBlock, Skeleton
 from quantkit.timings import Timings
 
-Source = tuple[
-    Checkpoint | None, bool
-]  # where to read from (None: the skeleton's own checkpoint), and `decoded`
+# Where a block is read from (None: the skeleton's own checkpoint), and `decoded`: see `Skeleton.load_block`.
+Source = tuple[Checkpoint | None, bool]
 
 
 def blocks(

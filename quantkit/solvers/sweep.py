@@ -50,9 +50,8 @@ def sweep(target: Tensor, grid: Grid, factor: Tensor, fixed: list | None = None)
     factor.div_(factor.diagonal().clone())  # B
     chosen = Chosen(
         codes=torch.empty(target.shape, dtype=torch.uint8, device=target.device),
-        delta=torch.zeros_like(
-            target
-        ),  # before a column is chosen: Σ over finished columns k of delta_k B_kj
+        # before column j is chosen: Σ over finished columns k of delta_k B_kj
+        delta=torch.zeros_like(target),
         params=[],
         lost=target.new_zeros(target.shape[1]),
     )
