@@ -14,7 +14,10 @@ from far_device import DEVICE
 from quantkit.containers import staging
 from quantkit.containers.gguf_file import read_header
 from quantkit.device import choose_device
+from quantkit.grids.affine import AffineGrid
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.llamacpp.file_types import FILE_TYPES
+from quantkit.solvers import rtn
 from quantkit.states import States
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
@@ -400,3 +403,19 @@ def test_launches_of_a_column(method, most):
         many, as_many_waits, _ = bench_launches.count(run, 64, 1024)
     assert many <= few + 32 and few <= most * 1024
     assert waits == as_many_waits
+
+
+# ---- others' checkpoints
+
+
+@pytest.mark.parametrize("order", ["in order", "scattered", "no order"])
+def test_columns_of_compressed_tensors_are_grouped_there(order):
+    layout = CompressedTensorsLayout(4, 32, True)
+    stored = layout.encode(rtn.quantize(torch.randn(16, 128), AffineGrid(4, 32)))
+    g_idx = torch.arange(128) // 32
+    order = {"in order": g_idx, "scattered": g_idx.flip(0), "no order": torch.full((128,), -1)}[order]
+    stored["weight_g_idx"] = order.int()
+    wanted = layout.decode(stored).values()
+    with far_device.present():
+        found = layout.decode({name: tensor.to("far") for name, tensor in stored.items()}).values()
+        assert found.device.type == "far" and torch.equal(found.cpu(), wanted)

@@ -147,7 +147,7 @@ class StoredWeight:
 
     def _column_group(self, in_features: int, group_size: int, groups: int) -> Tensor | None:
         """Group of each column, `[in]`; None where they lie in order and divide the row."""
-        trivial = torch.arange(in_features) // group_size
+        trivial = torch.arange(in_features, device=self.tensors["weight_scale"].device) // group_size
         stored = self.tensors.get("weight_g_idx", trivial).long()
         if (stored == -1).all():  # how compressed-tensors writes that there is no order
             stored = trivial
