@@ -25,9 +25,9 @@ JOB = """
 import sys, time
 from pathlib import Path
 import torch
-from quantkit import job, methods, pipeline
+from quantkit.quantize import job, methods, loop
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize.progress import Progress
 
 def status(key):
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
@@ -41,7 +41,7 @@ request = job.Request(source=model, method=method, options=methods.load(method).
                       calibration=CalibrationOptions(), run=RunOptions())
 prepared = job.prepare(request, Progress())
 ready = time.perf_counter() - start
-summary = pipeline.run(prepared, Progress())
+summary = loop.run(prepared, Progress())
 seconds = time.perf_counter() - start
 stages = {"prepare": ready} | summary.seconds
 print(seconds, status("VmHWM") - baseline, ", ".join(f"{k} {v:.1f}" for k, v in stages.items()), sep="\\t")

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 from quantkit.grids.ggml import TYPES
-from quantkit.heap import keep_freed_pages
 from quantkit.layouts.ggml import decode_rows, encode_rows
+from quantkit.models.heap import keep_freed_pages
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import ggml_library  # noqa: E402

@@ -62,11 +62,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    from quantkit import job, pipeline
-    from quantkit.device import choose_device
-    from quantkit.methods.gptq import Options
+    from quantkit.models.device import choose_device
     from quantkit.options import CalibrationOptions, RunOptions
-    from quantkit.progress import Progress
+    from quantkit.quantize import job, loop
+    from quantkit.quantize.methods.gptq import Options
+    from quantkit.quantize.progress import Progress
 
     device = choose_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def main() -> None:
         forward_rate = matmul_rate(getattr(torch, args.dtype), device, 4096, args.hidden, args.intermediate)
         hessian_rate = matmul_rate(torch.float32, device, args.hidden, 4096, args.hidden)
         before = time.process_time()
-        summary = pipeline.run(prepared, Progress())
+        summary = loop.run(prepared, Progress())
         cpu = time.process_time() - before
     forward, hessian = flops(args)
     ideal = forward / forward_rate + hessian / hessian_rate

@@ -21,13 +21,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from far_device import DEVICE, FAR  # noqa: E402
 
-from quantkit.grids import Grid, ggml  # noqa: E402
+from quantkit.grids import ggml  # noqa: E402
 from quantkit.grids.affine import AffineGrid  # noqa: E402
+from quantkit.grids.grid import Grid  # noqa: E402
 from quantkit.grids.nf4 import Nf4Grid  # noqa: E402
-from quantkit.solvers import SiteStatistics, Solver  # noqa: E402
-from quantkit.solvers.gptq import GptqSolver  # noqa: E402
-from quantkit.solvers.rtn import RtnSolver  # noqa: E402
-from quantkit.transforms.awq import Losses, search  # noqa: E402
+from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
+from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
+from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
+from quantkit.quantize.transforms.awq import Losses, search  # noqa: E402
 
 BLOCKS = 32
 SITES = {4096: 3, 14336: 1}  # inputs: sites of a block (q/k/v, o, gate/up; down)

@@ -22,9 +22,9 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from quantkit import job, methods, pipeline
+from quantkit.quantize import job, methods, loop
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize.progress import Progress
 
 def status(key):
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
@@ -41,12 +41,12 @@ torch.randn(64, 64) @ torch.randn(64, 64)
 method, tiny, model, out, samples, seqlen, mode = sys.argv[1:]
 options = {"solver": "rtn", "imatrix": "none"} if method == "gguf" else {}
 if method == "gguf":  # whose promise is so small that what it imports on its way would hide it
-    pipeline.run(prepare(tiny), Progress())
+    loop.run(prepare(tiny), Progress())
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
 baseline = status("VmRSS")
 prepared = prepare(model)
 predicted = prepared.plan.memory_bytes / 2**20
-pipeline.run(prepared, Progress())
+loop.run(prepared, Progress())
 print(baseline, status("VmHWM") - baseline, predicted)
 """
 

@@ -53,9 +53,9 @@ class Bench:
 
     def tokens(self, model: Path, samples: int, seqlen: int) -> Path:
         """The same block for every tool, cut as quantkit cuts it."""
-        from quantkit import calibration
-        from quantkit.checkpoint import Checkpoint
+        from quantkit.models.checkpoint import Checkpoint
         from quantkit.options import CalibrationOptions
+        from quantkit.text import calibration
 
         options = CalibrationOptions(self.args.calibration, samples=samples, seqlen=seqlen)
         rows = calibration.load(Checkpoint.open(str(model)), options).tokens.tolist()
@@ -180,10 +180,10 @@ def bench_quality(bench: Bench) -> None:
     """KL divergence to the demo model, the same calibration tokens for all."""
     import torch
 
-    from quantkit import evaluate
-    from quantkit import windows as windows_of
-    from quantkit.checkpoint import Checkpoint
     from quantkit.errors import QuantkitError
+    from quantkit.evaluation import evaluate
+    from quantkit.evaluation import windows as windows_of
+    from quantkit.models.checkpoint import Checkpoint
 
     model = demo_model(bench)
     base = Checkpoint.open(str(model))

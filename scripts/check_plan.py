@@ -26,9 +26,9 @@ import sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from quantkit import job, methods, pipeline
+from quantkit.quantize import job, methods, loop
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize.progress import Progress
 
 def status(key):
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))
@@ -38,7 +38,7 @@ torch.randn(64, 64) @ torch.randn(64, 64)
 method, model, out, samples, seqlen = sys.argv[1:]
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
 baseline = status("VmRSS")
-pipeline.run(job.prepare(job.Request(
+loop.run(job.prepare(job.Request(
     source=model, method=method, options=methods.load(method).Options(), output=Path(out),
     calibration=CalibrationOptions(samples=int(samples), seqlen=int(seqlen)), run=RunOptions(threads=1),
 ), Progress()), Progress())

@@ -86,8 +86,8 @@ def own_logits(folder: Path, ids: list[int]):
     """Logits `[tokens, vocabulary]` of quantkit's own decode in float32."""
     import torch
 
-    from quantkit.checkpoint import Checkpoint
-    from quantkit.skeleton import Skeleton
+    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.skeleton import Skeleton
 
     skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"))
     skeleton.load_rest()

@@ -1,4 +1,4 @@
-"""Regenerate quantkit/tasks/cloze.jsonl: passages whose last word is to be guessed, in LAMBADA's form.
+"""Regenerate quantkit/evaluation/tasks/cloze.jsonl: passages whose last word is to be guessed.
 
     python scripts/make_cloze.py
 

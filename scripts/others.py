@@ -98,10 +98,10 @@ def own_perplexity(folder: Path) -> float:
 
 def write_inputs(folder: Path) -> tuple[Path, list[list[int]]]:
     """The calibration tokens every tool is given, and the windows every client is measured on."""
-    from quantkit import calibration
-    from quantkit import windows as windows_of
-    from quantkit.checkpoint import Checkpoint
+    from quantkit.evaluation import windows as windows_of
+    from quantkit.models.checkpoint import Checkpoint
     from quantkit.options import CalibrationOptions
+    from quantkit.text import calibration
 
     base = Checkpoint.open(str(DEMO))
     tokens = folder / "tokens.json"

@@ -19,13 +19,14 @@ from pathlib import Path
 import outlier_twin
 import torch
 
-from quantkit import evaluate, job, methods, pipeline
-from quantkit import windows as windows_of
-from quantkit.checkpoint import Checkpoint
-from quantkit.comparison import record as records
-from quantkit.device import choose_device
+from quantkit.evaluation import evaluate
+from quantkit.evaluation import windows as windows_of
+from quantkit.evaluation.comparison import record as records
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import choose_device
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize import job, loop, methods
+from quantkit.quantize.progress import Progress
 
 ROOT = Path(__file__).parent.parent
 Job = tuple[str, dict]  # method, options
@@ -72,7 +73,7 @@ def quantize(model: str, output: Path, name: str, made: Job) -> str:
         run=RunOptions(),
         output=output / re.sub(r"\W+", "-", name),
     )
-    pipeline.run(job.prepare(request, Progress()), Progress())
+    loop.run(job.prepare(request, Progress()), Progress())
     print(f"{name} done", file=sys.stderr)
     return str(request.output)
 

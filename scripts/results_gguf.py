@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit import windows as windows_of
-from quantkit.checkpoint import Checkpoint
+from quantkit.evaluation import windows as windows_of
+from quantkit.models.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from quantkit import processor
+from quantkit.grids import processor
 
 END = "<|endoftext|>"  # comes before every document; also the bos, eos and padding token
 

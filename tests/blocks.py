@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.capture import Site, Statistics, find_sites, gathering
-from quantkit.checkpoint import Checkpoint
-from quantkit.grids import Grid
-from quantkit.skeleton import Skeleton
-from quantkit.solvers import SiteStatistics
-from quantkit.transforms import BlockView
+from quantkit.grids.grid import Grid
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.capture import Site, Statistics, find_sites, gathering
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.transforms import BlockView
 
 
 @dataclass

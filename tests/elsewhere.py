@@ -5,10 +5,11 @@ import io
 import json
 import sys
 
-from quantkit import calibration, cli
-from quantkit.checkpoint import Checkpoint
+from quantkit import cli
 from quantkit.errors import QuantkitError
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
+from quantkit.text import calibration
 
 
 def run(arguments: list[str]) -> dict:

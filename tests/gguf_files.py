@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers.gguf_file import Entry, GgufWriter
-from quantkit.llamacpp import metadata, tensors
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.llamacpp import metadata, tensors
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types
 

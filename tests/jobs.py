@@ -7,10 +7,10 @@ import families
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit import job, methods, pipeline
-from quantkit.finish import Summary
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize import job, loop, methods
+from quantkit.quantize.finish import Summary
+from quantkit.quantize.progress import Progress
 
 
 class Listener(Progress):
@@ -41,7 +41,7 @@ def prepare(
 
 def quantize(method: str, source: Path, output: Path, options: dict | None = None, **arguments) -> Summary:
     """`quantize("gptq", model, folder, {"bits": 8}, exclude=("v_proj",))`."""
-    return pipeline.run(prepare(method, source, output, options, **arguments), Progress())
+    return loop.run(prepare(method, source, output, options, **arguments), Progress())
 
 
 def calibration(folder: Path, samples: int = 6, seqlen: int = 32) -> CalibrationOptions:

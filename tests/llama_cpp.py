@@ -168,7 +168,7 @@ class Llama:
     def perplexity(self, windows: Iterable[Sequence[int]], first: Iterable[int]) -> float:
         """exp of the mean negative log likelihood; window k is scored from position `first[k]` on.
 
-        `quantkit.windows.Windows` holds both as `ids` and `first`.
+        `quantkit.evaluation.windows.Windows` holds both as `ids` and `first`.
         """
         losses = []
         for ids, start in zip(windows, first, strict=True):

@@ -1,6 +1,6 @@
 """Comparison records made up for tests: what `quantkit eval --json` would print of models that nobody ran."""
 
-from quantkit.comparison.record import pareto
+from quantkit.evaluation.comparison.record import pareto
 
 
 def estimate(value: float, stderr: float = 0.1) -> dict:

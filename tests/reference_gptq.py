@@ -10,8 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight
 
 
 def order_of(diagonal: list[float], group_size: int, act_order: str) -> list[int]:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from far_device import DEVICE
 
-from quantkit.containers import staging
-from quantkit.containers.gguf_file import read_header
-from quantkit.device import choose_device
 from quantkit.grids.affine import AffineGrid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.llamacpp.file_types import FILE_TYPES
-from quantkit.solvers import rtn
-from quantkit.states import States
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.device import choose_device
+from quantkit.models.llamacpp.file_types import FILE_TYPES
+from quantkit.quantize import staging
+from quantkit.quantize.solvers import rtn
+from quantkit.quantize.states import States
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import bench_launches  # noqa: E402

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.grids import QuantizedWeight, affine, flat, join, matrix, rows
+from quantkit.grids import affine
 from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight, flat, join, matrix, rows
 
 BITS = (2, 3, 4, 8)
 GRIDS = [
@@ -181,7 +182,7 @@ def test_importance_may_be_shared_or_given_for_each_weight():
 def test_fit_in_chunks_is_fit_at_once(monkeypatch):
     grid, weight = AffineGrid(4, 32, symmetric=False), groups("heavy")
     expected = grid.fit(weight, importances(32))
-    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 6 * 32 * affine.TEMPORARIES)  # six rows at a time
+    monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 6 * 32 * affine.TEMPORARIES)  # six rows at a time
     monkeypatch.setattr(affine, "SPAN", 2)
     params = grid.fit(weight, importances(32))
     assert torch.equal(params.scale, expected.scale) and torch.equal(params.zero, expected.zero)

@@ -4,14 +4,14 @@ import blocks
 import pytest
 import torch
 
-from quantkit.capture import Statistics
 from quantkit.grids.affine import AffineGrid
-from quantkit.solvers import rtn
-from quantkit.solvers.clip import SHRINKS, clipped_ranges
-from quantkit.solvers.loss import loss, row_losses
-from quantkit.solvers.rtn import RtnSolver
-from quantkit.transforms import awq
-from quantkit.transforms.awq import AwqTransform, Losses, search
+from quantkit.quantize.capture import Statistics
+from quantkit.quantize.solvers import rtn
+from quantkit.quantize.solvers.clip import SHRINKS, clipped_ranges
+from quantkit.quantize.solvers.loss import loss, row_losses
+from quantkit.quantize.solvers.rtn import RtnSolver
+from quantkit.quantize.transforms import awq
+from quantkit.quantize.transforms.awq import AwqTransform, Losses, search
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def token_by_token(x: torch.Tensor, delta: torch.Tensor) -> float:
 @pytest.mark.parametrize("symmetric", (True, False))
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, symmetric, seed):
-    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 4 * 32)
+    monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 4 * 32)
     monkeypatch.setattr(awq, "ROWS", 4)  # so that candidates are given up on the way
     x = inputs(32, 40, seed)
     weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers import staging
-from quantkit.containers.staging import Staging
 from quantkit.layouts.awq import AwqLayout
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.quantize import staging
+from quantkit.quantize.staging import Staging
 
 SMALL = {"group_size": 32, "n_grid": 8}
 RUN = {"batch_size": 2, "dtype": "float32"}

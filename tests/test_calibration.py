@@ -8,13 +8,13 @@ import pytest
 import torch
 from families import sentences
 
-from quantkit import calibration
-from quantkit.calibration import CalibrationSet
-from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.shipped import shipped_folder
-from quantkit.sources import PIECE_CHARS
+from quantkit.text import calibration
+from quantkit.text.calibration import CalibrationSet
+from quantkit.text.shipped import shipped_folder
+from quantkit.text.sources import PIECE_CHARS
 
 SHORT = "\n".join(sentences(100, seed=1)) + "\n"  # less than one piece
 LONG = "\n".join(sentences(2500, seed=2)) + "\n"

@@ -4,14 +4,15 @@ import pytest
 from families import FAMILIES, save_model, save_tokenizer
 from published import CONFIGS, gated
 
-from quantkit import job as jobs
-from quantkit import methods, processor
 from quantkit.capacity import devices, job, job_time, source, templates
 from quantkit.capacity.settings import Settings
-from quantkit.device import choose_dtype
 from quantkit.errors import QuantkitError
+from quantkit.grids import processor
+from quantkit.models.device import choose_dtype
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize import job as jobs
+from quantkit.quantize import methods
+from quantkit.quantize.progress import Progress
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 GIB = 1 << 30

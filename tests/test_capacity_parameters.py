@@ -12,8 +12,8 @@ from published import CONFIGS, PARAMETERS
 from quantkit.capacity import parameters, source, templates
 from quantkit.capacity.families import FAMILIES as TEMPLATES
 from quantkit.capacity.settings import Settings
-from quantkit.containers import safetensors_folder
 from quantkit.errors import QuantkitError
+from quantkit.models.containers import safetensors_folder
 
 FURTHER = {
     "gemma": (hf.GemmaConfig, {**GROUPED, "head_dim": 16}),

@@ -9,16 +9,16 @@ import torch
 from families import FAMILIES, GROUPED, save_model, save_tokenizer
 from safetensors.torch import save_file
 
-from quantkit import job as jobs
-from quantkit import methods
 from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
-from quantkit.containers.gguf_file import Entry, GgufWriter
-from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import QuantkitError
 from quantkit.layouts import _sizes
+from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
+from quantkit.quantize import job as jobs
+from quantkit.quantize import methods
+from quantkit.quantize.progress import Progress
 
 QUESTION = forecast.Question()
 

@@ -9,9 +9,9 @@ from published import CONFIGS, PARAMETERS
 
 from quantkit.capacity import formats, gguf, source, templates
 from quantkit.capacity.settings import Settings
-from quantkit.llamacpp import architectures, mixtures, tensors
-from quantkit.llamacpp.architectures import kv_heads
-from quantkit.llamacpp.file_types import Model
+from quantkit.models.llamacpp import architectures, mixtures, tensors
+from quantkit.models.llamacpp.architectures import kv_heads
+from quantkit.models.llamacpp.file_types import Model
 
 GIB = 1 << 30
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

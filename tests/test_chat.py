@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from quantkit import calibration
-from quantkit.chat import SHAREGPT_ROLES, column_of
-from quantkit.checkpoint import Checkpoint
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
+from quantkit.text import calibration
+from quantkit.text.chat import SHAREGPT_ROLES, column_of
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
 BOS, EOS = 0, 1

@@ -15,10 +15,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from stand_in_hub import SHA, TOKEN, environment
 
-from quantkit import hub
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers.safetensors_folder import INDEX, SINGLE, read_folder, read_header, write_folder
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
+from quantkit.models import hub
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.safetensors_folder import (
+    INDEX,
+    SINGLE,
+    read_folder,
+    read_header,
+    write_folder,
+)
 
 OLDER = "f" * 40
 TENSORS = {  # every size of element, a scalar, an empty tensor, and names whose order is not alphabetical
@@ -412,7 +418,7 @@ def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revisi
 
 RESOLVE = """
 import json, sys
-from quantkit import hub
+from quantkit.models import hub
 from quantkit.errors import QuantkitError
 for line in sys.stdin:
     try:

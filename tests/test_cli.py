@@ -21,11 +21,12 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from quantkit import cli, methods, plan, recipe
-from quantkit.checkpoint import MANIFEST
-from quantkit.containers import safetensors_folder, staging
-from quantkit.methods.gptq import Options
+from quantkit import cli
+from quantkit.models.checkpoint import MANIFEST
+from quantkit.models.containers import safetensors_folder
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize import methods, plan, recipe, staging
+from quantkit.quantize.methods.gptq import Options
 
 LINEARS = {  # name inside a block -> shape, of the model that `model` makes
     "self_attn.q_proj": [128, 128],
@@ -257,7 +258,9 @@ def test_a_terminal_gets_a_bar_and_no_color_no_colour(quantkit, model, small, mo
 
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatch, quiet):
-    monkeypatch.setattr("quantkit.solvers.gptq.factorize", lambda hessian, damp: (None, "made to fail"))
+    monkeypatch.setattr(
+        "quantkit.quantize.solvers.gptq.factorize", lambda hessian, damp: (None, "made to fail")
+    )
     done = quantkit("gptq", model, *small, *quiet)
     assert re.search("^fell back +14 linears", done.out, re.MULTILINE)
     manifest = json.loads(Path("tiny-gptq-w4g128/quantkit.json").read_text())

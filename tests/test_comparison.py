@@ -10,13 +10,15 @@ import jsonschema
 import pytest
 import records
 
-from quantkit.comparison import columns, table
-from quantkit.comparison.record import pareto
+from quantkit.evaluation.comparison import columns, table
+from quantkit.evaluation.comparison.record import pareto
 
 
 @pytest.fixture(scope="module")
 def validator():
-    schema = json.loads(importlib.resources.files("quantkit").joinpath("schemas/eval-2.json").read_text())
+    schema = json.loads(
+        importlib.resources.files("quantkit").joinpath("evaluation/comparison/eval-2.json").read_text()
+    )
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 

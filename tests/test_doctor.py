@@ -9,8 +9,10 @@ import psutil
 import pytest
 import torch
 
-from quantkit import __version__, doctor, processor
+from quantkit import __version__
 from quantkit.errors import EXIT_CODES
+from quantkit.grids import processor
+from quantkit.inspection import doctor
 
 
 @pytest.fixture(autouse=True)

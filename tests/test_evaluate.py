@@ -1,4 +1,4 @@
-"""quantkit.evaluate against transformers: whole models, whole logits, one window after another."""
+"""quantkit.evaluation.evaluate against transformers: whole models, whole logits, one window after another."""
 
 import dataclasses
 import functools
@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import log_softmax
 from typer.testing import CliRunner
 
-from quantkit import cli, evaluate, metrics, stream
-from quantkit import windows as windows_of
-from quantkit.checkpoint import Checkpoint
+from quantkit import cli
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
-from quantkit.layer_errors import read_layer_errors
-from quantkit.tokenizer_hash import tokenizer_sha256
+from quantkit.evaluation import evaluate, metrics, stream
+from quantkit.evaluation import windows as windows_of
+from quantkit.evaluation.layer_errors import read_layer_errors
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.tokenizer_hash import tokenizer_sha256
 
 CPU = torch.device("cpu")
 ALL = metrics.select(None)
@@ -389,7 +390,7 @@ def test_what_is_printed_fits_the_shipped_schema(tiny_model, text):
     for more in ("--max-kld 9 --max-ppl-increase 900%", "--metrics ppl", "--metrics dppl,top1"):
         done = CliRunner().invoke(cli.app, f"{words} {more}".split())
         record = json.loads(done.stdout)
-        schema = (Path(evaluate.__file__).parent / "schemas" / "eval-2.json").read_text()
+        schema = (Path(evaluate.__file__).parent / "comparison" / "eval-2.json").read_text()
         jsonschema.validate(record, json.loads(schema), jsonschema.Draft202012Validator)
         assert len(record["gates"]) == (2 if "max" in more else 0)
         assert record["models"][1]["layers"]["measure"] == "weight"

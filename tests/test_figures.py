@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import records
 
-from quantkit.comparison import figures, frame, page, png, svg
+from quantkit.evaluation.comparison import figures, frame, page, png, svg
 
 
 def test_figures_hold_the_records_numbers():

@@ -1,4 +1,4 @@
-"""quantkit.transforms.fold: what is found in every family is what its architecture says."""
+"""quantkit.quantize.transforms.fold: what is found in every family is what its architecture says."""
 
 import blocks
 import families
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import leaky_relu
 
-from quantkit.capture import Site, find_sites
-from quantkit.transforms import BlockView, fold
-from quantkit.transforms.fold import Producer, find_producer
+from quantkit.quantize.capture import Site, find_sites
+from quantkit.quantize.transforms import BlockView, fold
+from quantkit.quantize.transforms.fold import Producer, find_producer
 
 # All families have a hidden size of 64, 4 heads of 16, and 2 or 4 heads of keys and values, or 1.
 GROUPED = torch.arange(32).view(2, 1, 16).expand(2, 2, 16).flatten()  # two heads follow the rows of one

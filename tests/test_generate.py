@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from quantkit import generate, whole_model
-from quantkit.checkpoint import Checkpoint
-from quantkit.generate import Settings
+from quantkit.evaluation import generate, whole_model
+from quantkit.evaluation.generate import Settings
+from quantkit.models.checkpoint import Checkpoint
 
 CPU = torch.device("cpu")
 PROMPT = "Badeku kobu ridoma"
@@ -71,7 +71,7 @@ def test_of_packed_weights_it_is_that_of_the_decoded_ones(tiny_model, tmp_path):
 
 def test_int8_rounds_its_activations(tiny_model, tmp_path):
     """Every forward of the block that runs is the layout's own: equal to the loop's, token by token."""
-    from quantkit.skeleton import Skeleton
+    from quantkit.models.skeleton import Skeleton
 
     source = tiny_model("llama", tokenizer="bos")
     jobs.quantize("int8", source, tmp_path / "int8")

@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 
 from quantkit.errors import QuantkitError
-from quantkit.grids import QuantizedWeight, group
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.search import extreme, total
+from quantkit.grids.grid import QuantizedWeight, group
 from quantkit.layouts.ggml import GgmlLayout, decode_rows, encode_rows, pack, row_bytes, unpack
 
 PLAIN = ("F32", "F16", "BF16")
@@ -76,7 +76,7 @@ def test_bytes_equal_ggmls_encoder_on_real_weights(name, demo_model):
 @needs_ggml
 @pytest.mark.parametrize("name", TYPES)
 def test_a_matrix_of_many_chunks_has_the_bytes_of_its_rows(name, monkeypatch):
-    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 3 * WIDTH)
+    monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 3 * WIDTH)
     weight, importance = weights()[::8], importances()["wide"]
     grid = named(name)
     for costs in (None, importance):
@@ -134,7 +134,7 @@ def test_the_faster_search_survives_every_kind_of_row(name, costs):
 
 @pytest.mark.parametrize("name", ("Q4_K", "Q6_K", "Q4_0"))
 def test_threads_share_the_chunks_and_change_nothing(name, monkeypatch):
-    monkeypatch.setattr("quantkit.parallel.CACHEFUL", 3 * WIDTH)
+    monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 3 * WIDTH)
     weight = weights()[::6]
     alone = encode_rows(name, weight)
     values = decode_rows(name, alone, WIDTH)

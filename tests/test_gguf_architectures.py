@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers.gguf_file import read_header
 from quantkit.inspection import contents, record
-from quantkit.skeleton import Skeleton, check_complete
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.skeleton import Skeleton, check_complete
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402

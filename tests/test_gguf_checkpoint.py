@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers.gguf_file import Entry, GgufWriter, read_header
 from quantkit.errors import NOT_FOUND, QuantkitError
-from quantkit.llamacpp import tensors
-from quantkit.skeleton import Skeleton
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.gguf_file import Entry, GgufWriter, read_header
+from quantkit.models.llamacpp import tensors
+from quantkit.models.skeleton import Skeleton
 
 
 def error_of(function, *arguments, **options) -> QuantkitError:
@@ -201,7 +201,9 @@ def test_a_job_on_a_file_writes_what_it_writes_from_the_folder(tiny_model, tmp_p
     """F32 tensors survive the way through GGUF: permuted, transposed and shifted ones, too."""
     folder = tiny_model(family, **({"query_pre_attn_scalar": 16} if family == "gemma2" else {}))
     path = gguf_files.export(folder, folder.with_suffix(".gguf"))
-    monkeypatch.setattr("quantkit.llamacpp.checkpoint.GgufCheckpoint.write_companions", lambda *_: None)
+    monkeypatch.setattr(
+        "quantkit.models.llamacpp.checkpoint.GgufCheckpoint.write_companions", lambda *_: None
+    )
     jobs.quantize("nf4", folder, tmp_path / "from-folder")
     jobs.quantize("nf4", path, tmp_path / "from-file")
     expected, found = jobs.tensors(tmp_path / "from-folder"), jobs.tensors(tmp_path / "from-file")
@@ -215,7 +217,9 @@ def test_a_job_on_a_file_writes_what_it_writes_from_the_folder(tiny_model, tmp_p
 
 
 def test_a_quantized_file_is_a_source_only_on_demand(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantkit.llamacpp.checkpoint.GgufCheckpoint.write_companions", lambda *_: None)
+    monkeypatch.setattr(
+        "quantkit.models.llamacpp.checkpoint.GgufCheckpoint.write_companions", lambda *_: None
+    )
     folder = tiny_model("llama")
     path = gguf_files.export(folder, folder.with_suffix(".gguf"), "Q8_0")
     error = error_of(jobs.quantize, "nf4", path, tmp_path / "out")

@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import pytest
 
-from quantkit.containers import gguf_file
-from quantkit.containers.gguf_file import Entry, GgufWriter, read_header
 from quantkit.errors import QuantkitError
+from quantkit.models.containers import gguf_file
+from quantkit.models.containers.gguf_file import Entry, GgufWriter, read_header
 
 METADATA = {
     "general.architecture": "llama",

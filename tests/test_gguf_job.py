@@ -14,17 +14,18 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
-from quantkit import cli, evaluate, finish, imatrix_job, job, pipeline, windows
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers import staging
-from quantkit.containers.gguf_file import read_header
+from quantkit import cli
 from quantkit.errors import QuantkitError
-from quantkit.llamacpp import imatrix
-from quantkit.llamacpp.file_types import FILE_TYPES
-from quantkit.llamacpp.tensors import of_checkpoint
+from quantkit.evaluation import evaluate, windows
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.llamacpp import imatrix
+from quantkit.models.llamacpp.file_types import FILE_TYPES
+from quantkit.models.llamacpp.tensors import of_checkpoint
 from quantkit.options import RunOptions
-from quantkit.outputs import gguf as gguf_output
-from quantkit.progress import Progress
+from quantkit.quantize import finish, imatrix_job, job, loop, staging
+from quantkit.quantize.outputs import gguf as gguf_output
+from quantkit.quantize.progress import Progress
 
 pytest.importorskip("xllamacpp")
 import ggml_library  # noqa: E402
@@ -52,7 +53,7 @@ def exported(demo_model, tmp_path_factory) -> Path:
         jobs.prepare("gguf", demo_model, folder / f"{name}.gguf", options | {"type": (name,)})
         for name in FILE_TYPES
     ]
-    pipeline.run_all(prepared, Progress())
+    loop.run_all(prepared, Progress())
     return folder
 
 
@@ -170,10 +171,10 @@ def test_a_killed_job_goes_on_to_the_same_bytes(demo_model, fed_back, tmp_path, 
 
         patch.setattr(prepared.staging, "write_block", die, raising=False)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.run(prepared, Progress())
+            loop.run(prepared, Progress())
     assert not out.exists()
     again = jobs.prepare("gguf", demo_model, out, {"type": ("Q4_K_M",)}, resume=True, **arguments)
-    pipeline.run(again, Progress())
+    loop.run(again, Progress())
     assert out.read_bytes() == path.read_bytes()
 
 

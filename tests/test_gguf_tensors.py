@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers.gguf_file import read_header
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.llamacpp import configuration, metadata, tensors
-from quantkit.llamacpp.architectures import TABLE
-from quantkit.llamacpp.tensors import Target
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.llamacpp import configuration, metadata, tensors
+from quantkit.models.llamacpp.architectures import TABLE
+from quantkit.models.llamacpp.tensors import Target
 
 
 def error_of(function, *arguments, **options) -> QuantkitError:

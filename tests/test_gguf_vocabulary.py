@@ -24,14 +24,14 @@ from vocabularies import (
     trained,
 )
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers.gguf_file import read_header
 from quantkit.errors import QuantkitError
-from quantkit.evaluate import check_comparable
-from quantkit.llamacpp.pre_tokenizers import ROWS, by_name
-from quantkit.llamacpp.tokenizer import from_metadata
-from quantkit.llamacpp.vocabulary import metadata
-from quantkit.tokenizer_hash import SAMPLE, tokenizer_sha256
+from quantkit.evaluation.evaluate import check_comparable
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.llamacpp.pre_tokenizers import ROWS, by_name
+from quantkit.models.llamacpp.tokenizer import from_metadata
+from quantkit.models.llamacpp.vocabulary import metadata
+from quantkit.models.tokenizer_hash import SAMPLE, tokenizer_sha256
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402

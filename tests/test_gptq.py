@@ -1,4 +1,4 @@
-"""quantkit.solvers.gptq against the paper (reference_gptq.py), against round to nearest, and at its edges.
+"""quantize.solvers.gptq against the paper (reference_gptq.py), against round to nearest, and at its edges.
 
 `refine=0` is the paper's algorithm and no more; the default adds cycles of coordinate descent.
 """
@@ -13,14 +13,15 @@ from reference_gptq import order_of
 from reference_gptq import refine as reference_refine
 from torch import Tensor
 
-from quantkit.grids import Grid, QuantizedWeight, ggml, group, join
+from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.grid import Grid, QuantizedWeight, group, join
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.solvers import SiteStatistics, gptq, rtn
-from quantkit.solvers.gptq import GptqSolver, factorize
-from quantkit.solvers.refine import refine
-from quantkit.solvers.rtn import RtnSolver
-from quantkit.solvers.sweep import Chosen
+from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
+from quantkit.quantize.solvers.gptq import GptqSolver, factorize
+from quantkit.quantize.solvers.refine import refine
+from quantkit.quantize.solvers.rtn import RtnSolver
+from quantkit.quantize.solvers.sweep import Chosen
 
 ORDERS = ("none", "group", "full")
 

@@ -107,7 +107,7 @@ def calibrate(hub, model, process):
 
 @pytest.fixture
 def decode(model):
-    from quantkit.checkpoint import Checkpoint
+    from quantkit.models.checkpoint import Checkpoint
 
     tokenizer = Checkpoint.open(str(model)).tokenizer
     return lambda answer: tokenizer.decode([token for row in answer["tokens"] for token in row])

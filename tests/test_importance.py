@@ -1,4 +1,4 @@
-"""quantkit.importance against hooks in transformers' own forward pass, and the command `quantkit imatrix`."""
+"""quantize.importance against hooks in transformers' own forward pass, and the command `quantkit imatrix`."""
 
 import json
 import sys
@@ -12,13 +12,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from quantkit import calibration, cli, imatrix_job, importance
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers import gguf_file
-from quantkit.llamacpp import imatrix
+from quantkit import cli
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import gguf_file
+from quantkit.models.llamacpp import imatrix
+from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions
-from quantkit.progress import Progress
-from quantkit.skeleton import Skeleton
+from quantkit.quantize import imatrix_job, importance
+from quantkit.quantize.progress import Progress
+from quantkit.text import calibration
 
 CPU = torch.device("cpu")
 LLAMA = {

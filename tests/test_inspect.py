@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from stand_in_hub import Elsewhere
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers import safetensors_folder
 from quantkit.errors import QuantkitError
 from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
-from quantkit.skeleton import Skeleton
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import safetensors_folder
+from quantkit.models.skeleton import Skeleton
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 RTN = {"solver": "rtn"}

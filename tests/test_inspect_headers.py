@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.inspection import agreement, architecture, clients, names, positions, record
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import NF4, weights_of
+from quantkit.models.containers.safetensors_folder import TensorInfo
 
 # ---- codes, as other tools write them, too
 

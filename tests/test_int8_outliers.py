@@ -10,12 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from quantkit import evaluate, pipeline
-from quantkit import windows as windows_of
-from quantkit.checkpoint import Checkpoint
+from quantkit.evaluation import evaluate
+from quantkit.evaluation import windows as windows_of
 from quantkit.layouts.bitsandbytes import Int8Linear
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.progress import Progress
+from quantkit.quantize import loop
+from quantkit.quantize.progress import Progress
 
 HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
 CHANNELS = [17, 90, 201]
@@ -114,7 +115,7 @@ def test_codes_do_not_depend_on_calibration_or_threshold(twin, written):
         output = twin.parent / f"free-{threshold:g}"
         job = jobs.prepare("int8", twin, output, {"threshold": threshold}, dtype="float32")
         assert not job.method.needs
-        pipeline.run(job, Progress())
+        loop.run(job, Progress())
         assert (output / "model.safetensors").read_bytes() == (written / "model.safetensors").read_bytes()
         config = json.loads((output / "config.json").read_text())["quantization_config"]
         assert config["llm_int8_threshold"] == threshold

@@ -5,10 +5,10 @@ import torch
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight
+from quantkit.layouts import LinearSpec
 from quantkit.layouts.awq import AwqLayout
-from quantkit.spec import LinearSpec
 
 OUT, IN, GROUP = 24, 96, 32
 COLUMN_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]

@@ -7,12 +7,12 @@ import torch
 
 from quantkit import layouts
 from quantkit.errors import RUNTIME, UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
+from quantkit.grids.grid import QuantizedWeight
 from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
+from quantkit.layouts import LinearSpec
 from quantkit.layouts.bitsandbytes import STATE, Int8Layout, Nf4Layout
-from quantkit.solvers import rtn
-from quantkit.spec import LinearSpec
+from quantkit.quantize.solvers import rtn
 
 OUT, IN = 24, 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,12 +9,12 @@ import torch
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight
+from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.schemes import Numbers
-from quantkit.methods import gptq
-from quantkit.spec import LinearSpec
+from quantkit.quantize.methods import gptq
 
 OUT, IN, GROUP = 32, 96, 32
 CELLS = list(product((4, 8), (GROUP, IN), (True, False)))

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight
+from quantkit.layouts import LinearSpec
 from quantkit.layouts._packing import pack, unpack
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.spec import LinearSpec
 
 BITS = (2, 3, 4, 8)
 OUT, IN, GROUP = 64, 96, 32

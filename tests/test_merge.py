@@ -5,8 +5,8 @@ import json
 import pytest
 import records
 
-from quantkit.comparison import merge
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation.comparison import merge
 
 
 @pytest.fixture

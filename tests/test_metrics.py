@@ -1,4 +1,4 @@
-"""quantkit.metrics against literal recomputations: the jackknife for standard errors, numpy for quantiles."""
+"""metrics against literal recomputations: the jackknife of standard errors, numpy for quantiles."""
 
 import math
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit import metrics
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.metrics import Scores
+from quantkit.evaluation import metrics
+from quantkit.evaluation.metrics import Scores
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""quantkit.llamacpp.mixtures: every tensor gets the type that llama-quantize gives it.
+"""quantkit.models.llamacpp.mixtures: every tensor gets the type that llama-quantize gives it.
 
 `data/gguf_mixtures.json` holds what `llama_model_quantize` of llama.cpp v0.5.0 did, written by
 `scripts/gguf_mixtures.py`: `[file type, importance matrix?, options, types]`; `*` is the type of all tensors
@@ -13,9 +13,9 @@ import gguf
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.llamacpp import tensors as tensors_of
-from quantkit.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
-from quantkit.llamacpp.mixtures import Choice, Wishes, choose, nbytes, stays_float
+from quantkit.models.llamacpp import tensors as tensors_of
+from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
+from quantkit.models.llamacpp.mixtures import Choice, Wishes, choose, nbytes, stays_float
 
 ANSWERS = json.loads((Path(__file__).parent / "data" / "gguf_mixtures.json").read_text())
 SMALL = Model("llama", 2, 4, 4)

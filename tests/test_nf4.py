@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from quantkit.grids import group, nf4
+from quantkit.grids import nf4
+from quantkit.grids.grid import group
 from quantkit.grids.nf4 import NESTED_BLOCK, NestedParams, Nf4Grid, Nf4Params
 from quantkit.layouts.bitsandbytes import Nf4Layout
-from quantkit.solvers import rtn
+from quantkit.quantize.solvers import rtn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

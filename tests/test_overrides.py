@@ -7,10 +7,10 @@ import jobs
 import pytest
 import torch
 
-from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.grids.affine import AffineGrid
-from quantkit.solvers import rtn
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.quantize.solvers import rtn
 
 RTN = {"solver": "rtn", "group_size": 32, "mse": False}
 PLAIN = (4, 32)
@@ -150,14 +150,14 @@ def test_fused_linears_that_differ_are_told_and_others_are_not(model, tmp_path):
 
 
 def test_a_job_resumes_only_with_its_own_overrides(model, tmp_path, monkeypatch):
-    from quantkit import pipeline
-    from quantkit.containers.staging import Staging
+    from quantkit.quantize import loop
+    from quantkit.quantize.staging import Staging
 
     job = jobs.prepare("gptq", model, tmp_path / "out", RTN, override=("v_proj=8",))
     assert job.fingerprint["override"] == ["v_proj=8"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Staging, "assemble", interrupt)
-        pipeline.run(job, jobs.Listener())
+        loop.run(job, jobs.Listener())
     stored = json.loads((tmp_path / "out.partial" / "fingerprint.json").read_text())
     assert stored["override"] == ["v_proj=8"]
     with pytest.raises(QuantkitError, match="another job; different: --override") as error:

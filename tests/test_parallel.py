@@ -1,4 +1,4 @@
-"""quantkit.parallel: every piece once, whatever the number of threads."""
+"""quantkit.grids.parallel: every piece once, whatever the number of threads."""
 
 import threading
 import time
@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from quantkit import grids, parallel
+from quantkit.grids import grid, parallel
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.solvers import rtn
+from quantkit.quantize.solvers import rtn
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -69,4 +69,4 @@ def test_is_finite(threads, damage):
         tensor = torch.full(shape, 3e38)  # its sum overflows
         if damage is not None:
             tensor.view(-1)[5] = damage
-        assert grids.is_finite(tensor) == (damage is None)
+        assert grid.is_finite(tensor) == (damage is None)

@@ -292,7 +292,7 @@ OPT_175B = {
 
 def test_large_models_stay_in_80_columns(quantkit, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("quantkit.processor.cores", lambda: 2)
+    monkeypatch.setattr("quantkit.grids.processor.cores", lambda: 2)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(OPT_175B))
     for arguments in ([path], [path, "--gpu", "rtx-pro-6000"], [path, "--gpu", "h200", "--gpus", 16]):

@@ -1,4 +1,4 @@
-"""quantkit.processor: what the processor says, what the environment takes away, what torch sees."""
+"""quantkit.grids.processor: what the processor says, what the environment takes away, what torch sees."""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from quantkit import processor
 from quantkit.errors import QuantkitError
+from quantkit.grids import processor
 
 CASCADE_LAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw avx512_vnni"
 SAPPHIRE_RAPIDS = f"{CASCADE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_int8"

@@ -3,9 +3,10 @@
 import jobs
 import pytest
 
-from quantkit import finish, model_card, pipeline
 from quantkit.errors import QuantkitError
-from quantkit.progress import Progress
+from quantkit.quantize import finish, loop
+from quantkit.quantize.outputs import model_card
+from quantkit.quantize.progress import Progress
 
 
 def test_an_output_that_appeared_meanwhile_is_not_replaced(tiny_model, tmp_path, monkeypatch):
@@ -36,7 +37,7 @@ def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, sourc
     from dataclasses import replace
 
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
-    summary = replace(pipeline.run(prepared, Progress()), source=source)
+    summary = replace(loop.run(prepared, Progress()), source=source)
     card = model_card.render(prepared, summary)
     assert f"\nbase_model: {base}\n" in card and f"\n{base}, compressed by quantkit" in card
     assert f"quantkit {command}" in card
@@ -47,5 +48,5 @@ def test_the_card_of_a_calibrated_method_tells_output_errors(tiny_model, tmp_pat
     source = tiny_model("llama", tokenizer=True)
     arguments = {"calibration": jobs.calibration(tmp_path)}
     prepared = jobs.prepare("gptq", source, tmp_path / "out", {"group_size": 32}, **arguments)
-    card = model_card.render(prepared, pipeline.run(prepared, Progress()))
+    card = model_card.render(prepared, loop.run(prepared, Progress()))
     assert "Mean relative output error of a linear: " in card

@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_layout_compressed_tensors import IN, OUT, random_weight
 
-from quantkit import job, pipeline
-from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, detect
 from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear, rounded
 from quantkit.layouts.compressed_tensors.schemes import Numbers
-from quantkit.methods import gptq
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
-from quantkit.skeleton import Skeleton
+from quantkit.quantize import job, loop
+from quantkit.quantize.methods import gptq
+from quantkit.quantize.progress import Progress
 
 FLOAT8 = torch.float8_e4m3fn
 TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -253,7 +253,7 @@ def test_what_the_pipeline_writes_is_what_it_reads(tiny_model, tmp_path):
         run=RunOptions(exclude=(r"\.1\.mlp",), override=(r"down_proj=8,-1",), threads=1, dtype="float32"),
         output=tmp_path / "out",
     )
-    summary = pipeline.run(job.prepare(request, Progress()), Progress())
+    summary = loop.run(job.prepare(request, Progress()), Progress())
     plain, packed = Checkpoint.open(str(source)), Checkpoint.open(str(tmp_path / "out"))
     assert packed.names and set(packed.names) == set(plain.names)
     assert (summary.linears, summary.kept) == (18, 3)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quantkit import methods, recipe
 from quantkit.errors import QuantkitError
-from quantkit.methods.gptq import Options
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.recipe import Recipe
+from quantkit.quantize import methods, recipe
+from quantkit.quantize.methods.gptq import Options
+from quantkit.quantize.recipe import Recipe
 
 OPTIONS = [f"quant.{field.name}" for field in dataclasses.fields(Options)]
 OPTIONS += [f"calibration.{field.name}" for field in dataclasses.fields(CalibrationOptions)]

@@ -15,8 +15,8 @@ import records
 from records import NASTY
 
 from quantkit import cli
-from quantkit.comparison import figures, page, png, svg
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE
+from quantkit.evaluation.comparison import figures, page, png, svg
 
 
 @pytest.fixture

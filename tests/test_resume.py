@@ -20,19 +20,20 @@ import pytest
 import torch
 import yaml
 
-from quantkit import cli, finish, pipeline
-from quantkit import job as jobs
-from quantkit.checkpoint import Checkpoint
-from quantkit.containers import safetensors_folder, staging
-from quantkit.outputs import folder
-from quantkit.skeleton import Skeleton
+from quantkit import cli
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import safetensors_folder
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import finish, loop, staging
+from quantkit.quantize import job as jobs
+from quantkit.quantize.outputs import folder
 
 BLOCKS = 6
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": BLOCKS}
 OPTIONS = "-o out --group-size 64 --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__])
-assert pipeline  # imported here for the server's sake
+assert loop  # imported here for the server's sake
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,15 +7,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quantkit import job, methods, spec
-from quantkit.capture import RepeatedForward, Site, Statistics, SuspendedForward, find_sites
-from quantkit.checkpoint import Checkpoint
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.affine import AffineGrid
+from quantkit.layouts import LinearSpec
 from quantkit.layouts.gptq import GptqLayout
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton, check_complete
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
-from quantkit.skeleton import Skeleton, check_complete
+from quantkit.quantize import job, linears, methods
+from quantkit.quantize.capture import RepeatedForward, Site, Statistics, SuspendedForward, find_sites
+from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")
 TOKENS = 40  # more than the sliding window of mistral, gemma2 and gemma3
@@ -100,8 +101,8 @@ def rewrite(folder, change) -> None:
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
 
 
-def resolve(skeleton: Skeleton, exclude: list[str]) -> list[spec.LinearSpec]:
-    return spec.resolve(skeleton, lambda *shape: AffineGrid(4, 32), GptqLayout(4, 32), exclude, [])
+def resolve(skeleton: Skeleton, exclude: list[str]) -> list[LinearSpec]:
+    return linears.resolve(skeleton, lambda *shape: AffineGrid(4, 32), GptqLayout(4, 32), exclude, [])
 
 
 def refused(folder) -> QuantkitError:

@@ -7,12 +7,12 @@ import pytest
 from families import sentences
 from pyarrow import parquet
 
-from quantkit import hub_datasets, sources
-from quantkit.chat import Conversation
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
-from quantkit.hub_datasets import DatasetId
 from quantkit.options import CalibrationOptions
-from quantkit.sources import BUFFER, PIECE_CHARS, open_source
+from quantkit.text import hub_datasets, sources
+from quantkit.text.chat import Conversation
+from quantkit.text.hub_datasets import DatasetId
+from quantkit.text.sources import BUFFER, PIECE_CHARS, open_source
 
 TEXTS = sentences(3000, seed=5)
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from quantkit import methods
 from quantkit.cli import commands
+from quantkit.quantize import methods
 
 RUN = """import json, sys
 from quantkit.cli import main
@@ -41,7 +41,7 @@ def test_the_help_imports_no_command(imported):
     found = imported("--help")
     assert not found & (LIBRARIES | RARE | {"yaml", "pydantic"})
     assert {name for name in found if name.startswith("quantkit")} == {
-        "quantkit", "quantkit.errors", "quantkit.methods", "quantkit.cli", "quantkit.cli.commands",
+        "quantkit", "quantkit.errors", "quantkit.quantize.methods", "quantkit.cli", "quantkit.cli.commands",
         "quantkit.cli.manners",
     }  # fmt: skip
 
@@ -49,8 +49,8 @@ def test_the_help_imports_no_command(imported):
 def test_a_command_imports_no_other_command(imported):
     found = imported("nf4", "--help")
     assert not found & (LIBRARIES | RARE)
-    assert {"quantkit.methods.nf4", "quantkit.cli.quantize"} <= found
-    assert not found & {"quantkit.methods.gguf", "quantkit.cli.evaluate", "quantkit.cli.plan"}
+    assert {"quantkit.quantize.methods.nf4", "quantkit.cli.quantize"} <= found
+    assert not found & {"quantkit.quantize.methods.gguf", "quantkit.cli.evaluate", "quantkit.cli.plan"}
 
 
 def test_plan_loads_nothing(imported, demo_model):
@@ -61,7 +61,7 @@ def test_plan_loads_nothing(imported, demo_model):
 def test_a_job_imports_nothing_rare(imported, demo_model, method):
     small = ["--samples", "2", "--seqlen", "32"] if method == "gptq" else []
     found = imported(method, demo_model, "-o", "out", *small)
-    assert {"torch", "transformers.modeling_utils", "quantkit.pipeline"} <= found
+    assert {"torch", "transformers.modeling_utils", "quantkit.quantize.loop"} <= found
     assert not found & (RARE)
 
 

@@ -12,11 +12,12 @@ import torch
 import transformers
 from torch.nn.functional import log_softmax
 
-from quantkit import cli, tasks
-from quantkit.checkpoint import Checkpoint
+from quantkit import cli
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.stream import StreamedModel
-from quantkit.tasks import Tasks, score
+from quantkit.evaluation import tasks
+from quantkit.evaluation.stream import StreamedModel
+from quantkit.evaluation.tasks import Tasks, score
+from quantkit.models.checkpoint import Checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 

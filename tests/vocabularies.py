@@ -21,9 +21,9 @@ from tokenizers import (
 )
 from transformers.tokenization_utils_base import generate_merges
 
-from quantkit.containers.gguf_file import Entry, GgufWriter
-from quantkit.llamacpp.pre_tokenizers import ROWS
-from quantkit.tokenizer_hash import SAMPLE
+from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.llamacpp.pre_tokenizers import ROWS
+from quantkit.models.tokenizer_hash import SAMPLE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPECIAL = ("<s>", "</s>", "<unk>")

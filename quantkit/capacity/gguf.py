@@ -9,9 +9,9 @@ from functools import cache
 from quantkit.capacity import templates
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.llamacpp import architectures, mixtures
-from quantkit.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
-from quantkit.llamacpp.file_types import Model
+from quantkit.models.llamacpp import architectures, mixtures
+from quantkit.models.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
+from quantkit.models.llamacpp.file_types import Model
 
 ALIGNMENT = 32
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))

@@ -16,12 +16,12 @@ from typing import Any
 
 from quantkit.capacity.parameters import CONV1D_FAMILIES, Entry
 from quantkit.capacity.settings import Settings
-from quantkit.containers import gguf_file
-from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection.gguf_config import config_of
-from quantkit.llamacpp import architectures
-from quantkit.llamacpp.architectures import Architecture
+from quantkit.models.containers import gguf_file
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.llamacpp import architectures
+from quantkit.models.llamacpp.architectures import Architecture
 
 FLOATS = ("F32", "F16", "BF16")
 # Architectures that are no row of the table, whose caches are those of a family that attention.py knows.

@@ -1,4 +1,4 @@
-"""What a quantization job takes: peak memory and disk, from shapes; quantkit/plan.py asks here, too.
+"""What a quantization job takes: peak memory and disk, from shapes; quantkit/quantize/plan.py asks here, too.
 
 The loop (pipeline.py) holds what lies outside the blocks, one block, and the hidden states of all
 calibration tokens. Its peak is in one of three places: where a batch runs through the block, where the
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit import processor
 from quantkit.capacity import formats, job_time
 from quantkit.capacity.devices import Device
 from quantkit.capacity.job_time import BATCH_TOKENS
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
+from quantkit.grids import processor
 
 SAMPLES, SEQLEN = 128, 512  # calibration where nothing is said: the shipped text
 MIB = 1 << 20
@@ -27,7 +27,9 @@ LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}  # on the way: code and t
 CALIBRATED = ("awq", "gguf", "gptq")  # with default options: by second moments of the inputs
 TRANSFORMED = ("awq",)
 TABLES = {"nf4": 72 * MIB}  # what making a grid's look-up tables takes for a moment, on the host
-AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see quantkit/parallel.py
+AT_ONCE = (
+    1 << 26
+)  # values of the temporaries of a range search on an accelerator, see quantkit/grids/parallel.py
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
 SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 READ = ("awq", "bitsandbytes", "compressed-tensors", "gguf", "gptq")  # layouts that quantkit decodes

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit import processor
 from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
+from quantkit.grids import processor
 
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy

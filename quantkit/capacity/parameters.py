@@ -12,8 +12,8 @@ from functools import cached_property
 from quantkit.capacity.defaults import SYNONYMS
 from quantkit.capacity.families import FAMILIES
 from quantkit.capacity.settings import Settings
-from quantkit.containers.safetensors_folder import TensorInfo, natural
 from quantkit.errors import QuantkitError
+from quantkit.models.containers.safetensors_folder import TensorInfo, natural
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]

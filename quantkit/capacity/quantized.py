@@ -15,10 +15,10 @@ from quantkit.capacity import templates
 from quantkit.capacity.families import FAMILIES
 from quantkit.capacity.parameters import DTYPE_BYTES, Entry
 from quantkit.capacity.settings import Settings
-from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import Weight, weights_of
+from quantkit.models.containers.safetensors_folder import TensorInfo
 
 FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit import hub
 from quantkit.capacity import parameters, templates
 from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import Settings
-from quantkit.containers import safetensors_folder
-from quantkit.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.hub_headers import Repository
+from quantkit.models import hub
+from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
+from quantkit.models.hub_headers import Repository
 
 QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
 AS_IF_PACKED = (

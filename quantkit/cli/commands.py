@@ -10,8 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from quantkit import methods
 from quantkit.cli import manners
+from quantkit.quantize import methods
 
 # Every other command than the methods: name -> module in this package, help.
 OTHERS = {

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.errors import count, printable
-from quantkit.generate import Continuation, Settings
+from quantkit.evaluation.generate import Continuation, Settings
 from quantkit.tables import print_line
 
 COLUMN = 34  # characters below which columns would be too narrow to read

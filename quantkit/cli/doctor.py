@@ -24,7 +24,7 @@ def command(
     ] = False,
 ) -> None:
     """The function behind `quantkit doctor`."""
-    from quantkit import doctor
+    from quantkit.inspection import doctor
 
     found = doctor.examine()
     record = doctor.record(found)

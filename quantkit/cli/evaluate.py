@@ -117,9 +117,9 @@ def command(
     ] = False,
 ) -> None:
     """The function behind `quantkit eval`."""
-    from quantkit import metrics as metrics_of
-    from quantkit.comparison import gates
-    from quantkit.comparison.files import Outputs
+    from quantkit.evaluation import metrics as metrics_of
+    from quantkit.evaluation.comparison import gates
+    from quantkit.evaluation.comparison.files import Outputs
 
     chosen = metrics_of.select(metrics)
     limits = gates.parse(max_ppl_increase, max_kld, min_top1)
@@ -133,13 +133,13 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             import torch
 
-            from quantkit import evaluate
-            from quantkit import windows as windows_of
-            from quantkit.checkpoint import Checkpoint
-            from quantkit.comparison.record import record
-            from quantkit.comparison.table import print_comparison
-            from quantkit.device import choose_device
-            from quantkit.tasks import Tasks
+            from quantkit.evaluation import evaluate
+            from quantkit.evaluation import windows as windows_of
+            from quantkit.evaluation.comparison.record import record
+            from quantkit.evaluation.comparison.table import print_comparison
+            from quantkit.evaluation.tasks import Tasks
+            from quantkit.models.checkpoint import Checkpoint
+            from quantkit.models.device import choose_device
 
         checkpoints = [
             Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)

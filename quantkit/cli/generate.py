@@ -64,10 +64,10 @@ def command(
     made: list[Any] = []
     with listener(quiet or live) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit import generate
-            from quantkit.checkpoint import Checkpoint
             from quantkit.cli import continuations
-            from quantkit.device import choose_device
+            from quantkit.evaluation import generate
+            from quantkit.models.checkpoint import Checkpoint
+            from quantkit.models.device import choose_device
 
         settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
         settings.check()

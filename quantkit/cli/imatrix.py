@@ -36,14 +36,15 @@ def _command() -> Callable[..., None]:
 
         with listener(values["quiet"]) as progress:
             with uncollected():  # after something is seen: torch takes seconds
-                from quantkit import imatrix_job, report
+                from quantkit.cli import job_report
+                from quantkit.quantize import imatrix_job
 
             prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
             record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
         if values["as_json"]:
             print(json.dumps(record, indent=2))
         else:
-            report.print_imatrix(record)
+            job_report.print_imatrix(record)
 
     model = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
     parameters = [flags.parameter("model", model), flags.parameter("output", OUTPUT, None)]
@@ -57,7 +58,7 @@ command = _command()
 
 
 def _request(typed: dict[str, Any], values: dict[str, Any]) -> Any:
-    from quantkit import job
+    from quantkit.quantize import job
 
     return job.Request(
         source=values["model"],

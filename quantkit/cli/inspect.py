@@ -72,9 +72,9 @@ def _with_values(
     options: offline, trust_remote_code and quiet. A checkpoint that does not open keeps the record that its
     headers gave it: returned where they say that it is damaged, else in the QuantkitError that is raised.
     """
-    from quantkit.checkpoint import Checkpoint
     from quantkit.cli.progress import listener
     from quantkit.inspection import compare, values
+    from quantkit.models.checkpoint import Checkpoint
 
     offline, trust_remote_code, quiet = options
     try:

@@ -15,11 +15,11 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from quantkit.errors import printable
-from quantkit.progress import Progress
+from quantkit.quantize.progress import Progress
 
 if TYPE_CHECKING:
-    from quantkit.solvers import Solved
-    from quantkit.spec import LinearSpec
+    from quantkit.layouts import LinearSpec
+    from quantkit.quantize.solvers import Solved
 
 SILENCE = 30.0  # seconds after which a log hears that the job is alive
 

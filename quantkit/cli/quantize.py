@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import methods, recipe
 from quantkit.cli import flags, manners
 from quantkit.cli.imports import uncollected
 from quantkit.errors import EXIT_CODES, QuantkitError
+from quantkit.quantize import methods, recipe
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
@@ -92,7 +92,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit import job, pipeline, report
+            from quantkit.cli import job_report
+            from quantkit.quantize import job, loop
 
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
@@ -101,23 +102,23 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:
-                _print_json([report.plan_record(prepared) for prepared in jobs])
+                _print_json([job_report.plan_record(prepared) for prepared in jobs])
             else:
-                report.print_plans(jobs)
+                job_report.print_plans(jobs)
             return
         windows = _windows(jobs[0], values["eval_text"])  # a text that does not serve is noticed here
         with _resumable(jobs[0].staging.folder):
-            summaries = pipeline.run_all(jobs, progress)
+            summaries = loop.run_all(jobs, progress)
         results = _evaluate(jobs, windows, progress) if windows else None
     if values["as_json"]:
-        _print_json([report.summary_record(summary, results) for summary in summaries])
+        _print_json([job_report.summary_record(summary, results) for summary in summaries])
     for summary in () if values["as_json"] else summaries:
-        report.print_summary(summary, results if summary is summaries[-1] else None)
+        job_report.print_summary(summary, results if summary is summaries[-1] else None)
 
 
 def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
     """One for every output that is asked for."""
-    from quantkit import job
+    from quantkit.quantize import job
 
     return [
         job.Request(
@@ -167,7 +168,7 @@ def _again() -> str:
 
 def _windows(prepared: Any, text: Path | None) -> Any:
     """The text of --eval, where it is given."""
-    from quantkit import windows as windows_of
+    from quantkit.evaluation import windows as windows_of
 
     return windows_of.load(prepared.checkpoint, text, None, None, None) if text else None
 
@@ -176,10 +177,10 @@ def _evaluate(jobs: Sequence[Any], windows: Any, progress: Any) -> Any:
     """Original and results on the text of --eval."""
     import torch
 
-    from quantkit import evaluate
-    from quantkit.checkpoint import Checkpoint
-    from quantkit.comparison.record import record
-    from quantkit.metrics import select
+    from quantkit.evaluation import evaluate
+    from quantkit.evaluation.comparison.record import record
+    from quantkit.evaluation.metrics import select
+    from quantkit.models.checkpoint import Checkpoint
 
     first = jobs[0]
     trusted = first.request.trust_remote_code

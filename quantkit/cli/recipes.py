@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from quantkit import methods, recipe
 from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.quantize import methods, recipe
 
 app = typer.Typer(
     add_completion=False,

@@ -29,8 +29,8 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
 ) -> None:
     """The function behind `quantkit report`."""
-    from quantkit.comparison.files import Outputs
-    from quantkit.comparison.merge import merge, read
+    from quantkit.evaluation.comparison.files import Outputs
+    from quantkit.evaluation.comparison.merge import merge, read
 
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):

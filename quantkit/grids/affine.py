@@ -11,9 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids import matrix
+from quantkit.grids.grid import matrix
 from quantkit.grids.levels import WholeLevels
-from quantkit.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import elements_at_once, for_each
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0

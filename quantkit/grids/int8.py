@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit import processor
-from quantkit.grids import by_rows
+from quantkit.grids import processor
+from quantkit.grids.grid import by_rows
 from quantkit.grids.levels import WholeLevels, usable
 
 LEVELS = 127

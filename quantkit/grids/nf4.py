@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids import by_rows, fill_rows, matrix
+from quantkit.grids.grid import by_rows, fill_rows, matrix
 from quantkit.grids.levels import TableLevels, usable
 
 BLOCK = 64

@@ -9,11 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit import hub
-from quantkit.containers import git_lfs, safetensors_folder
-from quantkit.containers.safetensors_folder import TensorInfo
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
-from quantkit.hub_headers import Repository
+from quantkit.models import hub
+from quantkit.models.containers import git_lfs, safetensors_folder
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.hub_headers import Repository
 
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
@@ -192,8 +192,8 @@ def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
 
 
 def _of_gguf(source: str, path: Path) -> Contents:
-    from quantkit.containers.gguf_file import read_header
     from quantkit.inspection.gguf_config import config_of
+    from quantkit.models.containers.gguf_file import read_header
 
     metadata, infos = read_header(path)
     return Contents(

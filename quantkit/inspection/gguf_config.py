@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.safetensors_folder import TensorInfo
 
 PLAIN = {  # GGUF key -> config key
     "block_count": "num_hidden_layers",

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from quantkit.containers import safetensors_folder
 from quantkit.errors import count, name_all
 from quantkit.inspection import agreement, architecture
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import Weight
+from quantkit.models.containers import safetensors_folder
 
 VOCABULARIES = (
     "tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json", "*token*.py",

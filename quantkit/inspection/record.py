@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.containers.safetensors_folder import natural
 from quantkit.inspection import clients, integrity, tokenizer
 from quantkit.inspection.contents import Contents
 from quantkit.inspection.names import is_linear, part_of, split, without_expert
 from quantkit.inspection.positions import positions
 from quantkit.inspection.stored import Weight, weights_of
+from quantkit.models.containers.safetensors_folder import natural
 from quantkit.tables import ranges
 
 SCHEMA = "quantkit.inspect/1"

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint import Checkpoint
 from quantkit.errors import QuantkitError, count, name_all
 from quantkit.inspection.clients import of_damaged
-from quantkit.skeleton import Skeleton
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton
 
 Listener = Callable[[str, int, int], None]  # what, done, of how many
 

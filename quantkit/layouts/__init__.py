@@ -5,21 +5,45 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from quantkit.containers.safetensors_folder import quantization_of
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.models.containers.safetensors_folder import quantization_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from quantkit.grids import QuantizedWeight
-    from quantkit.spec import LinearSpec
+    from quantkit.grids.grid import Grid, QuantizedWeight
 
 
 # Linears that serving engines make one of, and the name of that one.
 FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear of a decoder block.
+
+    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
+    name inside it. kept: why it is kept in 16 bit; None when it is quantized. grid: what a solver works on;
+    None when it is kept, and where the output encodes it. conv1d: the model itself has a Conv1D there
+    (GPT-2), which some clients do not replace.
+    """
+
+    name: str
+    block: int
+    local: str
+    out_features: int
+    in_features: int
+    grid: Grid | None
+    kept: str | None = None
+    conv1d: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.out_features * self.in_features
 
 
 class Layout(Protocol):

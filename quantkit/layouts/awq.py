@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import Layout, _sizes, of_linear
 from quantkit.layouts._packing import pack, unpack
 
 if TYPE_CHECKING:
-    from quantkit.spec import LinearSpec
+    from quantkit.layouts import LinearSpec
 
 BITS = 4
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
+from quantkit.grids.grid import QuantizedWeight
 from quantkit.grids.int8 import Int8Grid, Int8Params, int8_matmul
 from quantkit.grids.nf4 import (
     BLOCK,
@@ -36,7 +36,7 @@ from quantkit.grids.nf4 import (
 from quantkit.layouts import Layout, _sizes
 
 if TYPE_CHECKING:
-    from quantkit.spec import LinearSpec
+    from quantkit.layouts import LinearSpec
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight, flat, matrix
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.block import (
     BlockGrid,
@@ -24,10 +23,11 @@ from quantkit.grids.ggml.block import (
     SubScalesAndMins,
     by_chunks,
 )
+from quantkit.grids.grid import QuantizedWeight, flat, matrix
 from quantkit.layouts import Layout, of_linear
 
 if TYPE_CHECKING:
-    from quantkit.spec import LinearSpec
+    from quantkit.layouts import LinearSpec
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
+from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import Layout, _sizes, fusions, of_linear
 from quantkit.layouts._packing import WORD, pack, unpack, whole_words
 from quantkit.layouts._rules import Rule, rule_of, stored_rules
 
 if TYPE_CHECKING:
-    from quantkit.spec import LinearSpec
+    from quantkit.layouts import LinearSpec
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ import job as jobs
 job = jobs.start()
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
 
-from quantkit import __version__, calibration, methods, pipeline  # noqa: E402
-from quantkit import job as requests  # noqa: E402
-from quantkit.checkpoint import Checkpoint  # noqa: E402
+from quantkit import __version__  # noqa: E402
+from quantkit.models.checkpoint import Checkpoint  # noqa: E402
 from quantkit.options import CalibrationOptions, RunOptions  # noqa: E402
-from quantkit.progress import Progress  # noqa: E402
+from quantkit.quantize import job as requests  # noqa: E402
+from quantkit.quantize import loop, methods  # noqa: E402
+from quantkit.quantize.progress import Progress  # noqa: E402
+from quantkit.text import calibration  # noqa: E402
 
 
 def options():
@@ -38,7 +40,7 @@ def main() -> None:
     clock = jobs.Clock()
     with clock("load"):
         prepared = requests.prepare(request, Progress())
-    finish = pipeline.finish.finish
+    finish = loop.finish.finish
     with ExitStack() as solving:
         solving.enter_context(clock("quantize"))
 
@@ -47,8 +49,8 @@ def main() -> None:
             with clock("save"):
                 return finish(*arguments)
 
-        pipeline.finish.finish = timed_finish
-        pipeline.run(prepared, Progress())
+        loop.finish.finish = timed_finish
+        loop.run(prepared, Progress())
     version = f"{__version__} computing in {prepared.plan.execution.dtype}"
     clock.finish("torch", "transformers", quantkit=version)
 

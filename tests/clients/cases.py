@@ -17,11 +17,11 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from quantkit import job, methods, pipeline
-from quantkit.checkpoint import Checkpoint
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.progress import Progress
-from quantkit.skeleton import Skeleton
+from quantkit.quantize import job, loop, methods
+from quantkit.quantize.progress import Progress
 
 PYTHON = os.environ.get("QUANTKIT_CLIENTS_PYTHON")
 MARKS = [
@@ -101,7 +101,7 @@ def quantize(case: Case, source: Path, output: Path) -> None:
         ),
         output=output,
     )
-    pipeline.run(job.prepare(request, Progress()), Progress())
+    loop.run(job.prepare(request, Progress()), Progress())
 
 
 def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path]:

@@ -7,7 +7,7 @@ import cases
 import pytest
 from cases import Case
 
-from quantkit.checkpoint import Checkpoint
+from quantkit.models.checkpoint import Checkpoint
 
 pytestmark = cases.MARKS
 

@@ -4,9 +4,9 @@ import cases
 import pytest
 from cases import Case
 
-from quantkit.checkpoint import Checkpoint
 from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
+from quantkit.models.checkpoint import Checkpoint
 
 pytestmark = cases.MARKS
 

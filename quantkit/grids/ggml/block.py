@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quantkit.grids import by_rows, group, matrix, stack
 from quantkit.grids.ggml import fast, search
+from quantkit.grids.grid import by_rows, group, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
-from quantkit.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import elements_at_once, for_each
 
 T = TypeVar("T")
 HALF_MAX = 65504.0

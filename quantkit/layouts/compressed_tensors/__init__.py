@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
-from quantkit.grids import QuantizedWeight
+from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import Layout, fusions
 from quantkit.layouts._packing import WORD, pack, whole_words
 from quantkit.layouts.compressed_tensors import schemes
@@ -27,7 +27,7 @@ from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
 from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
 if TYPE_CHECKING:
-    from quantkit.spec import LinearSpec
+    from quantkit.layouts import LinearSpec
 
 METHOD = "compressed-tensors"
 BITS = (4, 8)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.grids import QuantizedWeight
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.float8 import Float8Grid, Float8Params
+from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import of_linear
 from quantkit.layouts._packing import WORD, unpack
 from quantkit.layouts.compressed_tensors.schemes import Numbers

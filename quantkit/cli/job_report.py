@@ -1,0 +1,179 @@
+"""What users read at the end: tables on stdout, and the same as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from shlex import quote
+
+from rich.console import Console
+
+from quantkit.errors import count
+from quantkit.evaluation.comparison.table import print_comparison
+from quantkit.quantize.finish import Summary
+from quantkit.quantize.job import Job
+from quantkit.quantize.plan import Execution
+from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
+
+
+def plan_record(job: Job) -> dict:
+    """JSON of `--dry-run`: the plan and every linear's spec."""
+    return {
+        "schema": "quantkit.plan/1",
+        "source": job.request.source,
+        "output": str(job.staging.output),
+        "method": job.request.method,
+        "options": asdict(job.request.options),
+        "calibration": job.calibration.record() if job.calibration else None,
+        "plan": asdict(job.plan),
+        "matrices": [
+            {"name": row.name, "block": row.block, "shape": list(row.shape), "becomes": row.becomes}
+            for row in job.method.output.planned(job)
+        ],
+        "linears": [
+            {
+                "name": row.name,
+                "shape": [row.out_features, row.in_features],
+                "grid": asdict(row.grid) if row.grid else None,
+                "kept": row.kept,
+            }
+            for row in job.specs
+        ],
+    }
+
+
+def print_plans(jobs: Sequence[Job]) -> None:
+    """`--dry-run` for people: what becomes of each output, then what all of them take together."""
+    console, plans = Console(highlight=False), [job.plan for job in jobs]
+    for job in jobs:
+        _print_linears(console, job)
+        _print_output(console, job)
+    facts = {}
+    if len(jobs) > 1:
+        facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
+    execution, made = plans[0].execution, jobs[0].calibration
+    memory, host = (max(getattr(plan, what) for plan in plans) for what in ("memory_bytes", "host_bytes"))
+    where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
+    if execution.device == "cpu":
+        where = f"about {megabytes(memory)} above the interpreter, on cpu"
+    facts |= {
+        "memory": where,
+        "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
+        "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
+        f"{execution.sequential} forward" + _waiting(execution),
+        "calibration": _calibration(made and made.record()),
+    }
+    print_facts(console, facts)
+
+
+def _waiting(execution: Execution) -> str:
+    """Where hidden states are kept, if not where they are used."""
+    return ", hidden states on the host" * (execution.states == "host")
+
+
+def _print_linears(console: Console, job: Job) -> None:
+    """Identical linears of several blocks share a row."""
+    table = make_table("linears", "blocks", "shape", "quantized to")
+    rows = job.method.output.planned(job)
+    order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
+    alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
+    for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):
+        blocks = [row.block for row in members if row.block is not None]
+        table.add_row(name, ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
+    console.print(table)
+
+
+def _print_output(console: Console, job: Job) -> None:
+    plan = job.plan
+    size = f"{megabytes(plan.source_bytes)} → {megabytes(plan.output_bytes)}"
+    facts = {
+        "output": f"{job.staging.output}",
+        "size": f"{size} ({plan.bits_per_weight:.2f} bits per quantized weight)",
+    }
+    print_facts(console, facts)
+
+
+def _seconds(stages: dict[str, float]) -> str:
+    """`15.5 (forward 10.1, solve 5.4)`."""
+    parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
+    return f"{sum(stages.values()):.1f} ({parts})"
+
+
+def _calibration(made: dict | None) -> str:
+    """A sentence on a calibration set's record."""
+    if made is None:
+        return "none needed"
+    return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
+
+
+def summary_record(summary: Summary, evaluation: dict | None) -> dict:
+    """JSON of a finished job."""
+    record = {"schema": "quantkit.job/1"} | asdict(summary)
+    return record | {"eval": evaluation} if evaluation else record
+
+
+def print_summary(summary: Summary, evaluation: dict | None) -> None:
+    """Bytes before and after, bits per weight, error, seconds, fallbacks, and what to do next."""
+    console = Console(highlight=False)
+    ratio = summary.source_bytes / summary.output_bytes
+    against_rtn = summary.rtn_error is not None
+    measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
+    against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
+    quantized = "quantized " if summary.bits_per_weight < 16 else ""
+    facts = {
+        "written": summary.output,
+        "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
+        f"({ratio:.2f}× smaller)",
+        "bits/weight": f"{summary.bits_per_weight:.2f} in {count(summary.linears, f'{quantized}linear')}, "
+        f"{summary.bits_per_weight_model:.2f} over the whole model",
+    }
+    if summary.error is not None:
+        facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
+    fallbacks = (
+        f"{count(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
+    )
+    facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
+    if summary.kept:
+        facts["kept 16 bit"] = count(summary.kept, "linear")
+    print_facts(console, facts)
+    if summary.outlier_columns:
+        _print_outliers(console, summary.outlier_columns)
+    for linear, reason in summary.fallbacks.items():
+        print_line(console, f"  {linear}: {reason}", indent=4)
+    if evaluation:
+        print_comparison(evaluation)
+    else:
+        console.print(
+            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)} --text TEXT",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def print_imatrix(record: dict) -> None:
+    """What `quantkit imatrix` wrote or, without `seconds`, would write."""
+    console, done, how = Console(highlight=False), record.get("seconds"), record["execution"]
+    facts = {
+        "written" if done else "output": record["output"],
+        "matrices": str(record["matrices"]),
+        "calibration": _calibration(record["calibration"]),
+        "runs": f"{how['dtype']}, {how['threads']} threads, batches of {how['batch_size']}",
+        "memory": f"about {megabytes(record['memory_bytes'])} above the interpreter, on {how['device']}",
+    }
+    if done:
+        facts["seconds"] = _seconds(done)
+    print_facts(console, facts)
+
+
+def _print_outliers(console: Console, counts: dict[str, int]) -> None:
+    """How many input columns of every linear reached the threshold, block by block."""
+    table = make_table("linear", "outlier columns, by block")
+    kinds: dict[str, list[int]] = {}
+    for name, number in counts.items():
+        _, _, local = re.split(r"\.(\d+)\.", name, maxsplit=1)
+        kinds.setdefault(local, []).append(number)
+    for local, row in kinds.items():
+        table.add_row(local, " ".join(map(str, row)))
+    console.print(table)

@@ -1,0 +1,1 @@
+"""What compression cost: perplexity, KL divergence, tasks, and comparisons of several results."""

@@ -1,0 +1,186 @@
+"""The columns every table of a comparison has, on a terminal, in Markdown and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quantkit.evaluation.comparison.gates import look_up
+from quantkit.tables import megabytes
+
+NOTHING = "–"
+LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
+UNREADABLE = 1e4  # from here on decimals say nothing
+
+
+@dataclass(frozen=True)
+class Column:
+    """header, what it says, and the cell of a model's record.
+
+    needs: the metric that has to be measured, a comparison's; None for every table. floor: whether the
+    noise floor has it, too.
+    """
+
+    header: str
+    meaning: str
+    cell: Callable[[dict], str]
+    needs: str | None = None
+    floor: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model's cells; key: its source, None for the noise floor."""
+
+    key: str | None
+    cells: list[str]
+
+
+def number(value: float | None) -> str:
+    """A divergence in nats: five decimals, or an exponent where those would say nothing."""
+    if value is None:
+        return NOTHING
+    return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
+
+
+def percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{100 * value:.2f} %"
+
+
+def estimate(record: dict | None, sign: str = "") -> str:
+    """`52.186 ± 1.114`, or `6.92e+04 ± 4.3e+05`."""
+    if not record or record["value"] is None:
+        return NOTHING
+    value, stderr = record["value"], record["stderr"]
+    large = max(abs(value), stderr or 0.0) >= UNREADABLE
+    error = NOTHING if stderr is None else f"{stderr:{'.2g' if large else '.3f'}}"
+    return f"{value:{sign}{'.3g' if large else '.3f'}} ± {error}"
+
+
+def _bits(path: str) -> Callable[[dict], str]:
+    def cell(model: dict) -> str:
+        value = look_up(model, f"size.{path}")
+        return NOTHING if value is None else f"{value:.2f}"
+
+    return cell
+
+
+def _kld(part: str) -> Callable[[dict], str]:
+    return lambda model: number(look_up(model, f"metrics.kld.{part}"))
+
+
+COLUMNS = (  # what people choose by comes first: narrow terminals cut a table in two
+    Column("size", "bytes of all tensors", lambda m: megabytes(m["size"]["weight_bytes"]), floor=False),
+    Column("bits/weight", "over the whole model", _bits("bits_per_weight"), floor=False),
+    Column(
+        "quantized",
+        "bits per weight of all that is stored quantized, an embedding too, scales and all",
+        _bits("bits_per_quantized_weight"),
+        floor=False,
+    ),
+    Column("perplexity", "± standard error", lambda m: estimate(look_up(m, "metrics.ppl")), floor=False),
+    Column(
+        "Δ perplexity",
+        "from the first model, ± standard error of paired tokens",
+        lambda m: estimate(look_up(m, "metrics.dppl"), "+"),
+        "dppl",
+    ),
+    Column("KL divergence", "mean over tokens, from the first model, in nats", _kld("mean"), "kld"),
+    Column(
+        "top-1",
+        "tokens for which the same next token is likeliest as for the first model",
+        lambda m: percent(look_up(m, "metrics.top1")),
+        "top1",
+    ),
+)
+DISTRIBUTION = (
+    Column("KL median", "of the tokens' KL divergences", _kld("median"), "kld"),
+    Column("KL 99 %", "99th percentile of the tokens' KL divergences", _kld("p99"), "kld"),
+    Column("KL max", "of the tokens' KL divergences", _kld("max"), "kld"),
+)
+
+
+def columns(record: dict) -> list[Column]:
+    """The columns of what was measured, the model's own aside."""
+    compared = len(record["models"]) > 1
+    measured = {None, *(record["models"][0]["metrics"] if compared else ())}
+    front = set(record["pareto"]["models"]) if compared else ()
+    loss = LOSS_NAMES[record["pareto"]["loss"]]
+    on_front = Column(
+        "front",
+        f"on the Pareto front: no other model is as small with as low a {loss}",
+        lambda model: "yes" if model["source"] in front else "",
+        floor=False,
+    )
+    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
+    return [*(column for column in shown if column.needs in measured), *_tasks(record)]
+
+
+def _tasks(record: dict) -> list[Column]:
+    """One for each metric of each task that any model has."""
+    found = dict.fromkeys(
+        (task, metric)
+        for model in record["models"]
+        for task, metrics in (model["tasks"] or {}).items()
+        for metric in metrics
+    )
+    return [
+        Column(" ".join(key), "of lm-evaluation-harness, ± standard error", _task(*key), floor=False)
+        for key in found
+    ]
+
+
+def _task(task: str, metric: str) -> Callable[[dict], str]:
+    return lambda model: estimate((model["tasks"] or {}).get(task, {}).get(metric))
+
+
+def rows(record: dict) -> list[Row]:
+    """A row for each model, and one for the noise floor; the first cell is the label."""
+    models = record["models"]
+    named = labels([model["source"] for model in models])
+    found = [
+        Row(model["source"], [label, *(column.cell(model) for column in columns(record))])
+        for model, label in zip(models, named, strict=True)
+    ]
+    if floor := record["noise_floor"]:
+        cells = [column.cell(floor) if column.floor else "" for column in columns(record)]
+        found.append(Row(None, ["(noise floor)", *cells]))
+    return found
+
+
+def labels(sources: Sequence[str]) -> list[str]:
+    """The shortest ends of the paths that tell them apart; alike ones are numbered."""
+    parts = [[part for part in source.split("/") if part not in ("", ".")] or [source] for source in sources]
+    named = []
+    for position, (source, own) in enumerate(zip(sources, parts, strict=True)):
+        others = [other for k, other in enumerate(parts) if sources[k] != source]
+        ends = (own[-depth:] for depth in range(1, len(own) + 1))
+        end = next((end for end in ends if all(other[-len(end) :] != end for other in others)), [source])
+        again = sources[:position].count(source)
+        named.append("/".join(end) + (f" #{again + 1}" if again else ""))
+    return named
+
+
+def label_by_source(record: dict) -> dict[str, str]:
+    """Source -> label of every model; of equal sources the first one's."""
+    sources = [model["source"] for model in record["models"]]
+    return dict(reversed(list(zip(sources, labels(sources), strict=True))))
+
+
+def protocol(record: dict) -> str:
+    """Under what the figures hold, in one line."""
+    data = record["data"]
+    bos = "in every window" if data["bos"] else "none"
+    return (
+        f"{data['text']} (sha256 {data['sha256'][:12]}), {data['tokens']} tokens scored, "
+        f"context {data['ctx']}, stride {data['stride']}, BOS {bos}, {data['dtype']}"
+    )
+
+
+def floor_note(record: dict) -> str:
+    """What the row of the noise floor is; empty where there is none."""
+    floor = record["noise_floor"]
+    if not floor:
+        return ""
+    base = labels([record["models"][0]["source"]])[0]
+    return f"noise floor: {base} against itself in {floor['dtype']}, first {floor['tokens']} tokens"

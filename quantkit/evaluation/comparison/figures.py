@@ -1,0 +1,204 @@
+"""What the plots show, as data: drawn as SVG for the page, and by matplotlib for PNG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
+from quantkit.evaluation.comparison.gates import look_up
+from quantkit.tables import megabytes
+
+KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
+MEASURES = {
+    "output": "relative squared error of outputs on the calibration tokens",
+    "weight": "relative squared error of weights",
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """low, high: ends of an error bar. note: what a reader sees who asks for more."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One model. Joined points make a line named in a legend; others are dots with the name beside them.
+
+    colour: index into a palette. hollow: drawn as a ring.
+    """
+
+    label: str
+    points: tuple[Point, ...]
+    colour: int
+    joined: bool
+    hollow: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """kind: number, bytes or whole."""
+
+    label: str
+    kind: str = "number"
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A dashed line across the plot at a value of x or y."""
+
+    label: str
+    axis: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """key: a word for file names. front: corners of the Pareto front, from small to large."""
+
+    key: str
+    title: str
+    caption: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...]
+    lines: tuple[Line, ...] = ()
+    front: tuple[tuple[float, float], ...] = ()
+
+
+def figures(record: dict) -> list[Figure]:
+    """Every plot there is something to draw for: quality, by position, by layer."""
+    made = [quality(record), by_position(record), *by_layer(record)]
+    return [figure for figure in made if figure and figure.series]
+
+
+def quality(record: dict) -> Figure | None:
+    """Loss against size. On a logarithmic axis divergences of 0 have no place: the base is a line."""
+    if len(record["models"]) < 2:
+        return None
+    loss, front = record["pareto"]["loss"], set(record["pareto"]["models"])
+    kld, names = loss == KLD, label_by_source(record)
+    series, absent, lines = [], [], []
+    for position, model in enumerate(record["models"]):
+        size, value = model["size"]["weight_bytes"], look_up(model, loss)
+        name = names[model["source"]]
+        if kld and position == 0:
+            lines.append(Line(f"{name}, {megabytes(size)}", "x", size))
+        elif value is None or (kld and value <= 0):
+            absent.append(f"{name} ({number(value)})")
+        else:
+            stderr = look_up(model, "metrics.kld.stderr" if kld else "metrics.dppl.stderr")
+            text = f"{name}: {megabytes(size)}, " + (
+                f"KL divergence {number(value)}" if kld else f"perplexity {estimate(model['metrics']['ppl'])}"
+            )
+            point = Point(size, value, *_bar(value, stderr, kld), text)
+            hollow = model["source"] not in front
+            series.append(Series(name, (point,), position, False, hollow))
+    floor = look_up(record["noise_floor"] or {}, loss)
+    if kld and floor and floor > 0:
+        lines.append(Line(f"noise floor, {record['noise_floor']['dtype']}", "y", floor))
+    corners = sorted((s.points[0].x, s.points[0].y) for s in series if not s.hollow)
+    caption = f"Filled: on the Pareto front, no other model is as small with as low a {LOSS_NAMES[loss]}."
+    if any(one.points[0].high is not None for one in series):
+        caption += " Bars: one standard error" + ("." if kld else " of the difference to the first model.")
+    if absent:
+        caption += f" Not drawn: {', '.join(absent)}."
+    return Figure(
+        key="quality",
+        title="Quality against size",
+        caption=caption,
+        x=Axis("size of all tensors", "bytes"),
+        y=Axis(KLD_AXIS if kld else LOSS_NAMES[loss], log=kld),
+        series=tuple(series),
+        lines=tuple(lines),
+        front=tuple(corners),
+    )
+
+
+def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, float | None]:
+    """Ends of an error bar, which no logarithmic axis lets reach 0."""
+    if stderr is None:
+        return None, None
+    return max(value - stderr, value / 10) if log else value - stderr, value + stderr
+
+
+def by_position(record: dict) -> Figure | None:
+    """KL divergence against how many tokens of the window a prediction was given."""
+    names, series = label_by_source(record), []
+    for position, model in enumerate(record["models"]):
+        buckets = look_up(model, "metrics.kld.by_position") or []
+        points = tuple(
+            Point(
+                (row["first"] * row["last"]) ** 0.5,
+                row["mean"],
+                note=f"{names[model['source']]}, {_span(row['first'], row['last'])} tokens of context: "
+                f"{number(row['mean'])} over {row['tokens']} tokens",
+            )
+            for row in buckets
+            if row["mean"] is not None and row["mean"] > 0 and row["first"] > 0
+        )
+        if points:
+            series.append(Series(names[model["source"]], points, position, True))
+    return Figure(
+        key="position",
+        title="KL divergence by position in the window",
+        caption="Means over all windows, by the number of tokens a prediction was given.",
+        x=Axis("tokens of context", "whole", log=True),
+        y=Axis(KLD_AXIS, log=True),
+        series=tuple(series),
+    )
+
+
+def by_layer(record: dict) -> list[Figure]:
+    """Error of the quantized linears, block by block; outputs and weights are different scales."""
+    names = label_by_source(record)
+    made = []
+    for measure, meaning in MEASURES.items():
+        series = []
+        for position, model in enumerate(record["models"]):
+            layers = model["layers"]
+            if layers and layers["measure"] == measure:
+                name = names[model["source"]]
+                points = tuple(
+                    Point(block, mean, note=f"{name}, block {block}: {number(mean)}")
+                    for block, mean in _block_means(layers["linears"])
+                    if mean > 0
+                )
+                series.append(Series(name, points, position, True))
+        made.append(
+            Figure(
+                key=f"layers-{measure}",
+                title="Error by block" if measure == "output" else "Weight error by block",
+                caption=f"Mean {meaning} of a block's quantized linears, as the checkpoint was made.",
+                x=Axis("block", "whole"),
+                y=Axis("relative squared error", log=True),
+                series=tuple(one for one in series if one.points),
+            )
+        )
+    return made
+
+
+def block_of(linear: str) -> tuple[int, str] | None:
+    """Index of its block and its name there: `(0, "mlp.up_proj")` of `model.layers.0.mlp.up_proj`."""
+    found = re.search(r"(?:^|\.)(\d{1,6})\.(.+)$", linear)
+    return (int(found[1]), found[2]) if found else None
+
+
+def _block_means(linears: dict[str, float | None]) -> Sequence[tuple[int, float]]:
+    blocks: dict[int, list[float]] = {}
+    for name, error in linears.items():
+        if (place := block_of(name)) and error is not None:
+            blocks.setdefault(place[0], []).append(error)
+    return [(index, sum(errors) / len(errors)) for index, errors in sorted(blocks.items())]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

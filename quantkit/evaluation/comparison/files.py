@@ -1,0 +1,73 @@
+"""Files that a comparison writes: page, plots, summary. What cannot be written is refused before the work."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation.comparison import page, png, svg, table
+from quantkit.evaluation.comparison.figures import figures
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where to; None for what is not wanted. plot: `NAME.svg` or `NAME.png`, the first plot; the others get
+    their key behind the name, as in `NAME-position.svg`."""
+
+    html: Path | None = None
+    plot: Path | None = None
+    summary: Path | None = None
+
+    def check(self) -> None:
+        """Raise QuantkitError naming the first path that cannot become a file."""
+        for path in filter(None, (self.html, self.plot, self.summary)):
+            folder = path.parent
+            if path.is_dir():
+                raise _unwritable(path, "is a folder")
+            if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+                raise _unwritable(path, "cannot be written there")
+        if self.plot and self.plot.suffix not in (".svg", ".png"):
+            raise QuantkitError(
+                f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE
+            )
+        if self.plot and self.plot.suffix == ".png":
+            png.check_available()
+
+    def write(self, record: dict) -> list[Path]:
+        """Write all that is wanted; the paths of page and plots."""
+        written = []
+        if self.summary:
+            _write(self.summary, lambda path: _append(path, table.markdown(record)))
+        if self.html:
+            _write(self.html, lambda path: path.write_text(page.page(record), encoding="utf-8"))
+            written.append(self.html)
+        for position, figure in enumerate(figures(record) if self.plot else ()):
+            path = self.plot
+            if position:
+                path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
+            if path.suffix == ".png":
+                _write(path, lambda path, figure=figure: png.write(figure, path))
+            else:
+                text = svg.document(figure)
+                _write(path, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+            written.append(path)
+        return written
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise _unwritable(path, f"cannot be written: {error.strerror}") from error
+
+
+def _unwritable(path: Path, why: str) -> QuantkitError:
+    return QuantkitError(f"{path} {why}", "choose another place, in a folder that exists", USAGE)

@@ -1,0 +1,109 @@
+"""The versioned JSON of a comparison: `quantkit.eval/2`, described in eval-2.json."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from quantkit import __version__
+from quantkit.evaluation.comparison.gates import Gate, judge, look_up
+
+if TYPE_CHECKING:
+    from quantkit.evaluation.evaluate import Evaluation, Result
+    from quantkit.evaluation.metrics import Metrics
+    from quantkit.evaluation.windows import Protocol
+
+SCHEMA = "quantkit.eval/2"
+LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # of the Pareto front: the first that was measured
+
+
+def record(
+    protocol: Protocol, dtype: Any, device: Any, evaluation: Evaluation, chosen: frozenset[str],
+    gates: Sequence[Gate] = (), tasks: dict | None = None,
+) -> dict:  # fmt: skip
+    """All that was measured, under which protocol and where. Numbers that are not finite become null.
+
+    tasks: what the tasks' figures depend on, where some were run.
+    """
+    floor = evaluation.floor
+    models = _finite([_model(result, chosen) for result in evaluation.results])
+    return {
+        "schema": SCHEMA,
+        "data": asdict(protocol) | {"dtype": _name(dtype)},
+        "models": models,
+        "noise_floor": floor
+        and {
+            "dtype": _name(floor.dtype),
+            "tokens": floor.tokens,
+            "metrics": _finite(_metrics(floor.metrics, chosen)),
+        },
+        "tasks": tasks,
+        "pareto": pareto(models),
+        "gates": judge(gates, models),
+        "env": environment(str(device)),
+    }
+
+
+def environment(device: str) -> dict:
+    """What the figures were measured with; no name of the machine or its user."""
+    return {
+        "quantkit": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device,
+    }
+
+
+def pareto(models: Sequence[dict]) -> dict:
+    """Sources of the models that no other beats: none is both as small and as good, and better in one.
+
+    The loss is the KL divergence, 0 for the base, or the perplexity where no divergence was measured.
+    """
+    known = (path for path in LOSSES if any(look_up(model, path) is not None for model in models))
+    loss = next(known, LOSSES[-1])
+    points = []
+    for position, model in enumerate(models):
+        value = 0.0 if position == 0 and loss == LOSSES[0] else look_up(model, loss)
+        if value is not None:
+            points.append((model["size"]["weight_bytes"], value, model["source"]))
+    best = [point for point in points if not any(_beats(other, point) for other in points)]
+    return {"size": "size.weight_bytes", "loss": loss, "models": [source for _, _, source in sorted(best)]}
+
+
+def _beats(one: tuple, other: tuple) -> bool:
+    return one[:2] != other[:2] and one[0] <= other[0] and one[1] <= other[1]
+
+
+def _model(result: Result, chosen: frozenset[str]) -> dict:
+    return {
+        "source": result.source,
+        "size": asdict(result.size),
+        "metrics": _metrics(result.metrics, chosen),
+        "layers": result.layers and asdict(result.layers),
+        "tasks": result.tasks,
+    }
+
+
+def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
+    """Those that were chosen; null where there was nothing to compare with."""
+    found = asdict(metrics)
+    return {name: found[name] for name in found if name in chosen | {"nll", "ppl"}}
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,298 @@
+"""One prompt continued by several checkpoints, one after the other, and where they part.
+
+Unlike everything else here this holds a whole model in memory, decoded, with a KV cache: transformers' own
+`generate` runs it, so its text is what other programs get from the same weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.generation.streamers import TextStreamer
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation.whole_model import load_model
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import choose_dtype
+from quantkit.models.heap import return_freed_pages
+from quantkit.models.tokenizer_hash import tokenizer_sha256
+from quantkit.text.chat import ChatTemplate, Conversation
+
+SCHEMA = "quantkit.generate/1"
+BROKEN = "\ufffd"  # what tokens decode to that end inside a character
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked of every model. temperature 0: the likeliest token, always; else the distribution is
+    sampled, bare or cut to the top_k likeliest tokens and to as many as make up top_p. chat: the prompt is a
+    user's message."""
+
+    prompt: str
+    tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    chat: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Raise QuantkitError for values that make no sense."""
+        if self.tokens < 1:
+            raise QuantkitError(f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
+        if not 0 <= self.temperature < float("inf"):
+            raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
+        if self.top_k < 0:
+            raise QuantkitError(f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
+        if not 0 < self.top_p <= 1:
+            raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
+        if not self.temperature and (self.top_k or self.top_p < 1):
+            hint = "add --temperature 1, or leave them out: the likeliest token is chosen"
+            raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
+        if not self.prompt:
+            raise QuantkitError("the prompt is empty", "give some text with -p", USAGE)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first token in which a model goes another way than the first model, given the same text before it.
+
+    token: what it chose, at `probability`; expected: what the first model chose, at `probability_there`, and
+    what this one gave to that. start, end: where the token stands in the text.
+    """
+
+    index: int
+    token: str
+    probability: float
+    expected: str
+    probability_of_expected: float
+    probability_there: float
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """ids: new tokens, the end of text among them. probabilities: what the model gave to each. compared: with
+    the first model, token by token. parting: None where nothing differs, or nothing was compared."""
+
+    source: str
+    prompt_tokens: int
+    ids: list[int]
+    text: str
+    probabilities: list[float]
+    stop: str  # "end" or "length"
+    load_seconds: float
+    seconds: float
+    compared: bool = False
+    parting: Parting | None = None
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Stream = Callable[[str], None]
+
+
+def record(
+    settings: Settings, dtype: torch.dtype, device: torch.device, made: Sequence[Continuation]
+) -> dict:
+    """The versioned JSON of all continuations."""
+    return {
+        "schema": SCHEMA,
+        "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
+        "models": [continuation.record() for continuation in made],
+    }
+
+
+def shared_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """One precision for all, or rounding would part them: that of the first where the hardware has it."""
+    declared = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(checkpoint.config.dtype, "F32")
+    return getattr(torch, choose_dtype(asked, declared, device))
+
+
+def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
+    """Which checkpoints cut texts as the first does, so that continuations compare token by token."""
+    hashes = [tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in checkpoints[1:]]
+    first = tokenizer_sha256(checkpoints[0].tokenizer, checkpoints[0].config.vocab_size) if hashes else ""
+    return [True, *(found == first for found in hashes)]
+
+
+def warnings(checkpoints: Sequence[Checkpoint], alike: Sequence[bool], settings: Settings) -> list[str]:
+    """What makes texts worse, or their comparison. alike: what `comparable` says."""
+    found = []
+    for checkpoint, same in zip(checkpoints, alike, strict=True):
+        length, context = encode(checkpoint, settings).shape[1] + settings.tokens, checkpoint.context
+        if context is not None and length > context:
+            found.append(f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}")
+        if not same:
+            found.append(f"{checkpoint.source} has another tokenizer: its text is not compared")
+    return found
+
+
+def continue_prompt(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    first: Continuation | None = None,
+    alike: bool = True,
+    stream: Stream | None = None,
+) -> Continuation:
+    """Load the model, continue the prompt, free the model. `first`: what another is compared with, token by
+    token where their tokenizers are `alike`.
+
+    Raises QuantkitError when the model does not fit the memory (exit code 5), lacks tensors, or has no chat
+    template to put a `chat` prompt into.
+    """
+    began = time.monotonic()
+    ids = encode(checkpoint, settings)
+    model = load_model(checkpoint, dtype, device, ids.shape[1] + settings.tokens)
+    loaded = time.monotonic()
+    tokenizer = checkpoint.tokenizer
+    recorder = _Recorder(ids.shape[1], first.ids if first and alike else [])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(settings.seed)
+        out = model.generate(
+            ids.to(device),
+            attention_mask=torch.ones_like(ids).to(device),
+            generation_config=_generation(checkpoint, settings),
+            logits_processor=[recorder],
+            streamer=_Streamer(tokenizer, stream) if stream else None,
+        )
+    new = out[0, ids.shape[1] :].tolist()
+    recorder.finish(new)
+    seconds = time.monotonic() - loaded
+    del model
+    gc.collect()
+    return_freed_pages()
+    made = Continuation(
+        source=checkpoint.source,
+        prompt_tokens=ids.shape[1],
+        ids=new,
+        text=decode(tokenizer, new),
+        probabilities=recorder.probabilities,
+        stop="length" if len(new) == settings.tokens and new[-1] not in _ends(checkpoint) else "end",
+        load_seconds=loaded - began,
+        seconds=seconds,
+    )
+    if first is None or not alike:
+        return made
+    return replace(made, compared=True, parting=parting(tokenizer, made, first, recorder.of_expected))
+
+
+def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
+    """The prompt's token ids, int64 `[1, tokens]`."""
+    tokenizer = checkpoint.tokenizer
+    if not settings.chat:
+        ids = tokenizer(settings.prompt)["input_ids"]
+    else:
+        asked = Conversation([{"role": "user", "content": settings.prompt}], "the prompt")
+        text = ChatTemplate(tokenizer).render(asked, answer=True)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise QuantkitError(
+            f"the prompt is no token to {checkpoint.source}", "give other text with -p", USAGE
+        )
+    return torch.tensor([ids])
+
+
+def _generation(checkpoint: Checkpoint, settings: Settings) -> transformers.GenerationConfig:
+    """Greedy, or the bare distribution: what the checkpoint recommends would make models differ by more than
+    their weights. Its ends of text are kept."""
+    ends = _ends(checkpoint)
+    sampled = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    return transformers.GenerationConfig(
+        max_new_tokens=settings.tokens,
+        do_sample=settings.temperature > 0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        use_cache=True,
+        **(sampled if settings.temperature else {}),
+    )
+
+
+def _ends(checkpoint: Checkpoint) -> list[int]:
+    """Ids that end a text: as generation_config.json says, else the configuration, else the tokenizer."""
+    stored = None
+    if (checkpoint.folder / "generation_config.json").is_file():
+        stored = transformers.GenerationConfig.from_pretrained(checkpoint.folder).eos_token_id
+    found = (stored, getattr(checkpoint.config, "eos_token_id", None), checkpoint.tokenizer.eos_token_id)
+    ends = next((value for value in found if value is not None), [])
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
+class _Recorder(transformers.LogitsProcessor):
+    """Notes the probability of every token that is chosen, and of those that were `expected`."""
+
+    def __init__(self, prompt_tokens: int, expected: Sequence[int]):
+        self.prompt_tokens = prompt_tokens
+        self.expected = expected
+        self.probabilities: list[float] = []
+        self.of_expected: list[float] = []
+        self._last: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._note(input_ids[0, self.prompt_tokens :].tolist())
+        self._last = torch.softmax(scores[0].float(), -1)
+        return scores
+
+    def finish(self, ids: list[int]) -> None:
+        """The last token is chosen, too."""
+        self._note(ids)
+
+    def _note(self, ids: list[int]) -> None:
+        if self._last is None or not ids:
+            return
+        place = len(self.probabilities)
+        self.probabilities.append(self._last[ids[place]].item())
+        if place < len(self.expected):
+            self.of_expected.append(self._last[self.expected[place]].item())
+
+
+class _Streamer(TextStreamer):
+    """Hands text on as soon as it is whole words."""
+
+    def __init__(self, tokenizer: Any, stream: Stream):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._stream = stream
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._stream(text)
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of new tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def parting(
+    tokenizer: Any, made: Continuation, first: Continuation, of_expected: Sequence[float]
+) -> Parting | None:
+    """Where `made` leaves `first`, which had the same prompt as tokens; None where it does not."""
+    pairs = zip(made.ids, first.ids, strict=False)
+    index = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
+    if index is None:
+        return None
+    before = through = decode(tokenizer, made.ids[:index]).rstrip(BROKEN)
+    for end in range(index + 1, len(made.ids) + 1):  # a character may take several tokens
+        through = decode(tokenizer, made.ids[:end]).rstrip(BROKEN)
+        if len(through) > len(before):
+            break
+    return Parting(
+        index=index,
+        token=tokenizer.decode([made.ids[index]]),
+        probability=made.probabilities[index],
+        expected=tokenizer.decode([first.ids[index]]),
+        probability_of_expected=of_expected[index],
+        probability_there=first.probabilities[index],
+        start=len(before),
+        end=len(through),
+    )

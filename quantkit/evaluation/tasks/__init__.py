@@ -1,0 +1,165 @@
+"""Tasks of lm-evaluation-harness on streamed models: any layout, in constant memory. The extra `tasks`.
+
+`cloze` comes with quantkit and needs no network: passages whose last word is to be guessed, in LAMBADA's form
+(scripts/make_cloze.py). All other names are the harness's own; their data is fetched by it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
+from quantkit.evaluation.stream import Listener, StreamedModel
+
+CLOZE = "cloze"
+BOOTSTRAPS = 1000  # resamplings behind the standard errors of metrics that are no means
+FEWSHOT_SEED = 1234  # the harness's own default
+
+TaskScores = dict[str, dict[str, dict[str, float | None]]]  # task -> metric -> value, stderr
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks of the harness with their data. limit: examples of each; None for all."""
+
+    loaded: dict[str, Any]
+    limit: int | None
+
+    @staticmethod
+    def prepare(text: str, limit: int | None) -> Tasks:
+        """Load a comma-separated list. Raises QuantkitError for unknown tasks, those that let models write,
+        those whose data cannot be had, or without the harness."""
+        names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+        if find_spec("lm_eval") is None:
+            raise QuantkitError(
+                "--tasks runs lm-evaluation-harness, which is not installed",
+                hint="pip install 'quantkit[tasks]'",
+                exit_code=UNSUPPORTED,
+            )
+        if limit is not None and limit < 1:
+            raise QuantkitError(f"--task-limit {limit} leaves no example", "choose 1 or more", USAGE)
+        with _silence():
+            loaded = _load(names)
+        writing = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
+        if writing:
+            raise QuantkitError(
+                f"--tasks: {name_all(writing)} let models write text, which a streamed model does not do",
+                hint="choose tasks that compare likelihoods (multiple choice, LAMBADA, perplexities)",
+                exit_code=UNSUPPORTED,
+            )
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        return Tasks(loaded, limit)
+
+    def measure(self, model: StreamedModel, listen: Listener) -> TaskScores:
+        """Value and standard error of every metric of every task."""
+        from lm_eval.evaluator import evaluate
+
+        from quantkit.evaluation.tasks.harness import HarnessModel
+
+        named = replace(model, name=f"{model.name}, tasks")
+        with _silence() as heard:
+            results = evaluate(
+                HarnessModel(named, heard(listen)),
+                self.loaded,
+                limit=self.limit,
+                bootstrap_iters=BOOTSTRAPS,
+                log_samples=False,
+            )
+        return {name: _scores(row) for name, row in results["results"].items()}
+
+    def record(self) -> dict[str, Any]:
+        """What the figures depend on besides the model."""
+        return {"limit": self.limit, "lm_eval": version("lm_eval")}
+
+
+def _load(names: Sequence[str]) -> dict[str, Any]:
+    """What the harness knows under these names, data included."""
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    others = [name for name in names if name != CLOZE]
+    manager = TaskManager(include_defaults=bool(others))
+    known = sorted({CLOZE, *manager.all_tasks})
+    unknown = [name for name in others if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 3)
+        raise QuantkitError(
+            f"--tasks: no task is called {name_all(map(repr, unknown))}",
+            hint=f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists them",
+            exit_code=USAGE,
+        )
+    try:
+        return manager.load([cloze() if name == CLOZE else name for name in names])
+    except (OSError, ValueError, RuntimeError) as error:  # what datasets and the hub raise
+        raise QuantkitError(
+            f"--tasks: the data of {','.join(others)} could not be loaded: {first_line(error)}",
+            hint=f"it comes from the hub; that of {CLOZE} is here",
+        ) from error
+
+
+@contextmanager
+def _silence() -> Iterator[Any]:
+    """Keep the harness's bars and prints off the terminal; gives what lets a listener be heard."""
+    terminal = sys.stderr
+
+    def heard(listen: Listener) -> Listener:
+        def aloud(source: str, done: int, total: int) -> None:
+            with redirect_stderr(terminal):
+                listen(source, done, total)
+
+        return aloud
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        yield heard
+
+
+def cloze() -> dict[str, Any]:
+    """The bundled task as a configuration of the harness: the last word, given all before it."""
+    from datasets import Dataset
+
+    return {
+        "task": CLOZE,
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(passages())},
+        "output_type": "loglikelihood",
+        "test_split": "test",
+        "doc_to_text": "{{text.rsplit(' ', 1)[0]}}",
+        "doc_to_target": "{{' ' + text.rsplit(' ', 1)[1]}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}],
+        "metadata": {"version": 1.0},
+    }
+
+
+def passages() -> list[dict[str, str]]:
+    """The passages of the bundled task, `{"text": …}` each."""
+    lines = (Path(__file__).parent / "cloze.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _scores(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """`{"acc": {"value": 0.5, "stderr": 0.1}}` of `{"acc,none": 0.5, "acc_stderr,none": 0.1}`."""
+    found = {}
+    for key, value in sorted(row.items()):
+        metric, comma, kind = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+            name = metric if kind == "none" else f"{metric} ({kind})"
+            found[name] = {"value": float(value), "stderr": _number(row.get(f"{metric}_stderr,{kind}"))}
+    return found
+
+
+def _number(value: Any) -> float | None:
+    """The harness writes N/A where it has no standard error."""
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,72 @@
+"""A streamed model as lm-evaluation-harness wants one: log-likelihoods only.
+
+Texts are tokenized, and too long ones cut, as the harness does for transformers models, so that the figures
+can be compared.
+"""
+
+from __future__ import annotations
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.evaluation.stream import Listener, StreamedModel
+from quantkit.evaluation.tasks.score import Request, score
+
+DEFAULT_CONTEXT = 2048  # the harness's, for models without a limit
+
+
+class HarnessModel(TemplateLM):
+    """See lm_eval.api.model.LM; what is asked of it there is answered here by `score`."""
+
+    def __init__(self, model: StreamedModel, listen: Listener):
+        super().__init__()
+        self.model = model
+        self.listen = listen
+        self.tokenizer = model.skeleton.checkpoint.tokenizer
+        self.max_length = model.skeleton.checkpoint.context or DEFAULT_CONTEXT
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty context. Raises QuantkitError if the tokenizer has nothing for it."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        raise QuantkitError(
+            f"the tokenizer of {self.model.name} has neither BOS nor EOS, which this task begins texts with",
+            hint="choose another task",
+            exit_code=UNSUPPORTED,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Ids of a text, with the tokenizer's own special tokens unless told, or BOS stands there already."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
+        """requests: `(texts, ids of the context, ids of the continuation)`."""
+        pairs = [Request(context, continuation) for _, context, continuation in requests]
+        found = score(self.model, pairs, self.max_length, self.listen)
+        return [(one.log_prob, one.greedy) for one in found]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows that do not overlap."""
+        pairs, counts = [], []
+        for (text,) in (request.args for request in requests):
+            windows = list(
+                get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            )
+            pairs += [Request(*make_disjoint_window(window)) for window in windows]
+            counts.append(len(windows))
+        found = iter(score(self.model, pairs, self.max_length, self.listen))
+        return [sum(next(found).log_prob for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Tasks that ask for it are refused before they run: the model is never held whole."""
+        raise NotImplementedError

@@ -1,0 +1,87 @@
+"""A data-free method tried in memory: what it would cost, without writing anything."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.layouts import LinearSpec
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import linears, methods
+from quantkit.quantize.methods import Method
+from quantkit.quantize.solvers.loss import weight_error
+
+
+def data_free() -> list[str]:
+    """Methods that can be tried: with their default options they need no text."""
+    found = []
+    for name in methods.available():
+        with suppress(QuantkitError):  # a method that makes no checkpoint says so
+            found += [] if _by_default(name).needs else [name]
+    return found
+
+
+def _by_default(name: str) -> Method:
+    module = methods.load(name)
+    return module.build(module.Options())
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One method with its default options, applied to blocks as they are loaded."""
+
+    method: Method
+    specs: list[LinearSpec]
+
+    @staticmethod
+    def prepare(name: str, checkpoint: Checkpoint) -> Trial:
+        """Resolve the method on the checkpoint's shapes.
+
+        Raises QuantkitError if it is none, needs calibration or does not fit, and for a quantized checkpoint.
+        """
+        if name not in methods.available():
+            raise QuantkitError(f"--as {name}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+        method = _by_default(name)
+        if method.needs:
+            raise QuantkitError(
+                f"--as {name} needs calibration text, so it cannot be tried on the fly",
+                hint=f"write it with quantkit {name}, then evaluate that folder",
+                exit_code=USAGE,
+            )
+        if checkpoint.quantized:
+            raise QuantkitError(
+                f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE
+            )
+        skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
+        return Trial(method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
+
+    def apply(self, skeleton: Skeleton, index: int) -> dict[str, float]:
+        """Quantize block `index`, which is loaded, and make it compute as a client of the result would.
+
+        Returns the relative squared error of each of its linears' weights.
+        """
+        errors = {}
+        for row in self.specs:
+            if row.block == index and row.grid is not None:
+                weight = skeleton.blocks[index].get_submodule(row.local).weight.float()
+                (solved,) = self.method.solver.solve([weight], [row.grid], None)
+                parts = self.method.layout.encode(solved.weight)
+                values = skeleton.install(index, row.local, self.method.layout, parts, f"{row.name}.weight")
+                errors[row.name] = weight_error(weight, values)
+        return errors
+
+    def packed(self) -> tuple[int, int]:
+        """Bytes of the linears that would be quantized, and their number of weights."""
+        rows = [row for row in self.specs if row.grid is not None]
+        return sum(self.method.layout.nbytes(row) for row in rows), sum(row.weights for row in rows)
+
+    def weight_bytes(self, checkpoint: Checkpoint) -> int:
+        """Bytes of the tensors that would be written."""
+        rows = [row for row in self.specs if row.grid is not None]
+        replaced = {f"{row.name}.weight" for row in rows}
+        kept = sum(info.nbytes for name, info in checkpoint.infos.items() if name not in replaced)
+        return kept + self.packed()[0]

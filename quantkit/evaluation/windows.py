@@ -1,0 +1,121 @@
+"""A text cut into windows of tokens, and the protocol a perplexity holds for."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.tokenizer_hash import tokenizer_sha256
+from quantkit.text.calibration import begins_with_bos
+
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Everything a perplexity depends on besides the model. Unlike protocols never share a table.
+
+    Windows are `ctx` tokens, `stride` apart; only tokens no earlier window predicted are scored, each
+    given the window's tokens before it. bos: every window begins with the tokenizer's BOS, in place
+    of a text token. tokens: how many tokens were predicted and scored.
+    """
+
+    text: str
+    sha256: str
+    tokens: int
+    ctx: int
+    stride: int
+    bos: bool
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class Windows:
+    """ids: int64 `[windows, ctx]`. first: index of the first scored target in each window, `[windows]`."""
+
+    ids: Tensor
+    first: list[int]
+    protocol: Protocol
+
+
+def load(
+    checkpoint: Checkpoint, text: Path, ctx: int | None, stride: int | None, limit: int | None
+) -> Windows:
+    """Cut a text into windows. `limit`: use its first N tokens only.
+
+    Raises QuantkitError when the text is missing or shorter than one window, or ctx exceeds the
+    model's context.
+    """
+    content = _read(text)
+    tokenizer = checkpoint.tokenizer
+    context = checkpoint.context
+    ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
+    stride = ctx if stride is None else stride
+    check_context(checkpoint, ctx)
+    if ctx < 2:
+        raise QuantkitError(f"--ctx {ctx} predicts no token", "choose 2 or more", USAGE)
+    if not 1 <= stride <= ctx:
+        hint = f"choose 1 to {ctx}, which is --ctx"
+        raise QuantkitError(f"--stride {stride} goes nowhere or leaves out tokens", hint, USAGE)
+    if limit is not None and limit < 1:
+        raise QuantkitError(f"--limit {limit} leaves no token", "choose 1 or more", USAGE)
+    bos = begins_with_bos(tokenizer)
+    stream = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"][:limit]
+    body, step = ctx - bos, min(stride, ctx - bos)
+    starts = list(range(0, len(stream) - body + 1, step))
+    if not starts:
+        raise QuantkitError(
+            f"{text} holds {count(len(stream), 'token')}; one window needs {body}",
+            hint="give a longer --text, a larger --limit or a shorter --ctx",
+            exit_code=USAGE,
+        )
+    ids = torch.tensor([stream[start : start + body] for start in starts])
+    if bos:
+        ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
+    overlap = ctx - step - bos  # text tokens a window shares with the one before
+    first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
+    scored = sum(ctx - 1 - start for start in first)
+    if scored < 2:
+        raise QuantkitError(
+            f"1 token of {text} would be scored, which has no standard error",
+            hint="give a longer --text, a larger --limit or a longer --ctx",
+            exit_code=USAGE,
+        )
+    protocol = Protocol(
+        text=text.name,
+        sha256=hashlib.sha256(content.encode()).hexdigest(),
+        tokens=scored,
+        ctx=ctx,
+        stride=stride,
+        bos=bos,
+        tokenizer=tokenizer_sha256(tokenizer, checkpoint.config.vocab_size),
+    )
+    return Windows(ids, first, protocol)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise QuantkitError(
+            f"text {path} cannot be read: {error.strerror}", "check the path given to --text", NOT_FOUND
+        ) from error
+    except UnicodeDecodeError as error:
+        raise QuantkitError(f"{path} is not UTF-8 text: {error}", "convert it", USAGE) from error
+
+
+def check_context(checkpoint: Checkpoint, ctx: int) -> None:
+    """Raise QuantkitError if windows are longer than what the model was made for."""
+    context = checkpoint.context
+    if context is not None and ctx > context:
+        raise QuantkitError(
+            f"--ctx {ctx} is longer than the context {context} of {checkpoint.source}",
+            hint=f"use --ctx {context}",
+            exit_code=USAGE,
+        )

@@ -1,0 +1,187 @@
+"""Grids: the values a quantized weight may take. Pure tensor maths, one file each, found by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.parallel import elements_at_once, for_each
+
+# Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
+# rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
+Params = TypeVar("Params", bound=Any)
+
+
+class Grid(Protocol):
+    """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized.
+
+    Error feedback works column by column, so columns can be rounded by themselves, too: in every grid
+    `value = step * level - low` with one step and low for `sub_size` columns of a row, and levels that are
+    the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
+    sub_size: columns of a group that share one step; group_size where parameters are one for the group.
+    spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
+    fitted for the whole matrix before any column is chosen. weighted: round to nearest, too, is to know how
+    much each input column counts, as llama.cpp's encoders do with an importance matrix.
+    """
+
+    group_size: int
+    sub_size: int
+    bits: int
+    spans_matrix: bool
+    weighted: bool
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
+        """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it. Searches work on
+        columns: a transposed view costs them nothing."""
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
+        """Parameters `[out, groups]` for `weight [out, in]`; `importance` is `[in]`."""
+
+    def plain(self) -> Grid:
+        """The same values, fitted without any search of the range."""
+
+    def round(self, weight: Tensor, params: Params) -> Tensor:
+        """Codes, uint8 `[rows, group_size]`."""
+
+    def steps(self, params: Params) -> tuple[Tensor, Tensor]:
+        """Step and low of every sub-block of a group, `[sub-blocks, rows]`. Where all codes have one value
+        the step is so large (NO_STEP) that level 0, which every grid has, is nearest to any weight."""
+
+    def snap(self, target: Tensor, out: Tensor) -> None:
+        """The level nearest to each `target`, of any shape, into `out`; without waiting for a device."""
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Levels, float32, of codes of any shape."""
+
+    def codes(self, levels: Tensor, out: Tensor) -> None:
+        """Inverse of `levels`, into `out` (uint8)."""
+
+    def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
+        """Parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`, the
+        others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
+
+    def decode(self, codes: Tensor, params: Params) -> Tensor:
+        """Values, float32 `[rows, group_size]`."""
+
+    def nearest(self, weight: Tensor, params: Params) -> Tensor:
+        """`decode(round(weight, params), params)`; `weight` is used up."""
+
+    def scaled(self, params: Params, factor: Tensor) -> Params:
+        """Parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
+
+    def clipped(self, params: Params) -> int:
+        """How many parameters lie at the end of what can be stored, where weights may be lost."""
+
+    def describe(self) -> str:
+        """How a plan names it: `4 bit, groups of 128`."""
+
+
+def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
+    """Parameters whose every tensor is `change` of the corresponding tensors."""
+    names = [field.name for field in dataclasses.fields(first)]
+    return dataclasses.replace(
+        first, **{name: change(*(getattr(part, name) for part in (first, *others))) for name in names}
+    )
+
+
+def join(groups: Sequence[Params]) -> Params:
+    """Parameters of a matrix from those of its groups, in order."""
+    return _each(lambda *parts: torch.stack(parts, 1), *groups)
+
+
+def stack(matrices: Sequence[Params]) -> Params:
+    """Parameters of matrices put below one another."""
+    return _each(lambda *parts: torch.cat(parts), *matrices)
+
+
+def group(params: Params, index: int) -> Params:
+    """The parameters of one group of a matrix."""
+    return _each(lambda part: part[:, index], params)
+
+
+def rows(params: Params, rows: slice) -> Params:
+    """The parameters of some rows, of a group or a matrix."""
+    return _each(lambda part: part[rows], params)
+
+
+def select(choice: Tensor, yes: Params, no: Params) -> Params:
+    """Row by row, the parameters of `yes` where `choice [rows]` holds, else those of `no`."""
+    return _each(
+        lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b),
+        yes,
+        no,
+    )
+
+
+def flat(params: Params) -> Params:
+    """`[out, groups, ...]` as `[out * groups, ...]`: every group a row of its own."""
+    return _each(lambda part: part.flatten(0, 1), params)
+
+
+def matrix(params: Params, out_features: int) -> Params:
+    """Inverse of `flat`."""
+    return _each(lambda part: part.unflatten(0, (out_features, -1)), params)
+
+
+def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
+    """`out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time on every thread.
+
+    Temporaries as large as a weight would cost more in page faults than the work itself.
+    """
+    return fill_rows(lambda *arguments, out: out.copy_(work(*arguments)), out, *parts)
+
+
+def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
+    """`by_rows` for work that puts its result into a given tensor: `work(*parts, out=...)`."""
+    widest = max(part[:1].numel() for part in (out, *parts))
+    rows = max(1, elements_at_once(out.device) // max(1, widest))
+    pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
+    for_each(lambda target, *arguments: work(*arguments, out=target), pieces)
+    return out
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. A sum that is finite says so at once; one that is not may only
+    have overflowed."""
+    rows = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor[None]
+    sums = torch.empty(len(rows), device=tensor.device)
+    by_rows(lambda part: part.sum(1, dtype=torch.float32), sums, rows)
+    return bool(sums.isfinite().all()) or all(map(torch.isfinite, tensor.aminmax()))
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """What a solver returns and a layout encodes.
+
+    codes: uint8 `[out, in]`, columns in the order of the original weight.
+    params: the grid's own, for `[out, groups]`.
+    column_group: int64 `[in]`, the group of each column, where columns were reordered across groups
+    (desc_act); None stands for `arange(in) // group_size`.
+    """
+
+    grid: Grid
+    codes: Tensor
+    params: Any
+    column_group: Tensor | None = None
+
+    def group_of_columns(self) -> Tensor:
+        """`column_group`, spelled out where it is trivial."""
+        if self.column_group is not None:
+            return self.column_group
+        return torch.arange(self.codes.shape[1], device=self.codes.device) // self.grid.group_size
+
+    def values(self) -> Tensor:
+        """The dequantized weight, float32 `[out, in]`."""
+        if self.column_group is None:
+            grouped = self.codes.reshape(-1, self.grid.group_size)
+            return self.grid.decode(grouped, flat(self.params)).view(self.codes.shape)
+        values = torch.empty(self.codes.shape, dtype=torch.float32, device=self.codes.device)
+        for index in range(int(self.column_group.max()) + 1):
+            columns = (self.column_group == index).nonzero()[:, 0]
+            values[:, columns] = self.grid.decode(self.codes[:, columns], group(self.params, index))
+        return values

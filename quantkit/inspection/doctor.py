@@ -1,0 +1,172 @@
+"""What this machine offers: versions, devices, memory, disk, the hub, and packages that would add something.
+
+Every check is fast and fails softly: what it could not find out is a line in the table, not an error.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from quantkit import __version__
+from quantkit.errors import EXIT_CODES, QuantkitError, first_line
+from quantkit.grids import processor
+from quantkit.tables import megabytes
+
+SCHEMA = "quantkit.doctor/1"
+HUB_SECONDS = 3.0
+OPTIONAL = {  # package -> what it enables
+    "bitsandbytes": "transformers loads int8 and nf4 checkpoints",
+    "optimum": "with gptqmodel: transformers loads gptq checkpoints",
+    "gptqmodel": "transformers loads awq checkpoints, and gptq ones with optimum",
+    "compressed-tensors": "transformers loads compressed-tensors checkpoints",
+    "vllm": "serves gptq, awq and compressed-tensors checkpoints",
+    "xllamacpp": "llama.cpp in Python: runs GGUF files",
+    "lm-eval": "quantkit eval --tasks",
+    "matplotlib": "plots as PNG: quantkit report --png",
+    "sentencepiece": "tokenizers that come as tokenizer.model alone",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """ok: None for what is neither good nor bad. note: the reason, or what it is good for."""
+
+    name: str
+    value: str
+    ok: bool | None = None
+    note: str = ""
+
+
+def examine() -> dict[str, list[Finding]]:
+    """Every finding, by its subject, in the order of reading."""
+    checks = {
+        "program": (_program,),
+        "needed": (_requirements,),
+        "machine": (_torch, _memory, _disks),
+        "hub": (_hub,),
+        "optional": (_optional,),
+    }
+    return {
+        subject: [finding for check in some for finding in _softly(check)] for subject, some in checks.items()
+    }
+
+
+def record(found: dict[str, list[Finding]]) -> dict:
+    """The versioned JSON of an examination."""
+    return {
+        "schema": SCHEMA,
+        "quantkit": __version__,
+        "checks": {subject: [asdict(finding) for finding in some] for subject, some in found.items()},
+        "exit_codes": {str(code): words for code, words in EXIT_CODES.items()},
+    }
+
+
+def _softly(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except QuantkitError:  # a setting of the user's that makes no sense
+        raise
+    except Exception as error:  # whatever is broken on this machine is what we are here to report
+        yield Finding(check.__name__.strip("_"), "unknown", False, f"{type(error).__name__}: {error}")
+
+
+def _program() -> Iterator[Finding]:
+    yield Finding("quantkit", __version__, None, str(Path(__file__).parents[1]))
+    yield Finding("python", platform.python_version(), None, sys.executable)
+    yield Finding("system", f"{platform.system()} {platform.release()}", None, platform.machine())
+
+
+def _requirements() -> Iterator[Finding]:
+    """Packages that quantkit cannot do without, and whether their versions are those it wants."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = metadata.requires("quantkit") or ()
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", "not looked at", None, "quantkit runs from a source tree, not installed")
+        return
+    for text in sorted(wanted, key=str.lower):
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(requirement.name)
+        fits = found is not None and requirement.specifier.contains(found, prereleases=True)
+        note = "" if fits else f"quantkit needs {requirement.name}{requirement.specifier}"
+        yield Finding(requirement.name, found or "not installed", fits, note)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> Iterator[Finding]:
+    """Devices, and what they compute in 16 bit."""
+    import torch
+
+    from quantkit.models import device
+
+    note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
+    yield Finding("cpu", f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads", None, note)
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        why = built if torch.version.cuda else f"torch {torch.__version__} is built for the CPU"
+        yield Finding("cuda", "none", None, why)
+    for place, name, free, total in device.accelerators():
+        yield Finding(
+            place, f"{megabytes(free)} of {megabytes(total)} free", True, f"{name}: --device {place}"
+        )
+
+
+def _memory() -> Iterator[Finding]:
+    memory = psutil.virtual_memory()
+    yield Finding("memory", f"{megabytes(memory.available)} of {megabytes(memory.total)} free")
+
+
+def _disks() -> Iterator[Finding]:
+    """Where output goes by default, and where the hub's files go."""
+    from huggingface_hub import constants
+
+    for name, folder in (("disk here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        usage = shutil.disk_usage(existing)
+        writable = os.access(existing, os.W_OK)
+        note = str(folder) if writable else f"{folder} cannot be written"
+        yield Finding(name, f"{megabytes(usage.free)} of {megabytes(usage.total)} free", writable, note)
+
+
+def _hub() -> Iterator[Finding]:
+    """Whether the hub answers, and whether a token is there for gated models. The token is not shown."""
+    from huggingface_hub import constants, get_token
+
+    token = get_token() is not None
+    yield Finding("hub token", "found" if token else "none", None, "" if token else "gated models need one")
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", "not asked", None, "HF_HUB_OFFLINE is set: only what is in the cache")
+        return
+    from huggingface_hub import errors, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except (OSError, errors.HTTPError) as error:  # the HTTP library's own base class
+        why = f"{constants.ENDPOINT}: {first_line(error)}; --offline does without"
+        yield Finding("hub", "does not answer", False, why)
+    else:
+        yield Finding("hub", "answers", True, constants.ENDPOINT)
+
+
+def _optional() -> Iterator[Finding]:
+    for package, enables in OPTIONAL.items():
+        found = _version(package)
+        yield Finding(package, found or "not installed", None, enables)

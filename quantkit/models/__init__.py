@@ -1,0 +1,1 @@
+"""A checkpoint coming in: its files, its configuration, and the model without weights."""

@@ -1,0 +1,264 @@
+"""A checkpoint on disk: configuration, tokenizer, and tensors read one at a time, whatever their layout.
+
+`Checkpoint.read("model.layers.0.mlp.up_proj.weight", ...)` returns the weight's values also when the
+file holds packed codes, so evaluation and inspection see one kind of model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+
+from quantkit import layouts
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
+from quantkit.models import hub
+from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers.safetensors_folder import TensorInfo
+
+if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
+    transformers.logging.set_verbosity_error()
+MANIFEST = "quantkit.json"
+COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder, opened: headers are read and checked, no tensor is loaded.
+
+    `infos` maps stored names to places. `config` is the model's own configuration, without any
+    quantization. `layout` decodes quantized linears; None for a plain checkpoint.
+    """
+
+    source: str
+    folder: Path
+    raw_config: dict
+    config: transformers.PretrainedConfig
+    infos: dict[str, TensorInfo]
+    layout: layouts.Layout | None
+    trust_remote_code: bool = False
+    _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def open(
+        source: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False
+    ) -> Checkpoint:
+        """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
+        folder = hub.resolve(source, revision, offline)
+        if folder.is_file():
+            from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
+
+            return GgufCheckpoint.open_file(source, folder)
+        raw_config = safetensors_folder.read_config(folder / "config.json")
+        infos = safetensors_folder.read_folder(folder)
+        layout = layouts.detect(raw_config, infos)
+        layouts.refuse_headless(layout, infos)
+        return Checkpoint(
+            source=source,
+            folder=folder,
+            raw_config=raw_config,
+            config=_build_config(folder, trust_remote_code),
+            infos=infos,
+            layout=layout,
+            trust_remote_code=trust_remote_code,
+            _quantized=layouts.group_by_linear(layout, infos),
+        )
+
+    def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
+        """The same model with other tensors: how a staged block is read before the output exists."""
+        packed = layouts.group_by_linear(layout, infos)
+        return replace(self, infos=infos, layout=layout, _quantized=packed)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
+        packed = {name for parts in self._quantized.values() for name in parts.values()}
+        return [name for name in self.infos if name not in packed] + [
+            f"{linear}.weight" for linear in self._quantized
+        ]
+
+    @property
+    def name(self) -> str:
+        """What the model is called: the last part of where it came from."""
+        return (
+            self.source.rpartition("/")[2] if not Path(self.source).exists() else self.folder.resolve().name
+        )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some weights are stored as codes."""
+        return self.layout is not None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files of the folder."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+
+    def manifest(self) -> str | None:
+        """How quantkit made this checkpoint, as it recorded it; None where it did not."""
+        path = self.folder / MANIFEST
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+    def coded_bytes(self) -> dict[str, int]:
+        """Bytes of every weight that is stored as codes, scales and the like included, by `X.weight`."""
+        return {
+            f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
+            for linear, parts in self._quantized.items()
+        }
+
+    @property
+    def packed(self) -> list[str]:
+        """Names of the linears that are stored as packed codes."""
+        return list(self._quantized)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `name` (`X.weight`) is stored as packed codes."""
+        return name.removesuffix(".weight") in self._quantized
+
+    def stored_as(self, name: str) -> list[str]:
+        """The stored tensors behind `name`: itself, or the parts of a packed linear."""
+        packed = self._quantized.get(name.removesuffix(".weight"))
+        return list(packed.values()) if packed else [name]
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor's values; a packed linear's weight is decoded to `[out, in]`.
+
+        The file is opened for this tensor alone: mapped pages count as resident memory for as long
+        as a handle lives.
+        """
+        if self.is_quantized(name):
+            linear = name.removesuffix(".weight")
+            values = self.layout.at(linear).values(self.parts(name))
+            return values if dtype is None else values.to(dtype)
+        return self.load(name, dtype)
+
+    def parts(self, name: str) -> dict[str, torch.Tensor]:
+        """The stored tensors of a packed linear (`X.weight`), by suffix."""
+        linear = name.removesuffix(".weight")
+        return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One stored tensor as it lies on disk, copied out of the file, optionally cast."""
+        info = self.infos[name]
+        try:
+            with safe_open(info.file, framework="pt") as file:
+                stored = file.get_tensor(name)
+                return stored.to(dtype or stored.dtype, copy=True)
+        except (SafetensorError, OSError) as error:
+            raise QuantkitError(
+                f"{name} could not be read from {info.file}: {error}", hint="download the file again"
+            ) from error
+
+    def plain(self, info: TensorInfo) -> TensorInfo:
+        """How a tensor of `infos` that nothing changed lies in a safetensors file."""
+        return info
+
+    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+        """The bytes of what `plain` describes, piece by piece."""
+        return safetensors_folder.raw(info)
+
+    @cached_property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
+            )
+        except Exception as error:  # the library raises many kinds here; all mean the same to a user
+            raise QuantkitError(
+                f"{self.source} has no tokenizer that loads: {why_no_tokenizer(self.folder, error)}",
+                hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
+                exit_code=NOT_FOUND,
+            ) from error
+
+    def vocabulary(self, size: int, pre: str | None, warn: Callable[[str], None]) -> dict[str, Any]:
+        """The tokenizer as metadata of a GGUF file; see `llamacpp.vocabulary.metadata`."""
+        from quantkit.models.llamacpp import vocabulary
+
+        return vocabulary.metadata(self.folder, size, pre, warn)
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence the model was made for, in tokens; None where it has no limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def companions(self) -> list[Path]:
+        """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""
+        patterns = (*COMPANIONS, "*.py") if self.trust_remote_code else COMPANIONS
+        found = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
+        return sorted(path for path in found if path.suffix != ".safetensors")
+
+    def write_companions(self, place: Path) -> None:
+        """Copy the companions into the folder `place`."""
+        for path in self.companions():
+            shutil.copyfile(path, place / path.name)
+
+    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+        """Hash of config.json and of every weight file, by name: what makes this model this model."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for path in sorted({info.file for info in self.infos.values()}):
+            digest.update(path.name.encode())
+            with open(path, "rb") as file:
+                while chunk := file.read(1 << 22):
+                    digest.update(chunk)
+                    progress(len(chunk))
+        return digest.hexdigest()
+
+
+def why_no_tokenizer(folder: Path, error: Exception) -> str:
+    """What a person can use of the `error` that transformers raised."""
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    found = any(path for pattern in patterns for path in folder.glob(pattern))
+    return first_line(error) if found else "there are no files of one"
+
+
+class _Parts(dict[str, torch.Tensor]):
+    """Tensors of a packed linear; asking for one that is not stored is the checkpoint's error."""
+
+    def __init__(self, linear: str, parts: dict[str, torch.Tensor]):
+        super().__init__(parts)
+        self.linear = linear
+
+    def __missing__(self, part: str) -> torch.Tensor:
+        raise QuantkitError(
+            f"{self.linear} is quantized, but {self.linear}.{part} is absent", hint="download it again"
+        )
+
+
+def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # ValueError, KeyError, OSError, validation errors: all "not this config"
+        raise QuantkitError(
+            f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
+            + str(error).splitlines()[0],
+            hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
+            "trust the code beside the checkpoint",
+            exit_code=UNSUPPORTED,
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the skeleton is the plain model; layouts decode
+    return config

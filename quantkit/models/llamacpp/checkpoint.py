@@ -1,0 +1,237 @@
+"""A GGUF file as a checkpoint: names, shapes and values as transformers has them, whatever llama.cpp did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.layouts.ggml import decode_rows
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import gguf_file
+from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
+from quantkit.models.llamacpp import configuration, rope, tensors
+from quantkit.models.llamacpp.tensors import Target
+from quantkit.models.skeleton import TORCH_DTYPES
+
+PLAIN = ("F32", "F16", "BF16")
+NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
+TOKEN_TYPE = "tokenizer.ggml.token_type"
+CHUNK = 1 << 20  # weights decoded at a time
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file, opened: the header is read and checked, the factors of rotary embeddings are loaded.
+
+    `infos` hold the names and shapes of a checkpoint of the same model, and where the file has their
+    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def open_file(source: str, path: Path) -> GgufCheckpoint:
+        """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
+        metadata, stored = gguf_file.read_header(path)
+        factors = {
+            name: _decode(stored[name], stored[name].shape)
+            for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
+            if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
+        }
+        config, targets = _understood(source, metadata, stored, factors)
+        _check(path, stored, targets, set(factors))
+        infos = {name: info for target in targets for name, info in _parts(target, stored[target.name])}
+        return GgufCheckpoint(
+            source=source,
+            folder=path,
+            raw_config=json.loads(config.to_json_string()),
+            config=config,
+            infos=infos,
+            layout=None,
+            metadata=metadata,
+            targets={name: target for target in targets for name in target.parameters},
+        )
+
+    @property
+    def name(self) -> str:
+        """What the file says the model is called."""
+        name = self.metadata.get("general.name")
+        return name if isinstance(name, str) and name else self.folder.stem
+
+    @property
+    def quantized(self) -> bool:
+        """Whether tensors are stored in blocks of codes."""
+        return bool(self.coded_bytes())
+
+    def coded_bytes(self) -> dict[str, int]:
+        """Bytes of every tensor that is stored in blocks of codes."""
+        stored = {name: info for name, info in self.infos.items() if info.file == self.folder}
+        return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
+
+    def manifest(self) -> str | None:
+        """The manifest that quantkit wrote into the file."""
+        found = self.metadata.get("quantkit.manifest")
+        return found if isinstance(found, str) else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the file."""
+        return self.folder.stat().st_size
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's values, in the order and orientation that transformers stores.
+
+        In 16 bit where the file has 16 bit, else float32, unless `dtype` says otherwise.
+        """
+        info = self.infos[name]
+        if info.file != self.folder:
+            return super().load(name, dtype)
+        target = self.targets[name]
+        shape = target.shape if target.parameters == (name,) else info.shape
+        values = _decode(info, shape, dtype, target)
+        if target.shift:
+            values = target.to_hf(values).to(dtype or torch.float32)
+        return values.t().contiguous() if target.conv1d else values
+
+    def plain(self, info: TensorInfo) -> TensorInfo:
+        """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
+        if info.file != self.folder:
+            return info
+        dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].shift else "F32"
+        return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
+
+    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+        """The bytes of what `plain` describes."""
+        if info.file != self.folder:
+            yield from super().data(info)
+        else:
+            yield self.load(info.name, TORCH_DTYPES[info.dtype]).view(torch.uint8).numpy().data
+
+    @cached_property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """The tokenizer that the metadata describe. Raises QuantkitError when they describe none."""
+        from quantkit.models.llamacpp import tokenizer
+
+        return tokenizer.from_metadata(self.metadata)
+
+    def vocabulary(self, size: int, pre: str | None, warn: Callable[[str], None]) -> dict[str, Any]:
+        """The tokenizer's metadata, as they are; `pre` is put in the place of theirs."""
+        found = {key: value for key, value in self.metadata.items() if key.startswith("tokenizer.")}
+        if (types := found.get(TOKEN_TYPE)) is not None:
+            found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
+        return found | ({"tokenizer.ggml.pre": pre} if pre else {})
+
+    def write_companions(self, place: Path) -> None:
+        """Tokenizer files made from the metadata; none where the file has no tokenizer."""
+        if "tokenizer.ggml.model" in self.metadata:
+            self.tokenizer.save_pretrained(place)
+
+    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+        """Hash of the file."""
+        digest = hashlib.sha256()
+        with open(self.folder, "rb") as file:
+            while chunk := file.read(1 << 22):
+                digest.update(chunk)
+                progress(len(chunk))
+        return digest.hexdigest()
+
+
+def _understood(
+    source: str,
+    metadata: gguf_file.Metadata,
+    stored: Mapping[str, TensorInfo],
+    factors: Mapping[str, Tensor],
+) -> tuple[transformers.PretrainedConfig, list[Target]]:
+    """The configuration, and the tensors that its model has in the file."""
+    try:
+        config = configuration.to_config(metadata, stored, factors)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        return config, [target for target in tensors.of_config(config, source) if target.parameters]
+    except QuantkitError:
+        raise
+    except Exception as error:  # values that do not go together end in many kinds of errors
+        raise QuantkitError(
+            f"the metadata of {source} describe no model: {first_line(error)}", "download the file again"
+        ) from error
+
+
+def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], factors: set[str]) -> None:
+    """Raise QuantkitError unless the file holds the model's tensors, all of them and no others."""
+    wanted = {target.name: target for target in targets}
+    absent = [name for name in wanted if name not in stored]
+    if absent:
+        raise QuantkitError(f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
+    unknown = [name for name in stored if name not in wanted and name not in factors]
+    if unknown:
+        raise QuantkitError(
+            f"{path} holds tensors that are not understood: {name_all(unknown)}",
+            hint="quantkit reads plain language models of the architectures that it writes",
+            exit_code=UNSUPPORTED,
+        )
+    odd = [
+        f"{name} is {list(stored[name].shape)} instead of {list(target.shape)}"
+        for name, target in wanted.items()
+        if stored[name].shape != target.shape
+    ]
+    if odd:
+        raise QuantkitError(
+            f"{path}: {name_all(odd)}", hint="metadata and tensors belong to different models"
+        )
+    types = [
+        f"{name} ({stored[name].dtype})"
+        for name, target in wanted.items()
+        if stored[name].dtype in NO_WEIGHTS or (len(target.shape) == 1 and stored[name].dtype not in PLAIN)
+    ]
+    if types:
+        raise QuantkitError(
+            f"{path} holds weights of types that are not understood: {name_all(types)}",
+            hint="convert the model again",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """The stored tensors that a tensor of the file stands for, each with its place."""
+    if len(target.parameters) == 1:
+        name = target.parameters[0]
+        yield name, replace(info, name=name, shape=info.shape[::-1] if target.conv1d else info.shape)
+        return
+    nbytes = info.nbytes // len(target.parameters)
+    for row, name in enumerate(target.parameters):
+        start = info.offset + row * nbytes
+        yield name, replace(info, name=name, shape=info.shape[1:], offset=start, nbytes=nbytes)
+
+
+def _decode(
+    info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype | None = None, target: Target | None = None
+) -> Tensor:
+    """Values of `shape`; rows go back to the model's order before they are decoded."""
+    raw = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset)
+    if len(raw) != info.nbytes:
+        raise QuantkitError(f"{info.name} ends early in {info.file}", "download the file again")
+    encoded = torch.from_numpy(raw)
+    if target is not None and target.index is not None:
+        encoded = target.to_hf(encoded.view(shape[0], -1))
+    encoded = encoded.view(math.prod(shape[:-1]), -1)
+    if info.dtype in PLAIN:
+        values = encoded.view(TORCH_DTYPES[info.dtype])
+        return values.to(dtype or values.dtype).view(shape)
+    values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
+    step = max(1, CHUNK // shape[-1])
+    for start in range(0, len(encoded), step):
+        values[start : start + step] = decode_rows(info.dtype, encoded[start : start + step], shape[-1])
+    return values.view(shape)

@@ -1,0 +1,225 @@
+"""The tensors of a model as llama.cpp wants them: names, order of rows, shifted norms; both directions.
+
+The model that transformers builds says which parameters there are; the `gguf` package's name map says what
+llama.cpp calls them. Weights keep their orientation `W [out, in]`: only rows change places, so values and
+encoded rows (`uint8 [out, bytes]`) are treated alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import gguf
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.models import meta_model
+from quantkit.models.llamacpp import architectures, rope
+from quantkit.models.llamacpp.architectures import Architecture, kv_heads
+from quantkit.models.skeleton import checked
+
+if TYPE_CHECKING:
+    from quantkit.models.checkpoint import Checkpoint
+
+STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # one norm a head, one tensor in the file
+BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of it is computed nowadays
+    r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
+)
+HEAD = "output.weight"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor of a GGUF file.
+
+    parameters: the model's names of what it is made of, one or (a norm per head) several to be stacked;
+    none for computed ones, whose values are `values`. stored: the same by the checkpoint's names.
+    shape: `[out, in]`. index: row k of the file is row `index[k]` of the model; None when they agree.
+    shift: what the file's values have over the model's. conv1d: the checkpoint holds `[in, out]`.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+    index: Tensor | None = None
+    shift: float = 0.0
+    conv1d: bool = False
+    values: Tensor | None = None
+    stored: tuple[str, ...] = ()
+
+    @property
+    def float32(self) -> bool:
+        """Whether llama.cpp wants it in float32 whatever the type of the file."""
+        one = len(self.shape) == 1 or not self.name.endswith(".weight")
+        return one or self.name.endswith("_norm.weight") or self.name == "position_embd.weight"
+
+    def read(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Tensor:
+        """Its values `[out, in]` in the model's order, from the checkpoint; see `to_gguf`.
+
+        Raises QuantkitError if they have another shape or are not finite.
+        """
+        if self.values is not None:
+            return self.values if dtype is None else self.values.to(dtype)
+        parts = [checkpoint.read(name, dtype) for name in self.stored]
+        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
+        if self.conv1d and not checkpoint.is_quantized(self.stored[0]):
+            tensor = tensor.t().contiguous()
+        return checked(tensor, self.shape, self.stored[0])
+
+    def to_gguf(self, tensor: Tensor) -> Tensor:
+        """From the model's values, or encoded rows, to the file's."""
+        if self.shift:
+            return tensor.float() + self.shift
+        return tensor if self.index is None else tensor.index_select(0, self.index.to(tensor.device))
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        """The inverse of `to_gguf`."""
+        if self.shift:
+            return tensor.float() - self.shift
+        if self.index is None:
+            return tensor
+        return tensor.index_select(0, torch.argsort(self.index).to(tensor.device))
+
+
+def of_config(config: PretrainedConfig, source: str = "the model") -> list[Target]:
+    """Every tensor of a file of this model, in llama-quantize's order: globals, then block after block.
+
+    Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no place for.
+    """
+    row = architectures.of_config(config)
+    return _targets(row, meta_model.empty(copy.deepcopy(config), source), config)
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
+    """The same, knowing where each lies in the checkpoint.
+
+    Raises QuantkitError also for stored tensors that the model does not have, and for absent ones.
+    """
+    config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.config)
+    model = meta_model.empty(copy.deepcopy(config), checkpoint.source)
+    found = meta_model.resolve_names(model, checkpoint.names)
+    ties = model.all_tied_weights_keys
+    if any(_differ(checkpoint, found.get(name), found.get(other)) for name, other in ties.items()):
+        config.tie_word_embeddings = False  # as transformers does when both are stored and unlike
+        model, ties = meta_model.empty(copy.deepcopy(config), checkpoint.source), {}
+    _refuse_unknown(checkpoint, model, set(found.values()))
+    for name, other in ties.items():
+        for one, twin in ((name, other), (other, name)):
+            if one not in found and twin in found:
+                found[one] = found[twin]
+    targets = _targets(row, model, config)
+    absent = [name for target in targets for name in target.parameters if name not in found]
+    if absent:
+        raise QuantkitError(
+            f"the checkpoint lacks {count(len(absent), 'tensor')} of the model: {name_all(absent)}",
+            hint="the download is incomplete, or config.json belongs to another model",
+        )
+    return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]
+
+
+def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool:
+    """Whether both are stored, with unlike values."""
+    if name is None or other is None or name == other:
+        return False
+    return not torch.equal(checkpoint.read(name), checkpoint.read(other))
+
+
+def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -> None:
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    unknown = [
+        name
+        for name in checkpoint.names
+        if name not in known and not any(pattern.search(name) for pattern in (BUFFERS, *ignored))
+    ]
+    if unknown:
+        kind = type(model).__name__
+        raise QuantkitError(
+            f"{checkpoint.source} holds tensors that {kind} does not have: {name_all(unknown)}",
+            hint="nothing is left out of a GGUF file in silence: config.json may belong to another model",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> list[Target]:
+    conv1d = meta_model.replace_conv1d(model)
+    tied = {} if row.head == "always" else model.all_tied_weights_keys
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in tied
+    }
+    stacks: dict[str, list[str]] = {}
+    for name in shapes:
+        stacks.setdefault(STACKED.sub(r"\1\2", name), []).append(name)
+    found, lost = {}, []
+    names = _Names(row, model, config.num_hidden_layers)
+    for stack, parameters in stacks.items():
+        name = names(stack)
+        if name is None or name in found or (name == HEAD and row.head == "never"):
+            lost += parameters
+            continue
+        shape = shapes[parameters[0]]
+        shape = (len(parameters), *shape) if parameters != [stack] else shape
+        leaf = name.split(".")[-2]
+        found[name] = Target(
+            name,
+            tuple(parameters),
+            shape,
+            index=ORDERS[row.rows[leaf]](shape[0], config) if leaf in row.rows else None,
+            shift=row.norm_shift if name.endswith("norm.weight") else 0.0,
+            conv1d=stack in conv1d,
+        )
+    if lost:
+        raise architectures.inexpressible(row, f"tensors such as {name_all(lost)}")
+    for name, values in rope.factors(row, config).items():
+        found[name] = Target(name, (), tuple(values.shape), values=values.float())
+    return sorted(found.values(), key=lambda target: _order(target.name))
+
+
+class _Names:
+    """llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
+
+    def __init__(self, row: Architecture, model: nn.Module, blocks: int):
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
+        self._map = gguf.get_tensor_name_map(arch, blocks)
+        self._prefix = model.base_model_prefix + "."
+
+    def __call__(self, name: str) -> str | None:
+        if name == "lm_head.weight":  # the map has none for those whose head is always tied
+            return HEAD
+        spellings = (name, name.removeprefix(self._prefix))
+        found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
+        return next((name for name in found if name), None)
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return (int(block[1]) if block else -1, name)
+
+
+def _rotary(rows: int, heads: int) -> Tensor:
+    """Rows of each head as pairs to be rotated: (0, d/2), (1, d/2 + 1), … lie side by side in the file."""
+    return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+
+
+def _grouped(rows: int, config: PretrainedConfig) -> Tensor:
+    """Query heads of a group, their key and their value, group after group -> all q, all k, all v."""
+    groups = kv_heads(config)
+    queries = config.num_attention_heads // groups
+    index = torch.arange(rows).view(groups, queries + 2, -1)
+    parts = index[:, :queries], index[:, queries], index[:, queries + 1]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+ORDERS: dict[str, Callable[[int, PretrainedConfig], Tensor]] = {
+    "rotary_q": lambda rows, config: _rotary(rows, config.num_attention_heads),
+    "rotary_kv": lambda rows, config: _rotary(rows, kv_heads(config)),
+    "grouped": _grouped,
+}

@@ -1,0 +1,89 @@
+"""The model as transformers builds it, on the meta device: shapes and buffers, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import transformers
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.models.checkpoint import Checkpoint
+
+
+def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
+    model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+    return model.eval()
+
+
+def empty(
+    config: transformers.PretrainedConfig,
+    source: str,
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """The model that `config` describes, shapes alone. Raises QuantkitError if it is no language model."""
+    try:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    except ValueError as error:
+        raise QuantkitError(
+            f"{source} is no causal language model that transformers "
+            f"{transformers.__version__} knows: {first_line(error)}",
+            hint="quantkit compresses decoder-only models (…ForCausalLM)",
+            exit_code=UNSUPPORTED,
+        ) from error
+
+
+def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """Model name -> stored name, by transformers' own rules (prefixes present or missing, renamings)."""
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    wanted = model.state_dict()
+    targets = {
+        name: rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0] for name in stored
+    }
+    return {target: name for name, target in targets.items() if target in wanted}
+
+
+def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
+    depth = getattr(checkpoint.config, "num_hidden_layers", None)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    ]
+    if not found:
+        raise QuantkitError(
+            f"no list of {depth} decoder blocks found in {type(model).__name__}",
+            hint="quantkit compresses decoder-only models with one stack of blocks",
+            exit_code=UNSUPPORTED,
+        )
+    return min(found, key=lambda pair: pair[0].count("."))
+
+
+def replace_conv1d(model: nn.Module) -> set[str]:
+    """Turn GPT-2's Conv1D (`[in, out]`) into nn.Linear; returns the names of the weights to transpose."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, module in found.items():
+        owner, _, leaf = name.rpartition(".")
+        in_features, out_features = module.weight.shape
+        with torch.device("meta"):
+            linear = nn.Linear(in_features, out_features, dtype=module.weight.dtype)
+        setattr(model.get_submodule(owner), leaf, linear)
+    return {f"{name}.weight" for name in found}

@@ -1,0 +1,81 @@
+"""When two tokenizers are the same one, however they are written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+from quantkit.errors import name_all
+from quantkit.models.llamacpp import merges as bpe
+from quantkit.models.llamacpp.pre_tokenizers import cuts, is_byte_level
+from quantkit.models.llamacpp.token_models import BYTES, SPACE
+
+SAMPLE = """Hello  World's 1234 -- naïve café, Ünïcödé; they'RE 12 and I'll pay $1,234.56 (or 7%)!
+\tdef f(x_1: list[int]) -> dict:   # HTTPServer/parseJSON2 camelCase
+\t\treturn {"a": x_1[0] ** 2, 'b': f"{x_1!r:>10}"} if x_1 else None
+
+
+    if (i != 0 && *p++ == 'x') { goto end; } /* ¿qué? */ <a href="https://example.org/a/b?c=d&e=f">
+
+The quick brown fox jumps over the lazy dog.  Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich.
+Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.
+안녕하세요, 세계! 키스의 고유조건은 입술끼리 만나야 하고 123개의 한글과 ㄱㄴㄷ.
+私の名前は「中野」です。いろはにほへと ﾊﾝｶｸ １２３。我能吞下玻璃而不伤身体。
+שלום עולם, مرحبا بالعالم ١٢٣، नमस्ते दुनिया १२३। สวัสดีชาวโลก ៣៤ tiếng Việt
+👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇰🇷 ☕️ ½ Ⅷ x² → ∞ ≠ … “quotes” ‘n’ — €5\xa0m\u3000wide\r\n  end \n \n"""
+
+
+def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
+    """Hash of a vocabulary and of how texts are cut: equal means comparable perplexities.
+
+    Equal also for a checkpoint folder and for the GGUF file made of it, which states the same otherwise.
+    Normalization shows only as far as it changes SAMPLE, so NFC does not. vocab_size: rows of the
+    embedding; tokens beyond them do not count.
+    """
+    vocabulary, sample, rules = _behaviour(tokenizer, vocab_size)
+    return hashlib.sha256(repr((vocabulary, sample, list(rules.values()))).encode()).hexdigest()
+
+
+def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
+    """In what two tokenizers of unlike hashes differ, `other` as seen from `first`."""
+    found = [_behaviour(tokenizer, size) for tokenizer, size in zip((first, other), vocab_sizes, strict=True)]
+    ours, theirs = ({text: number for number, text in vocabulary} for vocabulary, _, _ in found)
+    changes = {
+        "lacks": sorted(ours.keys() - theirs.keys(), key=ours.get),
+        "adds": sorted(theirs.keys() - ours.keys(), key=theirs.get),
+        "renumbers": sorted((t for t in ours.keys() & theirs.keys() if ours[t] != theirs[t]), key=ours.get),
+    }
+    named = [f"{verb} {name_all(map(repr, tokens), 3)}" for verb, tokens in changes.items() if tokens]
+    if named:
+        return f"the vocabulary has {len(theirs)} tokens instead of {len(ours)}, it " + ", ".join(named)
+    (_, _, rules), (_, _, others) = found
+    unlike = [name for name in rules | others if rules.get(name) != others.get(name)]
+    return f"the vocabulary is the same, but not its {' and '.join(unlike) or 'way to cut a text'}"
+
+
+def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
+    """Its vocabulary, what it makes of SAMPLE, and its rules by name."""
+    size = math.inf if vocab_size is None else vocab_size
+    vocabulary = sorted(
+        (number, text.replace(SPACE, " ")) for text, number in tokenizer.get_vocab().items() if number < size
+    )
+    sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
+    rules: dict = {}
+    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
+        rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size)
+    return vocabulary, sample, rules
+
+
+def _rules(stored: dict, size: float) -> dict:
+    """What tells tokenizers of one vocabulary apart, in a form that does not depend on how it is stated."""
+    model, pre_tokenizer = stored["model"], stored["pre_tokenizer"]
+    if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
+        return {"normalizer": stored["normalizer"], "pre-tokenizer": pre_tokenizer, "model": model}
+    apart = {entry["content"] for entry in stored["added_tokens"]} | {*BYTES, model["unk_token"]}
+    known = {text for text, number in model["vocab"].items() if number < size and text not in apart}
+    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
+    made = {a + b for a, b in merges}
+    whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in known)
+    words = (cuts(pre_tokenizer) or pre_tokenizer) if is_byte_level(pre_tokenizer) else None
+    return {"merges": bpe.canonical(merges), "pre-tokenizer": words, "ignore_merges": whole}

@@ -1,0 +1,240 @@
+"""Statistics of a block's inputs: which linears share an input, and the Hessian of each such site.
+
+Two ways to show every site its inputs, with the same results. `SuspendedForward` runs each batch
+once and suspends it at every site until the site's weights are final: true-sequential GPTQ for the
+price of one forward, in time, and of all live activations, in memory. `RepeatedForward` runs the
+block again up to each site and holds one batch's activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import greenlet
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.quantize.solvers import SiteStatistics
+
+PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linears of a block that read the same input tensor, by their names inside the block, in call order."""
+
+    linears: tuple[str, ...]
+
+
+def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
+    """The block's sites in the order a forward reaches them, from one probing call of `run`.
+
+    Linears whose input is the same memory, unchanged in between, form a site. Raises QuantkitError
+    when a linear is never called or called twice: its statistics would be wrong.
+    """
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    groups: dict[tuple, list[str]] = {}
+    alive = []  # freed inputs could hand their address to another site's
+
+    def hook(name: str):
+        def record(module: nn.Module, args: tuple) -> None:
+            (hidden,) = args
+            alive.append(hidden)
+            key = (hidden.data_ptr(), hidden._version, hidden.shape, hidden.stride())
+            groups.setdefault(key, []).append(name)
+
+        return record
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    called = [name for names in groups.values() for name in names]
+    odd = [name for name in linears if called.count(name) != 1]
+    if odd:
+        raise QuantkitError(
+            f"these linears are not called exactly once in a forward pass: {name_all(odd)}",
+            hint="quantkit cannot gather statistics for this architecture",
+            exit_code=UNSUPPORTED,
+        )
+    return [Site(tuple(names)) for names in groups.values()]
+
+
+class Statistics:
+    """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
+
+    H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
+    rank-k update): little more than half of the products. Sums of squares of
+    batches are added in float64.
+    """
+
+    def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
+        self.in_features = in_features
+        self.tokens = 0
+        self.width = min(in_features, max(128, in_features // 8))
+        self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
+        self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
+        self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
+        self.squares: list[Tensor] | None = [] if "square" in needs else None  # of each batch
+
+    def add(self, inputs: Tensor) -> None:
+        """Add a batch of inputs `[..., in]`; products and sums are float32."""
+        rows = inputs.reshape(-1, self.in_features).float()
+        self.tokens += len(rows)
+        if self.hessian is not None:
+            for start in range(0, self.in_features, self.width):
+                end = min(start + self.width, self.in_features)
+                self.hessian[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
+        if self.magnitude is not None:
+            self.magnitude += rows.abs().sum(0)
+        if self.peak is not None:
+            self.peak = torch.maximum(self.peak, rows.abs().amax(0))
+        if self.squares is not None:
+            self.squares.append(rows.square().sum(0))
+
+    def finish(self) -> SiteStatistics:
+        """Symmetric and averaged; the accumulator is used up."""
+        tokens = max(self.tokens, 1)
+        if self.hessian is not None:
+            lower = self.hessian.tril_()
+            diagonal = lower.diagonal().clone()
+            lower.add_(lower.t().clone()).mul_(2 / tokens)
+            lower.diagonal().copy_(diagonal.mul_(2 / tokens))
+        if self.magnitude is not None:
+            self.magnitude.div_(tokens)
+        square = self.square_sums()
+        return SiteStatistics(
+            self.hessian, self.magnitude, self.peak, None if square is None else square.float() / tokens
+        )
+
+    def square_sums(self) -> Tensor | None:
+        """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""
+        return None if self.squares is None else torch.stack(self.squares).cpu().double().sum(0)
+
+
+def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:
+    """Raise QuantkitError naming the linear whose inputs overflowed when computed in `dtype`."""
+    parts = [getattr(statistics, field.name) for field in fields(statistics)]
+    if not all(torch.isfinite(part).all() for part in parts if part is not None):
+        raise QuantkitError(
+            f"activations entering {linear} are not finite in {dtype}",
+            hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
+        )
+
+
+@contextmanager
+def gathering(block: nn.Module, statistics: Mapping[Site, Statistics]) -> Iterator[None]:
+    """Add the inputs of each site to its statistics while the block runs."""
+    handles = [
+        block.get_submodule(site.linears[0]).register_forward_pre_hook(
+            lambda module, args, sums=sums: sums.add(args[0])
+        )
+        for site, sums in statistics.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class SuspendedForward:
+    """All batches in flight at once, each suspended where it reaches the next site.
+
+    `run(batch_index)` runs the block on one batch. Greenlets switch between the forwards inside one
+    thread, so that the thread pool stays as it is.
+    """
+
+    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
+        self._block = block
+        self._run = run
+        self._main = greenlet.getcurrent()
+        self._flights = [greenlet.greenlet(run) for _ in range(batches)]
+        self._results: list[Tensor | None] = [None] * batches
+        self._suspended = [self._suspend_at(site.linears[0]) for site in sites]
+
+    def _suspend_at(self, name: str) -> nn.Module:
+        """Let a linear hand over its input, and compute with what stands in its place when it goes on."""
+        linear = self._block.get_submodule(name)
+
+        def forward(hidden: Tensor) -> Tensor:
+            self._main.switch(hidden)
+            now = self._block.get_submodule(name)
+            return type(linear).forward(linear, hidden) if now is linear else now(hidden)
+
+        linear.forward = forward
+        return linear
+
+    def _resume(self, index: int) -> Tensor:
+        """What flight `index` reaches next. Each flight enters and leaves no_grad at its own times, so the
+        mode is set here: on resuming as a forward wants it, and afterwards as the caller had it."""
+        flight = self._flights[index]
+        with torch.no_grad():
+            return flight.switch() if flight else flight.switch(index)
+
+    def inputs(self, site: Site) -> Iterator[Tensor]:
+        """The inputs of the next site, batch by batch. Call for every site, in order."""
+        for index in range(len(self._flights)):
+            yield self._resume(index)
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch, once every site has been visited."""
+        try:
+            for index in range(len(self._flights)):
+                yield self._resume(index)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is in flight, with the activations it holds; the linears are themselves again."""
+        for linear in self._suspended:
+            del linear.forward
+        with torch.no_grad():
+            for flight in self._flights:
+                flight.throw()
+
+
+class RepeatedForward:
+    """One batch in memory at a time: the block runs again up to each site. Same results, more time."""
+
+    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
+        self._block = block
+        self._run = run
+        self._batches = batches
+
+    def inputs(self, site: Site) -> Iterator[Tensor]:
+        """The inputs of a site, batch by batch."""
+
+        def stop(module: nn.Module, args: tuple) -> None:
+            raise _Reached(args[0])
+
+        handle = self._block.get_submodule(site.linears[0]).register_forward_pre_hook(stop)
+        try:
+            for index in range(self._batches):
+                try:
+                    self._run(index)
+                except _Reached as reached:
+                    yield reached.inputs
+        finally:
+            handle.remove()
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch."""
+        for index in range(self._batches):
+            yield self._run(index)
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+
+class _Reached(Exception):
+    """Carries a site's inputs out of a forward pass that need not go on."""
+
+    def __init__(self, inputs: Tensor):
+        super().__init__()
+        self.inputs = inputs

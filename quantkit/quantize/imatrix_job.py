@@ -1,0 +1,124 @@
+"""`quantkit imatrix`: from options to an importance matrix that llama-quantize and quantkit take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import choose_device, free_memory
+from quantkit.models.llamacpp import imatrix, tensors
+from quantkit.models.llamacpp.imatrix import Imatrix
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import importance, linears, plan
+from quantkit.quantize.importance import Importance
+from quantkit.quantize.job import Request, base_name, check_run, open_skeleton
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import disk_errors
+from quantkit.quantize.timings import Timings
+from quantkit.text import calibration
+from quantkit.text.calibration import CalibrationSet
+
+
+@dataclass(frozen=True)
+class ImatrixJob:
+    """A checked job. names: stored name of a linear -> name of its weight in a GGUF file."""
+
+    checkpoint: Checkpoint
+    skeleton: Skeleton
+    names: dict[str, str]
+    calibration: CalibrationSet
+    batches: list[Tensor]
+    memory_bytes: int
+    output: Path
+
+    def record(self) -> dict:
+        """The versioned JSON of what it does; once done, `seconds` are added."""
+        return {
+            "schema": "quantkit.imatrix/1",
+            "source": self.checkpoint.source,
+            "output": str(self.output),
+            "matrices": len(self.names),
+            "calibration": self.calibration.record(),
+            "memory_bytes": self.memory_bytes,
+            "execution": {
+                "dtype": str(self.skeleton.dtype).removeprefix("torch."),
+                "device": str(self.skeleton.device),
+                "batch_size": len(self.batches[0]),
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+
+def prepare(request: Request, progress: Progress) -> ImatrixJob:
+    """Open, resolve and check; of `request.run` only what concerns a forward pass counts.
+
+    Raises QuantkitError for all that would fail later.
+    """
+    check_run(request.run)
+    checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
+    output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
+    _check_output(output, checkpoint, request.overwrite)
+    if checkpoint.quantized:
+        raise QuantkitError(
+            f"{request.source} is quantized already",
+            hint="an importance matrix is made from the original checkpoint: give that one",
+            exit_code=UNSUPPORTED,
+        )
+    stored = {name: target.name for target in tensors.of_checkpoint(checkpoint) for name in target.stored}
+    device = choose_device(request.run.device)
+    torch.set_num_threads(request.run.threads or torch.get_num_threads())
+    skeleton = open_skeleton(checkpoint, request.run.dtype, device)
+    rows = linears.linears(skeleton)
+    progress.phase("reading the calibration text")
+    calibrated = calibration.load(checkpoint, request.calibration, request.offline)
+    if calibrated.warning:
+        progress.warn(calibrated.warning)
+    tokens = calibrated.tokens
+    batches = list(tokens.split(request.run.batch_size or plan.default_batch_size(tokens.shape[1])))
+    need = plan.forward_memory(skeleton, rows, tokens.numel(), batches[0].numel())
+    plan.check_memory(
+        need, free_memory(device), "fewer --samples, shorter --seqlen or a smaller --batch-size", device
+    )
+    names = {row.name: stored[f"{row.name}.weight"] for row in rows}
+    return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)
+
+
+def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
+    above = next(path for path in output.absolute().parents if path.exists())
+    if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
+        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
+    if output.is_dir() or not above.is_dir():
+        raise QuantkitError(f"{output} cannot be a file", "choose another --output", USAGE)
+    if output.exists() and not overwrite:
+        raise QuantkitError(
+            f"{output} exists", "choose another --output, or replace it with --overwrite", USAGE
+        )
+
+
+def run(job: ImatrixJob, progress: Progress) -> dict:
+    """Gather and write; the record of what was done. The file appears whole or not at all."""
+    timings = Timings(job.skeleton.device)
+    gathered = importance.gather(job.skeleton, job.batches, progress, timings)
+    folder = job.output.absolute().parent
+    with disk_errors(folder, "run the same command again"), timings("write"):
+        folder.mkdir(parents=True, exist_ok=True)
+        imatrix.write(job.output, as_imatrix(gathered, job.names, job.calibration))
+    return job.record() | {"seconds": timings.seconds}
+
+
+def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
+    """What was gathered as the content of a file; a chunk is a calibration sequence."""
+    made = calibrated.provenance
+    return Imatrix(
+        sums={names[linear]: sums for linear, sums in gathered.sums.items()},
+        counts=dict.fromkeys(names.values(), torch.tensor([float(gathered.tokens)])),
+        datasets=(made.source,),
+        chunk_count=made.samples,
+        chunk_size=made.seqlen,
+    )

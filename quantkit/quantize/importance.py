@@ -1,0 +1,116 @@
+"""How much each input of a linear counts: its mean square over calibration text, in the unquantized model.
+
+The hidden states flow block by block as in the loop (`pipeline`), through blocks that stay as they are: one
+block is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quantkit.models.heap import map_large_blocks
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import walk
+from quantkit.quantize.capture import PROBE_TOKENS, Statistics, find_sites, gathering, refuse_not_finite
+from quantkit.quantize.linears import linears
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.states import States, embedded
+from quantkit.quantize.timings import Timings
+
+
+@dataclass(frozen=True)
+class Importance:
+    """sums: by stored name of a linear, Σx² of each input column, float32 `[in]`, over so many `tokens`."""
+
+    sums: dict[str, Tensor]
+    tokens: int
+
+    def means(self) -> dict[str, Tensor]:
+        """Mean squares, float32 `[in]`; the division that readers of an imatrix file do."""
+        return {name: sums / self.tokens for name, sums in self.sums.items()}
+
+
+def gather(
+    skeleton: Skeleton,
+    batches: Sequence[Tensor],
+    progress: Progress | None = None,
+    timings: Timings | None = None,
+) -> Importance:
+    """What enters the linears while `batches` of token ids `[batch, tokens]` go through the checkpoint.
+
+    Loads all of the skeleton but its blocks. Raises QuantkitError for linears that a forward pass does not
+    call exactly once, and for activations that are not finite.
+    """
+    progress, timings = progress or Progress(), timings or Timings(skeleton.device)
+    map_large_blocks()
+    with timings("load"):
+        skeleton.load_rest()
+    states = embedded(batches, skeleton.embed, skeleton.device)
+    skeleton.embed(batches[0][:1, :PROBE_TOKENS])  # records the arguments of the probe
+    names = {(row.block, row.local): row.name for row in linears(skeleton)}
+    sums: dict[str, Tensor] = {}
+    progress.start(len(skeleton.blocks), 0)
+    for index, block in walk.blocks(skeleton, lambda index: (None, True), timings):
+        for local, found in _block(skeleton, index, block, states, timings).items():
+            sums[names[index, local]] = found
+        progress.block(index, replayed=False)
+    return Importance(sums, sum(ids.numel() for ids in batches))
+
+
+def _block(
+    skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
+) -> dict[str, Tensor]:
+    """Σx² by name inside block `index`; `states` become the block's outputs."""
+    probe = states[0][:1, :PROBE_TOKENS]
+    sites = find_sites(block, lambda: skeleton.run_block(index, probe))
+    gathered = {
+        site: Statistics(block.get_submodule(site.linears[0]).in_features, skeleton.device, ("square",))
+        for site in sites
+    }
+    with timings("forward"), gathering(block, gathered):
+        for k, hidden in enumerate(states):
+            states[k] = skeleton.run_block(index, hidden)
+    found = {}
+    for site, sums in gathered.items():
+        name = skeleton.stored_name(skeleton.block_names(index)[f"{site.linears[0]}.weight"])
+        refuse_not_finite(sums.finish(), name.removesuffix(".weight"), str(skeleton.dtype)[6:])
+        found |= dict.fromkeys(site.linears, sums.square_sums().float())
+    return found
+
+
+def of_head(skeleton: Skeleton, batches: Sequence[Tensor]) -> SiteStatistics:
+    """Second moments of what enters the output matrix, from one pass through the blocks as they are.
+
+    What lies outside the blocks is loaded. Raises QuantkitError for activations that are not finite.
+    """
+    states = embedded(batches, skeleton.embed, skeleton.device)
+    for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
+        for k, hidden in enumerate(states):
+            states[k] = skeleton.run_block(index, hidden)
+    head = skeleton.model.get_output_embeddings()
+    sums = Statistics(head.in_features, skeleton.device, ("hessian",))
+
+    def record(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        sums.add(inputs[0])
+        raise _Seen  # its product with the vocabulary is not needed
+
+    handle = head.register_forward_pre_hook(record)
+    try:
+        for hidden in states:
+            for sequence in hidden:
+                with contextlib.suppress(_Seen):
+                    skeleton.logits(sequence)
+    finally:
+        handle.remove()
+    statistics = sums.finish()
+    refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
+    return statistics
+
+
+class _Seen(Exception):
+    """Ends a forward pass at the output matrix."""

@@ -1,0 +1,259 @@
+"""From options to a job: everything is opened, resolved and checked here, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
+from quantkit.layouts import LinearSpec
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import choose_device, choose_dtype
+from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize import linears, methods, plan
+from quantkit.quantize.methods import Method
+from quantkit.quantize.plan import JobPlan
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import Staging
+from quantkit.text import calibration
+from quantkit.text.calibration import CalibrationSet
+
+HASHED_BESIDE = 64 << 20  # bytes: a larger source is hashed while its job runs
+VERIFY_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, as typed."""
+
+    source: str
+    method: str
+    options: Any  # the method's Options
+    calibration: CalibrationOptions
+    run: RunOptions
+    output: Path | None = None
+    revision: str | None = None
+    offline: bool = False
+    trust_remote_code: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked job. batches: token ids `[batch, tokens]`; a data-free job has one, to verify with.
+
+    source_sha256 may come later than all else; until then the fingerprint has None in its place.
+    """
+
+    request: Request
+    checkpoint: Checkpoint
+    method: Method
+    skeleton: Skeleton
+    specs: list[LinearSpec]
+    plan: JobPlan
+    calibration: CalibrationSet | None
+    batches: list[Tensor]
+    staging: Staging
+    fingerprint: dict
+    source_sha256: Future[str]
+
+    @property
+    def identity(self) -> dict:
+        """The whole fingerprint: waits for the source's hash."""
+        return self.fingerprint | {"source_sha256": self.source_sha256.result()}
+
+    def is_packed(self, row: LinearSpec) -> bool:
+        """Whether the source holds this linear as packed codes."""
+        return self.checkpoint.is_quantized(f"{row.name}.weight")
+
+    def block_specs(self, index: int) -> list[LinearSpec]:
+        """The linears of one block."""
+        return [row for row in self.specs if row.block == index]
+
+
+def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
+    """Open, resolve and check. Raises QuantkitError naming everything that would fail later.
+
+    A dry run skips what only matters to a job that will run: the output's place and the source's hash.
+    """
+    module = methods.load(request.method)
+    module.check(request.options)
+    check_run(request.run)
+    checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
+    if checkpoint.quantized:
+        if not request.run.allow_requantize:
+            raise QuantkitError(
+                f"{request.source} is quantized already",
+                hint="start from the original checkpoint: quantizing twice adds the errors of both "
+                "(--allow-requantize does it all the same)",
+                exit_code=UNSUPPORTED,
+            )
+        progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
+    output = output_of(request)
+    if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
+        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
+    staging = Staging(output)
+    if not dry_run:
+        staging.check(request.resume, request.overwrite)
+    stored = staging.stored_fingerprint() if request.resume else None
+    if request.resume and not stored:
+        progress.warn(f"nothing is staged for {output}: it begins at the first block")
+    adopted = stored["execution"] if stored else {}
+    source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
+
+    device = choose_device(
+        adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
+    )
+    torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
+    asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
+    skeleton = open_skeleton(checkpoint, asked, device)
+    method = module.build(request.options, request.calibration.calibration is not None, skeleton)
+    for note in method.notes:
+        progress.warn(note)
+    specs = _specs(skeleton, method, request)
+    if method.layout.fused and (split := linears.split_fusions(specs)):
+        progress.warn(
+            f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
+            "transformers loads it"
+        )
+    calibrated = None
+    if method.needs:
+        progress.phase("reading the calibration text")
+        calibrated = calibration.load(checkpoint, request.calibration, request.offline)
+        if calibrated.warning:
+            progress.warn(calibrated.warning)
+    tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
+    execution, peak = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    job_plan = plan.plan(checkpoint, specs, method, execution, peak)
+    fingerprint = {}
+    if not dry_run:
+        plan.check_disk(output.absolute(), job_plan.disk_bytes)
+        if stored or job_plan.source_bytes < HASHED_BESIDE:
+            progress.phase("hashing the source")
+            source_sha256.result()
+        known = source_sha256.result() if source_sha256.done() else None
+        fingerprint = _fingerprint(request, known, calibrated, job_plan)
+    return Job(
+        request=request,
+        checkpoint=checkpoint,
+        method=method,
+        skeleton=skeleton,
+        specs=specs,
+        plan=job_plan,
+        calibration=calibrated,
+        batches=list(tokens.split(job_plan.execution.batch_size)),
+        staging=staging,
+        fingerprint=fingerprint,
+        source_sha256=source_sha256,
+    )
+
+
+def check_run(run: RunOptions) -> None:
+    """Raise QuantkitError for options no job could run with."""
+    for name in ("batch_size", "threads"):
+        if (value := getattr(run, name)) is not None and value < 1:
+            raise QuantkitError(
+                f"--{name.replace('_', '-')} {value} makes no sense", "choose 1 or more", USAGE
+            )
+    if not 0 < run.max_shard_gb < math.inf:
+        raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
+
+
+def open_skeleton(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Skeleton:
+    """The skeleton in the precision asked for, of a model that is whole and understood."""
+    dtypes = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
+    common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
+    skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(dtype, common, device)), device)
+    linears.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
+    check_complete(skeleton)
+    return skeleton
+
+
+def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearSpec]:
+    """Every linear with its grid."""
+    specs = linears.resolve(
+        skeleton, method.make_grid, method.layout, request.run.exclude, request.run.override
+    )
+    outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
+    if outside:
+        raise QuantkitError(
+            f"linears outside the blocks are quantized, too: {name_all(sorted(outside))}",
+            hint="start from the original checkpoint",
+            exit_code=UNSUPPORTED,
+        )
+    if all(row.kept for row in specs):
+        raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
+    return specs
+
+
+def output_of(request: Request) -> Path:
+    """Where the job writes: as asked, or a name made of the source's and the options."""
+    suffix = methods.load(request.method).suffix(request.options)
+    return request.output or Path(f"{base_name(request.source)}-{suffix}")
+
+
+def is_finished(request: Request) -> bool:
+    """Whether the job's output is there and nothing of it is left to do."""
+    staging = Staging(output_of(request))
+    return staging.output.exists() and not staging.folder.exists()
+
+
+def base_name(source: str) -> str:
+    """What outputs made from a checkpoint are called after."""
+    name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
+    return name.removesuffix(".gguf") or "model"
+
+
+def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
+    """One sequence of seeded random ids: a data-free job needs no tokenizer, only a check."""
+    length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(checkpoint.config.vocab_size, (1, length), generator=generator)
+
+
+def _begin(work: Callable[[], str]) -> Future[str]:
+    """What `work` returns, from a thread that does not outlive an error elsewhere."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _fingerprint(
+    request: Request, source_sha256: str | None, calibrated: CalibrationSet | None, job_plan: JobPlan
+) -> dict:
+    """All that decides the output's bytes. A job resumes only where this is equal."""
+    return {
+        "quantkit": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "source_sha256": source_sha256,
+        "method": request.method,
+        "options": json.loads(json.dumps(dataclasses.asdict(request.options))),  # as it will be read again
+        "exclude": list(request.run.exclude),
+        "override": list(request.run.override),
+        "allow_requantize": request.run.allow_requantize,
+        "max_shard_gb": request.run.max_shard_gb,
+        "calibration": calibrated.record() if calibrated else None,
+        "execution": job_plan.execution.decisive(),
+    }

@@ -1,0 +1,157 @@
+"""The resolved plan, one row per linear: what grid it gets, or why it stays in 16 bit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.grids.grid import Grid
+from quantkit.layouts import Layout, LinearSpec, fusions
+from quantkit.models.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class Override:
+    """`REGEX=bits[,group_size]`: another grid for the linears that match."""
+
+    text: str
+    pattern: re.Pattern
+    bits: int
+    group_size: int | None = None
+
+    @property
+    def flag(self) -> str:
+        """How a message names it."""
+        return f"--override {self.text}"
+
+
+MakeGrid = Callable[[str, int, int, Override | None], Grid | None]
+
+
+def resolve(
+    skeleton: Skeleton, make_grid: MakeGrid, layout: Layout, exclude: Sequence[str], override: Sequence[str]
+) -> list[LinearSpec]:
+    """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
+
+    `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
+    encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
+    QuantkitError naming every weight no site can cover, every linear the grid or layout cannot hold, and
+    every pattern that is malformed or matches nothing.
+    """
+    patterns = {text: _compile(text, "--exclude") for text in exclude}
+    overrides = [_override(text) for text in override]
+    specs = []
+    refuse_uncovered(skeleton)
+    if reason := layout.check_model(skeleton.checkpoint.config.model_type):
+        raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
+    for row in linears(skeleton):
+        kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), None)
+        other = next((o for o in overrides if o.pattern.search(row.name)), None)
+        grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
+        specs.append(replace(row, grid=grid, kept=kept))
+    asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
+    asked |= {other.flag: other.pattern for other in overrides}
+    unused = [flag for flag, pattern in asked.items() if not any(pattern.search(row.name) for row in specs)]
+    if unused:
+        raise QuantkitError(
+            f"no linear matches {name_all(unused)}",
+            hint=f"names look like {specs[0].name}; --dry-run lists them all",
+            exit_code=USAGE,
+        )
+    _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
+    return specs
+
+
+def linears(skeleton: Skeleton) -> list[LinearSpec]:
+    """Every linear of every block, without a grid."""
+    specs = []
+    for index, block in enumerate(skeleton.blocks):
+        names = skeleton.block_names(index)
+        for local, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                name = skeleton.stored_name(names[f"{local}.weight"]).removesuffix(".weight")
+                shape = module.out_features, module.in_features
+                conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
+                specs.append(LinearSpec(name, index, local, *shape, grid=None, conv1d=conv1d))
+    return specs
+
+
+def _compile(text: str, flag: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise QuantkitError(
+            f"{flag} {text!r} is no regular expression: {error}",
+            hint=r"escape dots and parentheses, as in 'layers\.0\.'",
+            exit_code=USAGE,
+        ) from error
+
+
+def _override(text: str) -> Override:
+    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
+    if not parts:
+        raise QuantkitError(
+            f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size",
+            hint=r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'",
+            exit_code=USAGE,
+        )
+    pattern, bits, group_size = parts.groups()
+    return Override(
+        text, _compile(pattern, "--override"), int(bits), None if group_size is None else int(group_size)
+    )
+
+
+def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
+    """Fusions whose linears are not quantized alike."""
+    return [name for name, rows in fusions(specs).items() if len(set(map(_format, rows))) > 1]
+
+
+def _format(row: LinearSpec) -> tuple[int, int] | None:
+    return (row.grid.bits, row.grid.group_size) if row.grid else None
+
+
+def refuse_uncovered(skeleton: Skeleton) -> None:
+    """Raise QuantkitError naming every weight of a block that is no linear's."""
+    lost = []
+    for index, block in enumerate(skeleton.blocks):
+        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
+        uncovered = [n for n, p in block.named_parameters() if p.ndim >= 2 and n not in linears]
+        lost += [f"{skeleton.blocks_name}.{index}.{name}" for name in uncovered]
+    if lost:
+        raise QuantkitError(
+            "these weights belong to no linear that a site covers (fused experts, convolutions): "
+            + name_all(lost),
+            hint="quantkit does not compress this architecture yet; leaving them in 16 bit silently would "
+            "be a lie about the size",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
+    uneven = [spec for spec in specs if spec.in_features % spec.grid.group_size]
+    if uneven:
+        sizes = sorted({spec.in_features for spec in specs})
+        places = [f"{spec.local} ({spec.in_features})" for spec in uneven]
+        fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
+        raise QuantkitError(
+            f"group size {uneven[0].grid.group_size} does not divide in_features of "
+            f"{count(len(uneven), 'linear')}: "
+            + ", ".join(f"{what} in {count(number, 'block')}" for what, number in Counter(places).items()),
+            hint="these group sizes divide all of them: "
+            + ", ".join(str(g) for g in [*fits, -1])
+            + "; or keep the linears in 16 bit with --exclude",
+            exit_code=USAGE,
+        )
+    reasons = {spec.name: layout.check(spec) for spec in specs}
+    refused = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    if refused:
+        raise QuantkitError(
+            f"the layout cannot hold {count(len(refused), 'linear')}: {name_all(refused)}",
+            hint="change the options as it says, or keep these linears in 16 bit with --exclude",
+            exit_code=UNSUPPORTED,
+        )

@@ -1,0 +1,82 @@
+"""awq: activation-aware scaling and clipping (arXiv:2306.00978) on the affine 4-bit grid, the AWQ layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.options import option
+from quantkit.quantize.methods import Method, check_feedback, check_grid, wanted
+
+if TYPE_CHECKING:
+    from quantkit.grids.affine import AffineGrid
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+SUMMARY = "AWQ: 4 bit integers; columns that meet large activations are scaled up before rounding."
+# Clipping q and k is left out (AWQ, section 3.2): what counts is their product, not their outputs.
+UNCLIPPED = ("q_proj", "k_proj", "qkv", "query", "key", "c_attn", "wq")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit awq`."""
+
+    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
+    n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
+    clip: bool = option(True, "Search how far to cut off each group's range; q and k are spared.")
+    solver: Literal["rtn", "gptq"] = option(
+        "rtn", "rtn rounds the scaled weights to nearest; gptq gives them error feedback."
+    )
+    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    layout: Literal["awq", "compressed-tensors"] = option(
+        "awq", "What is written, and so which clients load it."
+    )
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `awq-w4g128`."""
+    group = "channel" if options.group_size == -1 else f"g{options.group_size}"
+    solver = "" if options.solver == "rtn" else "-gptq"
+    return f"awq{solver}-w4{group}" + ("" if options.zero_point else "-sym")
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    check_grid(4, options.group_size)
+    if options.n_grid < 2:
+        raise QuantkitError(f"--n-grid {options.n_grid} leaves nothing to search", "choose 2 or more", USAGE)
+    check_feedback(options.damp, options.refine)
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method."""
+    from quantkit.grids.affine import AffineGrid
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.transforms.awq import AwqTransform
+
+    gptq = options.solver == "gptq"
+
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
+        bits, group_size = wanted(override, 4, options.group_size)
+        check_grid(bits, group_size, override.flag if override else "")
+        group_size = in_features if group_size == -1 else group_size
+        clip = options.clip and not gptq and not name.rpartition(".")[2].startswith(UNCLIPPED)
+        return AffineGrid(bits, group_size, not options.zero_point, search=gptq, clip=clip)
+
+    solver = GptqSolver(options.damp, "group", options.refine) if gptq else RtnSolver(weighted=True)
+    return Method("awq", solver, _layout(options), make_grid, AwqTransform(options.n_grid))
+
+
+def _layout(options: Options):
+    if options.layout == "awq":
+        from quantkit.layouts.awq import AwqLayout
+
+        return AwqLayout(options.group_size, options.zero_point)
+    from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+
+    return CompressedTensorsLayout(4, options.group_size, not options.zero_point)

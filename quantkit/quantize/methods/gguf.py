@@ -1,0 +1,217 @@
+"""gguf: one file for llama.cpp in ggml's block types, chosen by error feedback or as llama-quantize does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
+from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose
+from quantkit.options import option
+from quantkit.quantize.methods import Method, check_feedback, refuse_override
+
+if TYPE_CHECKING:
+    from quantkit.grids.ggml.block import BlockGrid
+    from quantkit.models.llamacpp.imatrix import Imatrix
+    from quantkit.models.llamacpp.tensors import Target
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+UNUSED = ("override", "max_shard_gb")  # options of a run that make no sense here
+SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit gguf`."""
+
+    type: tuple[str, ...] = option(
+        ("Q4_K_M",),
+        f"File type, as llama-quantize calls them: {', '.join(FILE_TYPES)}. Repeatable: with --solver rtn "
+        "all are made in one pass over the source.",
+        short="-t",
+        names=FILE_TYPES,
+    )
+    solver: Literal["gptq", "rtn"] = option(
+        "gptq",
+        "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; rtn is "
+        "llama-quantize's own encoder.",
+    )
+    imatrix: str = option(
+        "auto",
+        "rtn: how much each input column counts. auto gathers it from the calibration text, none goes "
+        "without, FILE is an importance matrix of llama.cpp or quantkit.",
+    )
+    exact: bool = option(
+        True,
+        "rtn: choose as ggml's own encoder does, byte for byte. --no-exact searches scales two to five times "
+        "as fast and loses no more by squared error.",
+    )
+    tensor_type: tuple[str, ...] = option(
+        (),
+        "REGEX=TYPE: the type of tensors whose GGUF name matches, such as 'ffn_down=Q6_K'. Repeatable, the "
+        "first match counts.",
+    )
+    output_tensor_type: str | None = option(
+        None,
+        "Type of the output matrix, which a tied embedding is, too. (default: the mixture's)",
+        names=BLOCKS,
+    )
+    token_embedding_type: str | None = option(
+        None, "Type of the token embedding. (default: the mixture's)", names=BLOCKS
+    )
+    pure: bool = option(False, "One type for all matrices instead of a mixture.")
+    strict: bool = option(
+        False, "Refuse tensors that no block of the wanted type fits, instead of another type."
+    )
+    pre: str | None = option(
+        None, "llama.cpp's name for the tokenizer's pre-tokenizer, where it is not recognised."
+    )
+    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `Q4_K_M.gguf`."""
+    return f"{parse_file_type(options.type[0])}.gguf"
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    if not options.type:
+        raise QuantkitError("no file type is given", "for example --type Q4_K_M", USAGE)
+    for name in options.type:
+        parse_file_type(name)
+    check_feedback(options.damp, options.refine)
+    if options.solver == "gptq" and options.imatrix != "auto":
+        raise QuantkitError(
+            f"--imatrix {options.imatrix} is for --solver rtn: gptq gathers more than that by itself",
+            "add --solver rtn, or leave it out",
+            USAGE,
+        )
+
+
+def each(options: Options, output: Path | None, model: str) -> list[tuple[Options, Path | None]]:
+    """Options and output of every file that is asked for. `output` may be a folder that exists; of several
+    files it is the folder. There they have the names they would have had without it.
+    """
+    names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
+    if len(names) > 1 and output and output.suffix == ".gguf":
+        raise QuantkitError(
+            f"--output {output} is one file, {len(names)} are asked for", "give a folder", USAGE
+        )
+    inside = output and (len(names) > 1 or output.is_dir())
+    single = [dataclasses.replace(options, type=(name,)) for name in names]
+    return [(one, output / f"{model}-{suffix(one)}" if inside else output) for one in single]
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method: every tensor's type is chosen here, from names and shapes."""
+    from quantkit.grids.ggml import TYPES, named
+    from quantkit.layouts.ggml import GgmlLayout
+    from quantkit.models.llamacpp import configuration, metadata, tensors
+    from quantkit.quantize.outputs.gguf import GgufOutput
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+
+    if skeleton is None:
+        raise QuantkitError("gguf cannot be tried in memory", "write the file and evaluate it", USAGE)
+    file_type = parse_file_type(options.type[0])
+    checkpoint = skeleton.checkpoint
+    targets = tensors.of_checkpoint(checkpoint)
+    choices = _choose(options, file_type, targets, skeleton)
+    notes = _fallbacks(choices)
+    tokenizer = checkpoint.vocabulary(_rows(targets), options.pre, notes.append)
+    feedback = options.solver == "gptq"
+    encoded = any(choice.type in TYPES for choice in choices)
+    given = options.imatrix if encoded and not feedback else "none"
+    output = GgufOutput(
+        targets=tuple(targets),
+        chosen={choice.name: choice.type for choice in choices},
+        metadata=metadata.assemble(checkpoint, targets, file_type, tokenizer),
+        imatrix=_imatrix(Path(given), targets) if given not in ("auto", "none") else None,
+        gathers=given == "auto",
+        exact=options.exact,
+    )
+    notes += configuration.notes(checkpoint.config)
+    stored = {target.stored[0]: output.chosen[target.name] for target in targets if target.stored}
+
+    def make_grid(
+        name: str, out_features: int, in_features: int, override: Override | None
+    ) -> BlockGrid | None:
+        refuse_override(override, "use --tensor-type for GGUF files")
+        type = stored[f"{name}.weight"]
+        return named(type) if feedback and type in TYPES else None
+
+    solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
+    return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
+
+
+def _fallbacks(choices: Sequence[Choice]) -> list[str]:
+    """Tensors that have another type than the mixture's, those with the same reason together, and what that
+    costs."""
+    alike: dict[tuple, list[Choice]] = {}
+    for choice in choices:
+        if choice.reason:
+            alike.setdefault((choice.type, choice.wanted, choice.reason), []).append(choice)
+    found = []
+    for (given, wanted, reason), group in alike.items():
+        cost = sum(choice.cost_bytes for choice in group)
+        names = name_all([choice.name for choice in group], 3)
+        found.append(f"{given} instead of {wanted}, because {reason} ({cost:+,} bytes): {names}")
+    return found
+
+
+def _rows(targets: Sequence[Target]) -> int:
+    """Rows of the token embedding."""
+    return next(target.shape[0] for target in targets if target.name == EMBEDDING)
+
+
+def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
+    """The importance matrix of a file. Raises QuantkitError unless it is one of this model."""
+    from quantkit.models.llamacpp import imatrix
+
+    found = imatrix.read(path)
+    shapes = {target.name: target.shape for target in targets}
+    odd = [
+        f"{name} ({sums.numel()})"
+        for name, sums in found.sums.items()
+        if name not in shapes or sums.numel() != shapes[name][-1]
+    ]
+    if odd:
+        raise QuantkitError(
+            f"{path} is an importance matrix of another model: {name_all(odd)}",
+            "make one of this model with quantkit imatrix",
+            USAGE,
+        )
+    return found
+
+
+def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton) -> list[Choice]:
+    """Raises QuantkitError where --strict refuses what does not fit."""
+    from quantkit.models.llamacpp import architectures
+
+    config = skeleton.checkpoint.config
+    model = Model(
+        architectures.of_config(config).name,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        architectures.kv_heads(config),
+    )
+    wishes = Wishes(
+        options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure
+    )
+    tensors = [(target.name, target.shape) for target in targets]
+    choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
+    unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
+    if unfit and options.strict:
+        raise QuantkitError(
+            f"{count(len(unfit), 'tensor')} cannot have the type asked for: {name_all(unfit)}",
+            hint="leave out --strict for the next type that fits, or choose one with --tensor-type",
+            exit_code=UNSUPPORTED,
+        )
+    return choices

@@ -1,0 +1,109 @@
+"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), the GPTQ layout or another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.options import option
+from quantkit.quantize.methods import Method, check_feedback, check_grid, wanted
+
+if TYPE_CHECKING:
+    from quantkit.layouts import Layout
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit gptq`."""
+
+    bits: int = option(4, "Bits per weight: 2, 3, 4 or 8.")
+    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    sym: bool = option(True, "Symmetric grid, or a zero point per group (some kernels want symmetric).")
+    act_order: Literal["none", "group", "full"] = option(
+        "group",
+        "Quantize columns with large inputs first: inside the groups, which leaves no trace on disk, "
+        "or across them (desc_act; slower kernels, fewer clients).",
+    )
+    mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
+    damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
+    solver: Literal["gptq", "rtn"] = option(
+        "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
+    )
+    layout: Literal["gptq", "compressed-tensors"] = option(
+        "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
+    )
+    checkpoint_format: Literal["gptq", "gptq_v2"] = option(
+        "gptq", "gptq loads everywhere; gptq_v2 holds zero points of 0, but old clients misread it silently."
+    )
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `gptq-w4g128`."""
+    group = "channel" if options.group_size == -1 else f"g{options.group_size}"
+    layout = "-ct" if options.layout == "compressed-tensors" else ""
+    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym") + layout
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    check_grid(options.bits, options.group_size)
+    check_feedback(options.damp, options.refine)
+    if options.layout == "compressed-tensors":
+        _check_compressed_tensors(options)
+
+
+def _check_compressed_tensors(options: Options) -> None:
+    """Refuse what only the gptq layout holds."""
+    only = "--layout compressed-tensors does not hold"
+    if options.bits not in (4, 8):
+        raise QuantkitError(f"{only} --bits {options.bits}", "choose 4 or 8, or --layout gptq", USAGE)
+    if options.act_order == "full":
+        raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
+    if options.checkpoint_format != "gptq":
+        raise QuantkitError(
+            f"{only} --checkpoint-format {options.checkpoint_format}",
+            "leave it out: zero points of 0 are no trouble there; or use --layout gptq",
+            USAGE,
+        )
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method."""
+    from quantkit.grids.affine import AffineGrid
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+
+    gptq = options.solver == "gptq"
+    layout = _layout(options)
+    zero_min = getattr(layout, "zero_min", 0)
+
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
+        bits, group_size = wanted(override, options.bits, options.group_size)
+        check_grid(bits, group_size, override.flag if override else "")
+        group_size = in_features if group_size == -1 else group_size
+        return AffineGrid(bits, group_size, options.sym, zero_min, options.mse)
+
+    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
+    return Method("gptq", solver, layout, make_grid)
+
+
+def _layout(options: Options) -> Layout:
+    from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+    from quantkit.layouts.gptq import GptqLayout
+
+    if options.layout == "compressed-tensors":
+        return CompressedTensorsLayout(options.bits, options.group_size, options.sym)
+    return GptqLayout(
+        bits=options.bits,
+        group_size=options.group_size,
+        symmetric=options.sym,
+        desc_act=options.solver == "gptq" and options.act_order == "full",
+        damp_percent=options.damp,
+        version=1 if options.checkpoint_format == "gptq" else 2,
+    )

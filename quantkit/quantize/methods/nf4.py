@@ -1,0 +1,57 @@
+"""nf4: 4-bit NormalFloat in blocks of 64 (QLoRA, arXiv:2305.14314), the bitsandbytes layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.options import option
+from quantkit.quantize.methods import Method, check_feedback, refuse_override
+
+if TYPE_CHECKING:
+    from quantkit.grids.nf4 import Nf4Grid
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit nf4`."""
+
+    double_quant: bool = option(True, "Store the scales in 8 bits, too: 4.13 bits per weight instead of 4.5.")
+    solver: Literal["rtn", "gptq"] = option(
+        "rtn", "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes."
+    )
+    act_order: Literal["none", "group"] = option(
+        "group", "gptq: quantize columns with large inputs first, inside their blocks."
+    )
+    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `nf4-gptq`."""
+    return "nf4" + ("" if options.solver == "rtn" else "-gptq") + ("" if options.double_quant else "-single")
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    check_feedback(options.damp, options.refine)
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method."""
+    from quantkit.grids.nf4 import Nf4Grid
+    from quantkit.layouts.bitsandbytes import Nf4Layout
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Nf4Grid:
+        refuse_override(override, "nf4 has one width")
+        return Nf4Grid(options.double_quant)
+
+    gptq = options.solver == "gptq"
+    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
+    return Method("nf4", solver, Nf4Layout(options.double_quant), make_grid)

@@ -1,0 +1,217 @@
+"""One GGUF file: what the loop staged as it lies there, everything else encoded on its way into the file.
+
+Where no linear has a solver (`--solver rtn`, or floats), the whole file is made on that way: one pass over
+the source, a tensor at a time, for as many files as were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.grids.ggml import TYPES, named
+from quantkit.layouts.ggml import decode_rows, encode_rows
+from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.llamacpp.imatrix import Imatrix
+from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT
+from quantkit.models.llamacpp.tensors import Target
+from quantkit.quantize import staging
+from quantkit.quantize.finish import manifest
+from quantkit.quantize.importance import of_head
+from quantkit.quantize.outputs import Planned, Sizes
+from quantkit.quantize.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.layouts import Layout, LinearSpec
+    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.quantize.finish import Summary
+    from quantkit.quantize.job import Job
+
+
+TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
+
+
+@dataclass(frozen=True)
+class GgufOutput:
+    """See `outputs.Output`. chosen: the type of every target, by its name; metadata: that of the file.
+
+    imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
+    is to be found out by calibration text first. exact: encode byte for byte as ggml does.
+    """
+
+    targets: tuple[Target, ...]
+    chosen: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    imatrix: Imatrix | None = None
+    gathers: bool = False
+    exact: bool = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"square"} if self.gathers else ())
+
+    @property
+    def linears(self) -> dict[str, str]:
+        """Stored name of a linear -> name of its weight in the file."""
+        return {
+            name.removesuffix(".weight"): target.name for target in self.targets for name in target.stored
+        }
+
+    def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
+        """Type by GGUF name: what was chosen, or 16 bit for linears that are kept."""
+        kept = {f"{row.name}.weight" for row in specs if row.kept}
+        found = dict(self.chosen)
+        for target in self.targets:
+            if kept.intersection(target.stored):
+                info = checkpoint.infos.get(target.stored[0])
+                found[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
+        return found
+
+    def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
+        """By the types of all tensors."""
+        types = self.types(checkpoint, specs)
+        entries = [Entry(target.name, types[target.name], target.shape) for target in self.targets]
+        linears = {f"{row.name}.weight": row for row in specs if not row.kept}
+        rows = [linears.get(target.stored[0]) if target.stored else None for target in self.targets]
+        return Sizes(
+            total=sum(entry.nbytes for entry in entries),
+            quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
+            weights=sum(row.weights for row in rows if row),
+        )
+
+    def planned(self, job: Job) -> list[Planned]:
+        """All matrices, by their names in the file."""
+        types = self.types(job.checkpoint, job.specs)
+        rows = []
+        for target in self.targets:
+            if len(target.shape) == 2:
+                block = re.fullmatch(r"blk\.(\d+)\.(.+)", target.name)
+                name, index = (block[2], int(block[1])) if block else (target.name, None)
+                rows.append(Planned(name, index, target.shape, types[target.name]))
+        return rows
+
+    def install_rest(self, job: Job, progress: Progress) -> None:
+        """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
+        types = self.types(job.checkpoint, job.specs)
+        model = job.skeleton.model
+        outside = dict(model.named_parameters(remove_duplicate=False))
+        rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
+        if not job.staging.rest():
+            blobs = {t.name: _encoded(t, job, [types[t.name]], None)[0] for t in rest}
+            head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
+            if types[head.name] in TYPES:
+                progress.phase("measuring what enters the output matrix")
+                blobs[head.name] = _solved(head, types[head.name], job, progress)
+            job.staging.write_rest(blobs)
+        ties = model.all_tied_weights_keys
+        own = {name for target in rest for name in target.parameters}
+        for target in rest:
+            blob = staging.load(job.staging.rest()[target.name])
+            values = decode_rows(types[target.name], blob, target.shape[1])
+            values = nn.Parameter(values.to(job.skeleton.device, job.skeleton.dtype), requires_grad=False)
+            (name,) = target.parameters
+            twins = {a for pair in ties.items() if name in pair for a in pair} - own
+            for place in (name, *twins):
+                owner, _, leaf = place.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, values)
+
+    def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
+        """The file, from what is staged and what is not."""
+        _write([(job, place)], records, None, Progress())
+
+    def encode(self, files: Sequence[tuple[Job, Path]], imatrix: Imatrix | None, progress: Progress) -> None:
+        """Several files of one model in one pass over the source, none of whose linears is staged."""
+        _write(files, (), imatrix, progress)
+
+    def describe(self, job: Job, place: Path, summary: Summary) -> None:
+        """The file says it all."""
+
+
+def _write(
+    files: Sequence[tuple[Job, Path]],
+    records: Sequence[dict],
+    imatrix: Imatrix | None,
+    progress: Progress,
+) -> None:
+    job = files[0][0]
+    targets = job.method.output.targets
+    types = [one.method.output.types(one.checkpoint, one.specs) for one, _ in files]
+    importance = imatrix.values() if imatrix else {}
+    staged = _staged(job)
+    with ExitStack() as stack:
+        writers = []
+        for (one, place), chosen in zip(files, types, strict=True):
+            entries = [Entry(target.name, chosen[target.name], target.shape) for target in targets]
+            writers.append(stack.enter_context(GgufWriter(place, _metadata(one, records, imatrix), entries)))
+        for position, target in enumerate(targets):
+            progress.counting("writing tensors", position, len(targets))
+            if target.name in staged:
+                found = [staging.load(staged[target.name])]
+            else:
+                wanted = [chosen[target.name] for chosen in types]
+                found = _encoded(target, job, wanted, importance.get(target.name))
+            for writer, rows in zip(writers, found, strict=True):
+                moved = rows if target.index is None else rows.index_select(0, target.index)
+                writer.write(target.name, [moved.contiguous().numpy()])
+        progress.counting("writing tensors", len(targets), len(targets))
+
+
+def _encoded(target: Target, job: Job, types: Sequence[str], importance: Tensor | None) -> list[Tensor]:
+    """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
+    values = target.read(job.checkpoint)
+    if target.shift:
+        values = target.to_gguf(values)
+    rows = values if values.ndim == 2 else values[:, None]
+    return [encode_rows(name, rows, importance, job.method.output.exact) for name in types]
+
+
+def _solved(head: Target, type_name: str, job: Job, progress: Progress) -> Tensor:
+    """The output matrix by error feedback, uint8 `[out, bytes]`: as many rows at a time as a block's largest
+    linear has weights.
+
+    Where it is the embedding, too, errors count in both places: as much again for every column alike.
+    """
+    statistics = of_head(job.skeleton, job.batches)
+    weight, grid, solver = head.read(job.checkpoint), named(type_name), job.method.solver
+    if head.name == EMBEDDING:
+        solver = replace(solver, damp=TIED)
+    rows = max(1, max(row.weights for row in job.specs) // head.shape[1])
+    blobs = []
+    for part in weight.split(rows):
+        values = part.to(job.skeleton.device, torch.float32)
+        (solved,) = solver.solve([values], [grid], statistics)
+        if solved.fallback:
+            progress.warn(f"{head.name}: {solved.fallback}")
+        blobs.append(job.method.layout.encode(solved.weight)[job.method.layout.marker].cpu())
+    return torch.cat(blobs)
+
+
+def _metadata(job: Job, records: Sequence[dict], imatrix: Imatrix | None) -> dict[str, Any]:
+    """The file's metadata, and how it came to be."""
+    output = job.method.output
+    origin = "gathered by quantkit" if output.gathers else job.request.options.imatrix
+    used = imatrix.metadata(origin) if imatrix else {}
+    record = json.dumps(manifest(job, records), ensure_ascii=False)
+    return {**output.metadata, **used, "quantkit.manifest": record}
+
+
+def _staged(job: Job) -> dict[str, TensorInfo]:
+    """Where tensors lie that are encoded already, by their names in the file."""
+    infos = job.staging.rest()
+    linears = job.method.output.linears
+    for index in range(len(job.skeleton.blocks)):
+        if job.staging.is_done(index):
+            for name, info in job.staging.infos(index).items():
+                linear, _, part = name.rpartition(".")
+                if part == job.method.layout.marker:
+                    infos[linears[linear]] = info
+    return infos

@@ -1,0 +1,235 @@
+"""The job before it runs: what it takes in memory and disk, decided and checked on shapes alone."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quantkit.capacity.job import BATCH_TOKENS, TABLES, Peak, Shapes, peak_memory
+from quantkit.errors import RESOURCES, QuantkitError
+from quantkit.layouts import LinearSpec
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import free_memory, host_memory, is_accelerator
+from quantkit.models.skeleton import Skeleton
+from quantkit.options import RunOptions
+from quantkit.quantize.methods import Method
+
+GIB = 1 << 30
+ENCODING = 1 << 24  # temporaries of an encoder
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the job runs; every field but `states` decides bytes of the output and stands in the fingerprint.
+
+    states: `device` or `host`, where the hidden states of the calibration tokens are kept.
+    """
+
+    dtype: str
+    device: str
+    batch_size: int
+    sequential: str
+    threads: int
+    states: str = "device"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device)
+
+    def decisive(self) -> dict:
+        """What the bytes of the output depend on."""
+        return {name: value for name, value in asdict(self).items() if name != "states"}
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Predicted peaks in bytes, and the size of the output. memory_bytes: where the job computes;
+    host_bytes: on the host, which is the same place for a CPU, above what the interpreter itself takes."""
+
+    execution: Execution
+    memory_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    output_bytes: int
+    source_bytes: int
+    bits_per_weight: float
+
+
+def decide(
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    options: RunOptions,
+    shape: tuple[int, int],
+    kept: dict,
+) -> tuple[Execution, Peak]:
+    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that.
+
+    `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
+    Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
+    not even the most frugal fits at all.
+    """
+    samples, seqlen = shape
+    batch_size = options.batch_size or kept.get("batch_size") or default_batch_size(seqlen)
+
+    def need(mode: str, states: str, batch_size: int = batch_size) -> Peak:
+        batch_tokens = min(batch_size, samples) * seqlen
+        return _memory(skeleton, specs, method, samples * seqlen, batch_tokens, mode, states)
+
+    sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
+    accelerated = is_accelerator(skeleton.device)
+    places = ["device", "host"] if options.states == "auto" else [options.states]
+    ways = [
+        (mode, states)
+        for mode in ([sequential] if sequential else ["suspend", "repeat"])
+        for states in (places if accelerated else ["device"])
+    ]
+    free = free_memory(skeleton.device)
+    mode, states = next((way for way in ways if need(*way).computing < 0.8 * free), ways[-1])
+    peak = need(mode, states)
+    if peak.computing > free:
+        smaller = (size for k in range(1, 12) if (size := batch_size >> k) >= 1)
+        fits = next((size for size in smaller if need("repeat", places[-1], size).computing <= free), None)
+        remedy = "fewer --samples, shorter --seqlen, a smaller --batch-size or --sequential repeat"
+        if fits:
+            remedy = f"--batch-size {fits} --sequential repeat" + " --states host" * accelerated
+        check_memory(peak.computing, free, remedy, skeleton.device)
+    if accelerated:
+        check_memory(peak.host, host_memory(), "fewer --samples or shorter --seqlen")
+    dtype = str(skeleton.dtype).removeprefix("torch.")
+    return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads(), states), peak
+
+
+def frugal(execution: Execution) -> Execution | None:
+    """The way of running that takes the least memory for the same bytes; None where that is this one."""
+    least = replace(execution, sequential="repeat", states="host")
+    return least if least != execution else None
+
+
+def out_of_memory(execution: Execution, block: int) -> QuantkitError:
+    """What to tell when the device ran out of memory in a block, and what takes less."""
+    message = f"{execution.device} ran out of memory in block {block + 1}"
+    if frugal(execution):  # it went too far to begin the block again
+        hint = "finished blocks are kept: run the same command with --resume --states host"
+        return QuantkitError(message, hint, RESOURCES)
+    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
+    return QuantkitError(
+        message,
+        hint=f"start again with {less} --sequential {execution.sequential} --overwrite",
+        exit_code=RESOURCES,
+    )
+
+
+def default_batch_size(seqlen: int) -> int:
+    """Sequences per forward pass, where the user does not say."""
+    return max(1, BATCH_TOKENS // seqlen)
+
+
+def check_memory(need: int, free: int, remedy: str, device: torch.device | None = None) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`."""
+    if need > free:
+        where = f" on {device}" if device is not None and is_accelerator(device) else ""
+        raise QuantkitError(
+            f"the job needs about {need / GIB:.1f} GiB of memory{where}, {free / GIB:.1f} GiB are free",
+            hint=f"use {remedy}",
+            exit_code=RESOURCES,
+        )
+
+
+def plan(
+    checkpoint: Checkpoint, specs: Sequence[LinearSpec], method: Method, execution: Execution, peak: Peak
+) -> JobPlan:
+    """Sizes of a job, exact from shapes; `peak` is what `decide` predicted."""
+    sizes = method.output.sizes(checkpoint, specs, method.layout)
+    staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
+    return JobPlan(
+        execution=execution,
+        memory_bytes=peak.computing,
+        host_bytes=peak.host,
+        disk_bytes=staged + sizes.total,  # staged blocks, then the merged files beside them
+        output_bytes=sizes.total,
+        source_bytes=sum(info.nbytes for info in checkpoint.infos.values()),
+        bits_per_weight=sizes.bits_per_weight,
+    )
+
+
+def _memory(
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    tokens: int,
+    batch_tokens: int,
+    mode: str,
+    states: str,
+) -> Peak:
+    """Peak bytes above the interpreter."""
+    accelerated = is_accelerator(skeleton.device)
+    if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
+        tensors = skeleton.checkpoint.infos.values()
+        encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
+        forward = forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0
+        return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
+    shapes = Shapes(
+        linears=[(spec.local, spec.out_features, spec.in_features) for spec in specs if spec.block == 0],
+        rest=_rest(skeleton),
+        largest=_largest_outside(skeleton),
+        element=skeleton.dtype.itemsize,
+        tokens=tokens,
+        batch_tokens=batch_tokens,
+    )
+    return peak_memory(
+        shapes,
+        calibrated=bool(method.needs),
+        hessian="hessian" in method.needs,
+        transform=method.transform is not None,
+        suspend=mode == "suspend",
+        tables=TABLES.get(method.name, 0),
+        states=states if accelerated else None,
+    )
+
+
+def _rest(skeleton: Skeleton) -> int:
+    """Parameters outside the blocks."""
+    inside = skeleton.blocks_name + "."
+    outside = (p for name, p in skeleton.model.named_parameters() if not name.startswith(inside))
+    return sum(parameter.numel() for parameter in outside)
+
+
+def _largest_outside(skeleton: Skeleton) -> int:
+    """Bytes of the largest stored tensor that belongs to no block."""
+    inside = re.compile(rf"(^|\.){re.escape(skeleton.blocks_name.rpartition('.')[2])}\.\d+\.")
+    infos = skeleton.checkpoint.infos.values()
+    return max((info.nbytes for info in infos if not inside.search(info.name)), default=0)
+
+
+def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> int:
+    """Peak bytes of running the blocks: rest of the model, one block, the states, a batch's activations."""
+    element = skeleton.dtype.itemsize
+    first = [spec for spec in specs if spec.block == 0]
+    block = sum(spec.weights for spec in first)
+    states = tokens * min(spec.in_features for spec in first) * element
+    batch = batch_tokens * sum(spec.out_features for spec in first) * element
+    batch += batch_tokens * max(spec.in_features for spec in first) * 4
+    return (_rest(skeleton) + 2 * block) * element + states + batch
+
+
+def check_disk(folder: Path, need: int) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes fit on the disk of `folder`."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if need > free:
+        raise QuantkitError(
+            f"{folder} needs about {need / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are free",
+            hint="free some space or choose another --output",
+            exit_code=RESOURCES,
+        )

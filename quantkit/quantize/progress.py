@@ -1,0 +1,31 @@
+"""What the loop tells the outside while it runs. This one says nothing; the command line's speak."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quantkit.layouts import LinearSpec
+    from quantkit.quantize.solvers import Solved
+
+
+class Progress:
+    """Silent listener. `cli.progress` has one for terminals and one for logs."""
+
+    def phase(self, text: str) -> None:
+        """A step outside the loop began."""
+
+    def start(self, blocks: int, done: int) -> None:
+        """The loop begins; `done` of `blocks` blocks are staged already and will only be replayed."""
+
+    def linear(self, spec: LinearSpec, solved: Solved) -> None:
+        """A linear was quantized."""
+
+    def block(self, index: int, replayed: bool) -> None:
+        """Block `index` is finished."""
+
+    def warn(self, text: str) -> None:
+        """Something the user should know, whatever the verbosity."""
+
+    def counting(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` equal steps of `what` are behind us."""

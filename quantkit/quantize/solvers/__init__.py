@@ -1,0 +1,62 @@
+"""Solvers: how values are chosen on a grid. They take matrices and return matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from quantkit.grids.grid import Grid, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class SiteStatistics:
+    """What calibration says about the inputs `[tokens, in]` of one site; None where nobody needed it.
+
+    hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
+    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`.
+    """
+
+    hessian: Tensor | None = None
+    magnitude: Tensor | None = None
+    peak: Tensor | None = None
+    square: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Solved:
+    """One quantized linear and what it cost.
+
+    error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the
+    calibration tokens; None without statistics: the loop then measures `|dW|² / |W|²` of what it stored.
+    rtn_error: the same for round to nearest; None where that is what was done.
+    fallback: why the solver asked for was not used; None when it was.
+    notes: what else a user should know about this linear.
+    outlier_columns: of its inputs, where LLM.int8 counted them.
+    """
+
+    weight: QuantizedWeight
+    error: float | None
+    rtn_error: float | None = None
+    fallback: str | None = None
+    notes: tuple[str, ...] = ()
+    outlier_columns: int | None = None
+
+
+def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
+    """A note for the user where scales do not fit the float16 they are stored in."""
+    count = weight.grid.clipped(weight.params)
+    return (f"{count} scales lie at the end of float16's range",) if count else ()
+
+
+class Solver(Protocol):
+    """`needs`: which fields of SiteStatistics `solve` works from; none for a data-free solver."""
+
+    needs: frozenset[str]
+
+    def solve(
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+    ) -> list[Solved]:
+        """Quantize the linears of one site, each `[out, in]` float32; statistics of the site's inputs."""

@@ -1,0 +1,137 @@
+"""Refinement: coordinate descent on codes and scales, starting from what GPTQ found.
+
+GPTQ fixes each column once, before it knows what the later columns will become. With all columns
+chosen, any one of them can be chosen again: for `r = H (W - Ŵ)ᵀ` the loss `tr(dW H dWᵀ)` along
+column j is least at `ŵ_j + r_j / H_jj`, so the nearest grid value to that never raises it (cyclic
+coordinate descent, as in QuantEase, Behdin et al. 2023, arXiv:2309.01885, section 3). Likewise, a
+group's values `V` have a best common factor, `1 + <r, V> / <V, H V>`, which the scale takes up.
+
+Two groups, half the matrix apart, are visited at once: half the launches. A run of columns of the one does
+not know what the same run of the other does. What both change together is then known exactly, row by row, and
+where they spoil each other's gain only the larger one is taken. Scales are rounded, and a row that would lose
+by its visit altogether stays as it is: no visit raises the loss of any row. As in the sweep, a column is
+counted in steps, and takes a product with its run's levels and a rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.grid import Grid, select
+from quantkit.quantize.solvers.sweep import RUN, Chosen
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def refine(target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
+    """Better codes and parameters for `target [in, out]`, in place, with the same grid and bytes.
+
+    hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times.
+    (With scales chosen at the last visit only the loss is 0.2 percent higher, but the KL divergence of the
+    demo model in 2 bits 3 percent.)
+    """
+    curvature = hessian.diagonal().clone()
+    hessian.div_(curvature[:, None])  # row j is what column j goes by
+    pairs = (len(chosen.params) + 1) // 2
+    for _ in range(cycles):
+        for k in range(pairs):
+            groups = range(k, len(chosen.params), pairs)
+            _Visit(target, chosen, grid, hessian, curvature, groups).improve()
+
+
+class _Visit:
+    """One or two groups, as a leading dimension `[groups, group_size, out]` of everything."""
+
+    def __init__(
+        self, target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, curvature: Tensor, groups: range
+    ):
+        self.grid, self.chosen, self.groups = grid, chosen, groups
+        where = slice(groups.start, None, groups.step)
+        own = [x.unflatten(0, (-1, grid.group_size))[where] for x in (target, chosen.delta, chosen.codes)]
+        self.target, self.delta, self.codes = own
+        rows = hessian.unflatten(0, (-1, grid.group_size))[where]
+        self.residual = (rows.flatten(0, 1) @ chosen.delta).view(self.target.shape)  # r_j / H_jj
+        # [groups, size, groups, size], and what columns of the same group are to each other
+        self.hessian = rows.unflatten(2, (-1, grid.group_size))[:, :, where].contiguous()
+        self.own = self.hessian.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+        self.curvature = curvature.unflatten(0, (-1, 1, grid.group_size))[where]
+        self.levels = grid.levels(self.codes)
+        self.step, self.low = self._steps([chosen.params[k] for k in groups])
+
+    def improve(self) -> None:
+        """Choose the columns again, then the scales, and keep that in the rows where it lowers the loss."""
+        before, residual = self.target - self.delta, self.residual.clone()
+        self._descend()
+        values, params = self._rescaled()
+        moved = values.sub_(before)
+        change = -self._weigh(moved, residual.add_(self.residual)).sum(0)
+        keep, chosen = change <= 0, self.chosen  # not a number stays out
+        chosen.lost += torch.where(keep, change, 0.0)
+        self.delta.sub_(moved.mul_(keep))
+        codes = torch.empty_like(self.codes)
+        self.grid.codes(self.levels, codes)
+        self.codes.copy_(torch.where(keep, codes, self.codes))
+        for k, found in zip(self.groups, params, strict=True):
+            chosen.params[k] = select(keep, found, chosen.params[k])
+
+    def _descend(self) -> None:
+        """Every column's best level, one after another; `levels` and `residual` change in place."""
+        feed = self.own.clone()
+        feed.diagonal(dim1=1, dim2=2).zero_()
+        size, sub = self.levels.shape[1], self.grid.sub_size
+        low = 0
+        while low < size:
+            high = min(low + RUN, (low // sub + 1) * sub)
+            run, step = slice(low, high), self.step[:, low // sub, None]
+            levels, old = self.levels[:, run], self.levels[:, run].clone()
+            wanted = torch.baddbmm(self.residual[:, run] / step, self.own[:, run, run], levels)
+            columns = (part.split(1, 1) for part in (wanted, levels, feed[:, run, run]))
+            for column, level, others in zip(*columns, strict=True):
+                self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
+            moved = torch.sub(levels, old).mul_(step)
+            if len(self.groups) == 2:
+                keep = self._agreed(run, moved)[:, None]
+                torch.where(keep, levels, old, out=levels)
+                moved.mul_(keep)
+            self._follow(run, moved)
+            low = high
+
+    def _agreed(self, run: slice, moved: Tensor) -> Tensor:
+        """Which groups are to move their columns `run`, `[2, out]`: that which gains most by itself, and the
+        other one where the two together gain more."""
+        curvature = self.curvature[..., run]
+        change = (self.own[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2).mul_(moved)
+        change = (curvature @ change)[:, 0]
+        cross = curvature[0] @ (self.hessian[0, run, 1, run] @ moved[1]).mul_(moved[0])
+        return (torch.add(change, cross, alpha=2) <= 0) | (change < change.flip(0))
+
+    def _follow(self, run: slice, moved: Tensor) -> None:
+        """The residual after the columns `run` of each group `moved`."""
+        hessian = self.hessian[..., run].flatten(2).flatten(0, 1)
+        self.residual.view(-1, moved.shape[2]).addmm_(hessian, moved.flatten(0, 1), alpha=-1)
+
+    def _rescaled(self) -> tuple[Tensor, list]:
+        """The groups' values and parameters with the best common factor on the values."""
+        values = self._values(self.step, self.low)
+        power = self._weigh(values, self.own @ values)
+        factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
+        factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
+        found = zip(self.groups, factor.unbind(), strict=True)
+        params = [self.grid.scaled(self.chosen.params[k], part) for k, part in found]
+        scaled = self._values(*self._steps(params))
+        self._follow(slice(None), values.neg_().add_(scaled))
+        return scaled, params
+
+    def _steps(self, params: list) -> tuple[Tensor, Tensor]:
+        """Step and low, `[groups, sub-blocks, out]`."""
+        steps, lows = zip(*map(self.grid.steps, params), strict=True)
+        return torch.stack(steps), torch.stack(lows)
+
+    def _values(self, step: Tensor, low: Tensor) -> Tensor:
+        values = self.levels.unflatten(1, (-1, self.grid.sub_size)) * step[:, :, None]
+        return values.sub_(low[:, :, None]).flatten(1, 2)
+
+    def _weigh(self, one: Tensor, other: Tensor) -> Tensor:
+        """Σ over each group's columns of H_jj times a product, `[groups, out]`; `other` is used up."""
+        return (self.curvature @ other.mul_(one))[:, 0]

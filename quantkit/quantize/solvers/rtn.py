@@ -1,0 +1,85 @@
+"""Round to nearest: every weight to its group's nearest value. Data-free; the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.grid import Grid, QuantizedWeight, flat
+from quantkit.grids.grid import rows as rows_of
+from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping
+from quantkit.quantize.solvers.clip import clipped_ranges
+from quantkit.quantize.solvers.loss import loss
+
+
+def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
+    """`weight [out, in]` float32 on `grid`; `importance [in]` weighs the search of the ranges."""
+    return nearest(weight, grid, grid.fit_matrix(weight, importance))
+
+
+def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
+    """`weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
+    codes = grid.round(weight.reshape(-1, grid.group_size), flat(params))
+    return QuantizedWeight(grid, codes.view(weight.shape), params)
+
+
+def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
+    """`Ŵ - W`, `[out, in]`, of `nearest`."""
+    delta = torch.empty_like(weight)
+    rows = max(1, elements_at_once(weight.device) // weight.shape[1])
+
+    def work(part: slice) -> None:
+        values = weight[part].reshape(-1, grid.group_size).clone()
+        values = grid.nearest(values, flat(rows_of(params, part))).view_as(weight[part])
+        torch.sub(values, weight[part], out=delta[part])
+
+    for_each(work, [(slice(start, start + rows),) for start in range(0, len(weight), rows)])
+    return delta
+
+
+@dataclass(frozen=True)
+class RtnSolver:
+    """Round to nearest. threshold: count LLM.int8's outlier columns, which takes calibration.
+    weighted: measure errors at the outputs, and clip the groups of grids that say so.
+    """
+
+    threshold: float | None = None
+    weighted: bool = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        wanted = {"peak": self.threshold is not None, "hessian": self.weighted}
+        return frozenset(name for name, needed in wanted.items() if needed)
+
+    def solve(
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+    ) -> list[Solved]:
+        """Without second moments there are no errors: no inputs are known to weigh them with."""
+        if self.weighted:
+            return [_weighted(w, grid, statistics.hessian) for w, grid in zip(weights, grids, strict=True)]
+        solved = []
+        outliers = None
+        if self.threshold is not None:
+            outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
+        for weight, grid in zip(weights, grids, strict=True):
+            quantized = quantize(weight, grid)
+            solved.append(Solved(quantized, None, notes=clipping(quantized), outlier_columns=outliers))
+        return solved
+
+
+def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
+    """Rounded with clipped ranges if the grid is to be clipped and the outputs gain by it."""
+    scale = max(loss(weight, hessian), 1e-30)
+    plain = quantize(weight, grid.plain())
+    plain_error = loss(plain.values() - weight, hessian) / scale
+    if grid.clip:
+        clipped = nearest(weight, grid, clipped_ranges(weight, grid.plain(), hessian))
+        error = loss(clipped.values() - weight, hessian) / scale
+        if error <= plain_error:
+            return Solved(clipped, error, plain_error, notes=clipping(clipped))
+    return Solved(plain, plain_error, plain_error, notes=clipping(plain))

@@ -1,0 +1,263 @@
+"""The staging folder: finished blocks of a running job, and the output as it is put together.
+
+`OUT.partial/` lies beside the output so that finishing is a rename. A block is staged when its
+`block-00000.safetensors` exists; its record was written before. Killed at any moment, the folder
+holds whole blocks only, and everything else in it is made again. Blocks whose source had not been hashed
+by then are made again, too: nobody can tell whether they are of the source a later job is given.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.errors import RESOURCES, RUNTIME, USAGE, QuantkitError, name_all
+from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.quantize.fingerprint import differences
+
+REST = "rest.safetensors"
+
+
+class Staging:
+    """Staged blocks of the job that writes `output`; `fingerprint` says which job that is."""
+
+    def __init__(self, output: Path):
+        self.output = output
+        self.folder = output.parent / f"{output.name}.partial"
+        self._lock = None
+        self._replaces = False
+        self._signed: dict = {}
+        self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
+        self._writing: Future[None] | None = None
+
+    def stored_fingerprint(self) -> dict | None:
+        """The fingerprint of the job that was staged here; None when there is none, or half of one."""
+        path = self.folder / "fingerprint.json"
+        stored = json.loads(path.read_text()) if path.is_file() else None
+        return stored if stored and stored["source_sha256"] else None
+
+    def check(self, resume: bool, overwrite: bool) -> None:
+        """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
+        self._replaces = overwrite
+        above = next(path for path in self.output.absolute().parents if path.exists())
+        if self.output.name in ("", "..") or not above.is_dir():
+            raise QuantkitError(
+                f"{self.output} cannot be a new folder", hint="choose another --output", exit_code=USAGE
+            )
+        if self.output.exists() and not overwrite:
+            raise QuantkitError(
+                f"{self.output} exists",
+                hint="choose another --output, or replace it with --overwrite",
+                exit_code=USAGE,
+            )
+        if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / "config.json").exists():
+            raise QuantkitError(
+                f"{self.output} is a folder of other things: it would be lost",
+                hint="choose another --output; --overwrite replaces checkpoints only",
+                exit_code=USAGE,
+            )
+        if self.folder.exists() and not (resume or overwrite):
+            raise QuantkitError(
+                f"{self.folder} holds an unfinished job",
+                hint="continue it with --resume, or start again with --overwrite",
+                exit_code=USAGE,
+            )
+
+    @contextmanager
+    def opened(self, fingerprint: dict, resume: bool) -> Iterator[None]:
+        """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use.
+
+        The fingerprint's source_sha256 may be None until `sign` is given the whole one.
+        """
+        self._open(fingerprint, resume)
+        try:
+            yield
+        finally:
+            self._writer.shutdown()
+            self._lock.close()
+
+    def _open(self, fingerprint: dict, resume: bool) -> None:
+        stored = self.stored_fingerprint() if resume else None
+        different = differences(stored, fingerprint) if stored else []
+        if different:
+            raise QuantkitError(
+                f"{self.folder} holds another job; different: {name_all(different)}",
+                hint="repeat the options of the first run, or start again with --overwrite",
+                exit_code=USAGE,
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._acquire()
+        if not stored:
+            self._clear()
+        self.sign(fingerprint)
+
+    def sign(self, fingerprint: dict) -> None:
+        """Say whose blocks these are."""
+        if fingerprint != self._signed:
+            _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+            self._signed = fingerprint
+
+    def _acquire(self) -> None:
+        """Take the folder's lock; it goes with the process at the latest."""
+        self._lock = open(self.folder / "lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise QuantkitError(
+                f"{self.folder} is in use by another process", "wait until it is done", RUNTIME
+            ) from error
+
+    def _clear(self) -> None:
+        """Remove what another job left, the lock excepted: this process holds it."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def _block(self, index: int) -> Path:
+        return self.folder / f"block-{index:05d}.safetensors"
+
+    def is_done(self, index: int) -> bool:
+        """Whether block `index` is staged, whole; a folder half removed may have lost either file."""
+        path = self._block(index)
+        return path.is_file() and path.with_suffix(".json").is_file()
+
+    def record(self, index: int) -> list[dict]:
+        """What was recorded about a staged block's linears."""
+        return json.loads(self._block(index).with_suffix(".json").read_text())
+
+    def infos(self, index: int) -> dict[str, TensorInfo]:
+        """Places of a staged block's tensors, by stored name."""
+        return safetensors_folder.read_header(self._block(index))
+
+    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """Begin to stage a block; `wait` says when it is done, or raises what went wrong."""
+        self._writing = self._writer.submit(self._write_block, index, tensors, record)
+
+    def wait(self) -> None:
+        """Until the block that was last begun is staged."""
+        if self._writing:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """The record first, then the tensors, each whole or not at all."""
+        path = self._block(index)
+        _write_text(path.with_suffix(".json"), json.dumps(record))
+        self._save(path, tensors)
+
+    def _save(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        temporary = path.with_suffix(".tmp")
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(self.folder)
+
+    def write_rest(self, tensors: dict[str, Tensor]) -> None:
+        """Stage what lies outside the blocks."""
+        self._save(self.folder / REST, tensors)
+
+    def rest(self) -> dict[str, TensorInfo]:
+        """Places of what is staged of it, by the names it was staged under."""
+        path = self.folder / REST
+        return safetensors_folder.read_header(path) if path.is_file() else {}
+
+    def discard(self) -> None:
+        """Remove the staging folder, if it is there: nothing in it is worth keeping."""
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    @property
+    def place(self) -> Path:
+        """Where the output is put together."""
+        return self.folder / f"output{self.output.suffix}"
+
+    def assemble(self, fill: Callable[[Path], None]) -> Path:
+        """Build the output, a folder or a file, in the staging folder, from scratch, with `fill(place)`."""
+        place = self.place
+        _remove(place)
+        fill(place)
+        self._writing = self._writer.submit(_sync_all, place)
+        return place
+
+    def publish(self) -> None:
+        """Rename what was assembled into place, once the disk has it, and remove the staging folder.
+
+        Raises QuantkitError if something appeared there that nobody allowed to be replaced.
+        """
+        self.wait()
+        if self.output.exists() and not self._replaces:
+            raise QuantkitError(
+                f"{self.output} appeared while the job ran",
+                hint="move it away and run the same command with --resume: every block is kept",
+            )
+        if self.output.exists():
+            _remove(self.folder / "replaced")
+            os.rename(self.output, self.folder / "replaced")
+        os.rename(self.place, self.output)
+        _sync(self.output.parent)
+        shutil.rmtree(self.folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def load(info: TensorInfo) -> Tensor:
+    """A staged tensor."""
+    with safe_open(info.file, framework="pt") as file:
+        return file.get_tensor(info.name)
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(text)
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_all(place: Path) -> None:
+    for path in (*(place.iterdir() if place.is_dir() else ()), place):
+        _sync(path)
+
+
+@contextmanager
+def disk_errors(
+    folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
+) -> Iterator[None]:
+    """Turn a full disk into the error that says so; staged blocks stay. then: what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full and "No space left" not in str(error):  # safetensors wraps the OSError in its own kind
+            raise
+        raise QuantkitError(
+            f"the disk of {folder} is full",
+            hint=f"free some space and {then}",
+            exit_code=RESOURCES,
+        ) from error

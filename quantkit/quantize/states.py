@@ -1,0 +1,85 @@
+"""Hidden states of all tokens on their way through the blocks, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from quantkit.models.device import Lane, free_memory, host_buffer, is_accelerator
+
+SHARE = 0.25  # of an accelerator's free memory that states may take where nobody planned for them
+
+
+class States:
+    """Batches of hidden states `[batch, tokens, hidden]`, used on `device` and kept there or on the host.
+
+    Kept on the host, a batch is copied back while the next one is computed, and the next one copied ahead
+    while this one is used. What is read is a batch on the device either way.
+    """
+
+    def __init__(self, batches: Iterable[Tensor], device: torch.device, on_host: bool = False):
+        self.on_host = False
+        self.changes = 0  # batches that were replaced since the beginning
+        self._device = device
+        self._lane: Lane | None = None
+        self._sent: dict[int, Tensor] = {}  # on their way to the device
+        self._here: dict[int, Tensor] = {}  # the one that was read last
+        self._kept: list[Tensor] = []
+        for hidden in batches:
+            self._kept.append(_on_host(hidden) if on_host else hidden)
+        if on_host:
+            self.move_to_host()
+
+    def move_to_host(self) -> None:
+        """From now on they wait in the host's memory."""
+        self.on_host, self._lane = True, Lane(self._device)
+        for k, hidden in enumerate(self._kept):
+            self._kept[k] = _on_host(hidden)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, k: int) -> Tensor:
+        if not self.on_host:
+            return self._kept[k]
+        if k in self._here:
+            return self._here[k]
+        sent = self._sent.pop(k, None)
+        hidden = self._lane.receive(self._lane.send(self._kept[k]) if sent is None else sent)
+        ahead = k + 1
+        self._sent = {at: sent for at, sent in self._sent.items() if at == ahead}
+        if ahead < len(self) and ahead not in self._sent:
+            self._sent[ahead] = self._lane.send(self._kept[ahead])
+        self._here = {k: hidden}
+        return hidden
+
+    def __setitem__(self, k: int, hidden: Tensor) -> None:
+        self.changes += 1
+        if not self.on_host:
+            self._kept[k] = hidden
+            return
+        self._sent.pop(k, None)
+        self._here.pop(k, None)
+        self._kept[k].copy_(hidden, non_blocking=True)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[k] for k in range(len(self)))
+
+
+def embedded(ids: Sequence[Tensor], embed: Callable[[Tensor], Tensor], device: torch.device) -> States:
+    """States that enter the first block for batches of `ids`, kept where there is room for them."""
+    first = embed(ids[0])
+    crowded = is_accelerator(device) and first.nbytes * len(ids) > SHARE * free_memory(device)
+    return States(chain([first], map(embed, ids[1:])), device, crowded)
+
+
+def _on_host(hidden: Tensor) -> Tensor:
+    """A copy in a buffer of the host that copies to the device can read beside other work."""
+    if hidden.device.type == "cpu":
+        return hidden
+    buffer = host_buffer(hidden)
+    buffer.copy_(hidden, non_blocking=True)
+    return buffer

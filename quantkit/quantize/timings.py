@@ -1,0 +1,33 @@
+"""Wall seconds by stage, kept apart from everything that must come out the same twice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from quantkit.models.device import synchronize
+
+
+@dataclass
+class Timings:
+    """`with timings("solve"):` adds the block's wall seconds to `seconds["solve"]`.
+
+    An accelerator works while the host goes on: what it is left with counts where it is next waited for,
+    which is at the end of a stage that says `wait`. notes: what the job did otherwise than planned.
+    """
+
+    device: torch.device = torch.device("cpu")
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, stage: str, wait: bool = True) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if wait:
+            synchronize(self.device)
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start

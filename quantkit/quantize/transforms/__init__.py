@@ -1,0 +1,59 @@
+"""Transforms: rewrites of a block that keep its function and make its weights easier to quantize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from quantkit.grids.grid import Grid
+from quantkit.quantize.capture import Site
+from quantkit.quantize.solvers import SiteStatistics, Solved
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """What a transform may look at. The block's weights are the original ones, in float32 or 16 bit.
+
+    sites: all of the block's. statistics: of every site with a linear to be quantized, on the original
+    inputs. grids: by linear; None for one that is kept in 16 bit. probe: runs the block, held in float32, on
+    a few tokens. stored: a parameter's values, by its name in the block, as they will be after storing.
+    """
+
+    block: nn.Module
+    sites: Sequence[Site]
+    statistics: Mapping[Site, SiteStatistics]
+    grids: Mapping[str, Grid | None]
+    probe: Callable[[], Tensor]
+    stored: Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What a transform did to a block, whose weights it changed in place.
+
+    statistics: of every site, as its inputs are now. changed: parameters with new values, by name in the
+    block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the original
+    weight to nearest. notes: by linear, what a user should know.
+    """
+
+    statistics: dict[Site, SiteStatistics]
+    changed: set[str] = field(default_factory=set)
+    rtn_errors: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def amend(self, name: str, solved: Solved) -> Solved:
+        """A linear's result with what is known of it before the transform."""
+        notes = (*self.notes.get(name, ()), *solved.notes)
+        return replace(solved, rtn_error=self.rtn_errors.get(name, solved.rtn_error), notes=notes)
+
+
+class Transform(Protocol):
+    """Applied to every block before any of its sites is solved. `needs`: fields of SiteStatistics."""
+
+    needs: frozenset[str]
+
+    def apply(self, view: BlockView) -> Transformed:
+        """Rewrite the block in place."""

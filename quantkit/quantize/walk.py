@@ -1,0 +1,60 @@
+"""The walk over a model's blocks: load, use, free, one at a time. All that runs blocks goes this way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+
+from torch import nn
+
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import is_accelerator
+from quantkit.models.skeleton import FetchedBlock, Skeleton
+from quantkit.quantize.timings import Timings
+
+# Where a block is read from (None: the skeleton's own checkpoint), and `decoded`: see `Skeleton.load_block`.
+Source = tuple[Checkpoint | None, bool]
+
+
+def blocks(
+    skeleton: Skeleton,
+    source: Callable[[int], Source] = lambda index: (None, False),
+    timings: Timings | None = None,
+) -> Iterator[tuple[int, nn.Module]]:
+    """Every block with its index, loaded for as long as the caller looks at it and freed then.
+
+    source: what `Skeleton.load_block` is to read for a block. On an accelerator the next block is read from
+    the disk meanwhile, into pinned memory of the host; the copy from there takes hundredths of a second, and
+    doing that ahead, too, would hold two blocks on the device.
+    """
+    timings, count = timings or Timings(), len(skeleton.blocks)
+    with closing(_Reader(skeleton)) as reader:
+        for index in range(count):
+            with timings("load"):
+                block = skeleton.load_block(index, *source(index), reader.result())
+            if index + 1 < count:
+                reader.begin(index + 1, source(index + 1))
+            yield index, block
+            skeleton.free_block(index)
+
+
+class _Reader:
+    """Reads one block ahead, where a device of its own computes."""
+
+    def __init__(self, skeleton: Skeleton):
+        self._skeleton = skeleton
+        self._pool = ThreadPoolExecutor(1, "reader") if is_accelerator(skeleton.device) else None
+        self._reading: Future[FetchedBlock] | None = None
+
+    def begin(self, index: int, source: Source) -> None:
+        if self._pool:
+            self._reading = self._pool.submit(self._skeleton.fetch_block, index, *source)
+
+    def result(self) -> FetchedBlock | None:
+        """What was begun; None where nothing was."""
+        return self._reading.result() if self._reading else None
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,1 @@
+"""Text to calibrate on, as batches of tokens whose origin is recorded."""

@@ -1,0 +1,122 @@
+"""Calibration text to token sequences `[samples, seqlen]`, with their provenance."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.options import CalibrationOptions
+from quantkit.text.chat import ChatTemplate
+from quantkit.text.hub_datasets import Dataset
+from quantkit.text.sources import Document, open_source
+
+SHIPPED_SEQLEN = 512
+DEFAULT_SEQLEN = 2048
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the calibration tokens came from: enough to make the same ones again.
+
+    `sha256` is that of the token block, int64 little-endian; `chat_template` that of the template
+    which conversations went through, None where there were none.
+    """
+
+    source: str
+    samples: int
+    seqlen: int
+    seed: int
+    bos: bool
+    sha256: str
+    chat_template: str | None
+    dataset: Dataset | None
+
+
+@dataclass(frozen=True)
+class CalibrationSet:
+    """tokens: int64 `[samples, seqlen]`."""
+
+    tokens: Tensor
+    provenance: Provenance
+    warning: str | None = None
+
+    def record(self) -> dict:
+        return asdict(self.provenance)
+
+
+def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = False) -> CalibrationSet:
+    """Tokenize as much of the source as is needed and slice it into sequences.
+
+    Documents are taken in seeded order and concatenated; where the tokenizer begins texts with a BOS
+    token, every sequence begins with it. `offline`: datasets of the hub come from the local caches.
+    Raises QuantkitError when the text is missing, empty, or holds less than one sequence; with fewer
+    sequences than asked for, the set carries a warning.
+    """
+    if options.samples < 1 or (options.seqlen is not None and options.seqlen < 2):
+        raise QuantkitError("--samples and --seqlen must be positive", "try 128 and 512", USAGE)
+    shipped = options.calibration is None
+    seqlen = options.seqlen or (SHIPPED_SEQLEN if shipped else DEFAULT_SEQLEN)
+    if checkpoint.context is not None:
+        seqlen = min(seqlen, checkpoint.context)
+    source = open_source(options, offline)
+    tokenizer = checkpoint.tokenizer
+    bos = begins_with_bos(tokenizer)
+    with closing(source.documents) as documents:
+        stream, chat_template = _take(tokenizer, documents, options.samples * (seqlen - bos), bos)
+    tokens = _slice(stream, options.samples, seqlen, tokenizer.bos_token_id if bos else None)
+    if not len(tokens):
+        raise QuantkitError(
+            f"calibration text {source.name} holds {len(stream)} tokens; one sequence needs {seqlen}",
+            hint="give more text with --calibration, or shorter sequences with --seqlen",
+            exit_code=USAGE,
+        )
+    warning = None
+    if options.seqlen is not None and options.seqlen > seqlen:
+        warning = f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens"
+    if len(tokens) < options.samples and not shipped:
+        warning = (
+            f"calibration text {source.name} holds {len(stream)} tokens; "
+            f"{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
+            f"using {len(tokens)} sequences"
+        )
+    digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
+    provenance = Provenance(
+        source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
+    )
+    return CalibrationSet(tokens, provenance, warning)
+
+
+def begins_with_bos(tokenizer) -> bool:
+    """Whether the tokenizer puts its BOS token before every text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> tuple[list[int], str | None]:
+    """At least `needed` tokens where there are as many, and the sha256 of the chat template that was used.
+
+    No document keeps a BOS of its own, as chat templates write it, where every sequence gets one.
+    """
+    template = ChatTemplate(tokenizer)
+    stream: list[int] = []
+    for document in documents:
+        text = document if isinstance(document, str) else template.render(document)
+        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        stream.extend(found[1:] if bos and found[:1] == [tokenizer.bos_token_id] else found)
+        if len(stream) >= needed:
+            break
+    return stream, template.sha256
+
+
+def _slice(stream: list[int], samples: int, seqlen: int, bos: int | None) -> Tensor:
+    """Sequences int64 `[≤ samples, seqlen]`, each beginning with `bos` where there is one."""
+    body = seqlen - (bos is not None)
+    count = min(samples, len(stream) // body)
+    tokens = torch.tensor(stream[: count * body], dtype=torch.int64).view(count, body)
+    return tokens if bos is None else torch.cat([torch.full((count, 1), bos), tokens], 1)

@@ -1,0 +1,211 @@
+"""Where calibration documents come from: text, JSON lines, parquet, datasets of the hub, the shipped text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line
+from quantkit.options import CalibrationOptions
+from quantkit.text import hub_datasets
+from quantkit.text.chat import Conversation, column_of
+from quantkit.text.hub_datasets import Dataset
+from quantkit.text.shipped import shipped_folder
+
+PIECE_CHARS = 1 << 14  # a long text is taken in pieces of about this size, in seeded order
+BUFFER = 1024  # rows of parquet and hub datasets are shuffled through a buffer of so many documents
+JSON_LINES = (".jsonl", ".json", ".ndjson")
+FILES = (".txt", ".parquet", *JSON_LINES)  # a name that ends so is never taken for a hub id
+DEFAULT_COLUMN = CalibrationOptions.text_column
+
+Document = str | Conversation
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents in seeded order, read as they are taken. `dataset` is set for a dataset of the hub."""
+
+    name: str
+    documents: Iterator[Document]
+    dataset: Dataset | None = None
+
+
+def open_source(options: CalibrationOptions, offline: bool) -> Source:
+    """What `--calibration` names: the shipped text, an existing path, else a dataset of the hub.
+
+    Raises QuantkitError when it is none of these or cannot be read, also while documents are taken.
+    """
+    named, column, revision = options.calibration, options.text_column, options.calibration_revision
+    wanted = hub_datasets.parse(named) if named and _may_be_hub_id(named) else None
+    if revision is not None and wanted is None:
+        raise QuantkitError(
+            "--calibration-revision is for datasets of the hub", "leave it out for a file", USAGE
+        )
+    if wanted is not None:
+        dataset, rows = hub_datasets.open_rows(
+            wanted, DEFAULT_COLUMN, column, revision, options.seed, offline
+        )
+        if dataset.repo in hub_datasets.LINES:
+            documents = _joined(rows, dataset.column)
+        else:
+            documents = _documents(rows, dataset.column)
+        return Source(str(dataset), _shuffled(documents, options.seed), dataset)
+    if named is None:
+        return Source("shipped", _all_shuffled(_shipped(), options.seed))
+    path = Path(named)
+    if path.suffix == ".parquet" and path.is_file():
+        return Source(path.name, _shuffled(_parquet(path, column, options.seed), options.seed))
+    documents = _json_lines(path, column) if path.suffix in JSON_LINES else _text(path)
+    return Source(path.name, _all_shuffled(documents, options.seed))
+
+
+def _may_be_hub_id(named: str) -> bool:
+    return not Path(named).exists() and not named.endswith(FILES)
+
+
+def _shipped() -> Iterator[str]:
+    for path in sorted(shipped_folder("calibration").glob("*.txt")):
+        yield from _cut(path.read_text(encoding="utf-8"))
+
+
+def _text(path: Path) -> Iterator[str]:
+    with _opened(path) as file:
+        yield from _cut(file.read())
+
+
+def _json_lines(path: Path, column: str) -> Iterator[Document]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield from _json_row(line, column, f"{path}:{number}")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise QuantkitError(
+            f"{path} is not UTF-8 text: {error}", hint="convert it, or give another file", exit_code=USAGE
+        ) from error
+    except OSError as error:
+        raise QuantkitError(
+            f"calibration text {path} cannot be read: {error.strerror}",
+            hint=f"give a file, a dataset of the form ORG/NAME, or one of {', '.join(hub_datasets.ALIASES)}"
+            " to --calibration",
+            exit_code=NOT_FOUND,
+        ) from error
+
+
+def _json_row(line: str, asked: str, where: str) -> Iterator[Document]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object a line", USAGE) from error
+    column = column_of(row, asked, DEFAULT_COLUMN) if isinstance(row, dict) else None
+    if column is None:
+        raise _no_text(where, asked, row if isinstance(row, dict) else [type(row).__name__])
+    value = row[column]
+    # Unlike those of a dataset, rows of a file stay whole: they are shuffled all at once.
+    yield from [value] if isinstance(value, str) else _documents([(where, value)], column)
+
+
+def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
+    """Row groups in seeded order, a batch of rows and one column in memory at a time."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            column = column_of(columns, asked, DEFAULT_COLUMN)
+            if column is None:
+                raise _no_text(str(path), asked, columns)
+            sizes = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
+            order = list(range(len(sizes)))
+            random.Random(seed).shuffle(order)
+            for group in order:
+                row = sum(sizes[:group])
+                for batch in file.iter_batches(BUFFER, row_groups=[group], columns=[column]):
+                    values = batch.column(0).to_pylist()
+                    places = (f"{path}, row {number}" for number in itertools.count(row + 1))
+                    yield from _documents(zip(places, values, strict=False), column)
+                    row += len(values)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise QuantkitError(
+            f"{path} is not parquet that can be read: {first_line(error)}",
+            hint="write it again, or give another file",
+            exit_code=USAGE,
+        ) from error
+
+
+def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Document]:
+    """Pieces of text, or conversations; a row without a value is passed over."""
+    for where, value in rows:
+        if isinstance(value, str):
+            yield from _cut(value)
+        elif isinstance(value, list):
+            yield Conversation(value, where)
+        elif value is not None:
+            raise _no_text(where, column, [f"{column}: {type(value).__name__}"])
+
+
+def _joined(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[str]:
+    """Pieces of about PIECE_CHARS made of consecutive rows."""
+    piece: list[str] = []
+    size = 0
+    for document in _documents(rows, column):
+        if not isinstance(document, str):
+            raise _no_text("a row", column, [f"{column}: conversations"])
+        piece.append(document)
+        size += len(document)
+        if size >= PIECE_CHARS:
+            yield "".join(piece)
+            piece, size = [], 0
+    yield "".join(piece)
+
+
+def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
+    return QuantkitError(
+        f"{where} has no text under {column!r} (it has: {', '.join(has)})",
+        hint="name the key or column with --text-column",
+        exit_code=USAGE,
+    )
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces of about PIECE_CHARS, cut at line ends."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE_CHARS)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
+def _all_shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
+    held = list(documents)
+    random.Random(seed).shuffle(held)
+    yield from held
+
+
+def _shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
+    """Documents in seeded order, of which only BUFFER are held at a time."""
+    source = random.Random(seed)
+    held: list[Document] = []
+    for document in documents:
+        if len(held) < BUFFER:
+            held.append(document)
+            continue
+        place = source.randrange(BUFFER)
+        held[place], document = document, held[place]
+        yield document
+    source.shuffle(held)
+    yield from held
