@@ -85,11 +85,15 @@ def hashes(checkout: Path, wanted: dict[str, list[str]]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--only", default="", help="commands that contain this text, such as 'awq'")
-    parser.add_argument("--known", type=Path, help="keep the hashes of `before` here, and take them from here")
+    parser.add_argument(
+        "--known", type=Path, help="keep the hashes of `before` here, and take them from here"
+    )
     arguments = parser.parse_args()
     wanted = commands(arguments.only)
     known = json.loads(arguments.known.read_text()) if arguments.known and arguments.known.exists() else {}

@@ -318,7 +318,9 @@ def test_a_missing_eval_text_is_noticed_before_the_work(refuse, model, small, tm
     assert not list(tmp_path.glob("tiny-*"))
 
 
-@pytest.mark.parametrize(("moment", "made"), [("job.prepare", False), ("evaluate.evaluate", True)])
+@pytest.mark.parametrize(
+    ("moment", "made"), [("quantize.job.prepare", False), ("evaluation.evaluate.evaluate", True)]
+)
 def test_an_interrupt_outside_the_loop(quantkit, model, small, monkeypatch, moment, made):
     """Before the loop there is nothing to resume, after it the result is there."""
 
