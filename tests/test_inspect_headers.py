@@ -7,7 +7,8 @@ import pytest
 
 from quantkit.inspection import agreement, architecture, clients, names, positions, record
 from quantkit.inspection.contents import Contents
-from quantkit.inspection.stored import NF4, weights_of
+from quantkit.inspection.stored import weights_of
+from quantkit.layouts.bitsandbytes import STATE as NF4
 from quantkit.models.containers.safetensors_folder import TensorInfo
 
 # ---- codes, as other tools write them, too
