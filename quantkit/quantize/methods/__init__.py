@@ -18,6 +18,7 @@ import importlib
 import pkgutil
 import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,8 @@ def summary(name: str) -> str:
     """A method's SUMMARY, read off its source: the help lists all of them, and importing all takes longer
     than everything else it does.
     """
-    source = pkgutil.get_data(__name__, f"{name}.py") or b""
-    line = re.search(r'^SUMMARY = "([^"\\]*)"$', source.decode(), re.MULTILINE)
+    source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
+    line = re.search(r'^SUMMARY = "([^"\\]*)"$', source, re.MULTILINE)
     return line[1] if line else load(name).SUMMARY
 
 
