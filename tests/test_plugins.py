@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from quantkit import grids, layouts
 from quantkit.capacity import formats
-from quantkit.cli import commands
 from quantkit.quantize import methods
 
 TOYS = Path(__file__).parent / "toys"
@@ -21,12 +20,9 @@ def toys(monkeypatch):
     """The packages, as if each had one file more."""
     for package, folder in ((grids, "grids"), (layouts, "layouts"), (methods, "methods")):
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(TOYS / folder)])
-    caches = formats._packed, commands.build
-    for cache in caches:
-        cache.cache_clear()
+    formats._packed.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    formats._packed.cache_clear()
 
 
 @pytest.fixture
