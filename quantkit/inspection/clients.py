@@ -47,19 +47,22 @@ CLIENTS = (
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     """Each client with `loads` (None: not tried) and `note`; `facts`: the values that linears have."""
     found = []
-    rules = {module.NAME: module.CLIENTS for module in layouts.modules()}
-    (layout,) = facts["layout"]
     for client in CLIENTS:
-        otherwise = {"loads": False, "note": f"it reads {client.reads}"} if client.reads else {}
-        if layout == "none" and client.plain:
-            otherwise = {"loads": True}
-        own = rules.get(layout, {}).get(client.name)
-        if own is not None:
-            otherwise = {}
-        rule = next((rule for rule in own or () if _matches(rule, facts)), otherwise)
+        rule = rule_of(client, facts)
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
         found.append({"client": client.name, "version": client.version} | outcome)
     return found
+
+
+def rule_of(client: Client, facts: Mapping[str, set]) -> Mapping[str, Any]:
+    """The rule that decides, {} where there is none."""
+    (layout,) = facts["layout"]
+    own = next((m.CLIENTS for m in layouts.modules() if layout == m.NAME), {}).get(client.name)
+    if own is not None:
+        return next((rule for rule in own if _matches(rule, facts)), {})
+    if layout == "none" and client.plain:
+        return {"loads": True}
+    return {"loads": False, "note": f"it reads {client.reads}"} if client.reads else {}
 
 
 def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
