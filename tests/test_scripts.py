@@ -1,5 +1,5 @@
-"""Every script in scripts/ starts: Python ones print their help or are imported, shell ones run with stand-ins
-for what they install."""
+"""Every script in scripts/ starts: Python ones print their help or are imported, shell ones run with
+stand-ins for what they install."""
 
 import json
 import os
