@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, commands and flags exist, all commands have a page, the README is short."""
+"""The pages: links lead somewhere, commands and flags exist, each command has a page, the README is short."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Flags of other programs, and of scripts.
-OTHERS = {"--no-write", "--repo-type", "--install-completion"}
+OTHERS = {"--no-write", "--repo-type"}
 GROUP = typer.main.get_command(cli.app)
 
 
@@ -112,6 +112,16 @@ def test_paths_that_are_named_exist(name):
     text = (ROOT / name).read_text()
     paths = re.findall(r"(?<![\w./-])(?:quantkit|scripts|tests|recipes|docs)/[\w./-]*\w", text)
     assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("command", ["recipes list", "recipes show gptq-w3"])
+def test_a_sample_is_what_is_printed(command, quantkit, monkeypatch):
+    """Of commands that read no model."""
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / "docs" / "run-and-recipes.md").read_text()
+    sample = re.search(rf"^```\n\$ quantkit {command}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    printed = "\n".join(line.rstrip() for line in quantkit(*command.split()).out.splitlines())
+    assert printed.strip("\n") == sample.strip("\n")
 
 
 def test_every_command_has_a_page_and_a_line_in_the_readme():
