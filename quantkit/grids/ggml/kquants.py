@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantkit.grids.ggml import search
-from quantkit.grids.ggml.block import BlockGrid, Blocks, SubScales, SubScalesAndMins, half, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.params import SubScales, SubScalesAndMins, half
 from quantkit.grids.ggml.search import (
     EPSILON,
     WITH_IMPORTANCE,
@@ -40,12 +41,12 @@ class SuperBlockGrid(BlockGrid):
 
 @dataclass(frozen=True)
 class MinGrid(SuperBlockGrid):
-    """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
+    """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to the same number.
 
     plan: of the search without importance. power: factor of the mean square in the weights with importance.
     """
 
-    scale_max: int = 63
+    scale_range: tuple[int, int] = (0, 63)
     plan: Plan = Plan(-0.5, 0.1, 15)
     power: float = 2.0
 
@@ -65,8 +66,8 @@ class MinGrid(SuperBlockGrid):
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
             share = self._search.total(weights).view(-1, n)
-            d, scales = self._search.make_qp(scale, share, self.scale_max)
-            dmin, mins = self._search.make_qp(low, share, self.scale_max)
+            d, scales = self._search.make_qp(scale, share, self.scale_range[1])
+            dmin, mins = self._search.make_qp(low, share, self.scale_range[1])
         d, dmin = half(d), half(dmin)
         step = (d * scales).flatten()
         codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
@@ -77,18 +78,16 @@ class MinGrid(SuperBlockGrid):
 
     def _own_weights(self, x: Tensor) -> Tensor:
         """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
-        weights = x.abs()
-        return (
-            weights
-            if self.bits == 2
-            else weights.add_(square_root(self._search.total(x * x) / self.sub_size))
-        )
+        if self.bits == 2:
+            return x.abs()
+        return x.abs().add_(square_root(self._search.total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit and integers for `parts [sub-blocks, blocks]`, the largest part being scale_max units."""
+        """Unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest integer."""
+        most = self.scale_range[1]
         largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
-        factor = finite(over(self.scale_max, largest))
-        return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
+        factor = finite(over(most, largest))
+        return largest / most, (parts * factor).round_().clamp_(max=most).add_(0.0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Q3KGrid(SignedGrid):
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None and self.exact:
             scale, codes = search.make_q3(x, self.offset)
-            d, scales, largest = signed_multiples(scale.view(-1, n), -32)
+            d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
             return self._finish(x, d, scales, lambda columns: codes[:, columns])
@@ -158,16 +157,18 @@ class Q6KGrid(SignedGrid):
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
         scale, searched = self._make_qx(x, weights)
-        d, scales, largest = signed_multiples(scale.view(-1, n), -128)
+        d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
         empty = largest.abs() < EPSILON
         params, codes = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
         return params, clear(codes, empty)
 
 
 GRIDS = {
-    "Q2_K": MinGrid("Q2_K", 2, SUPER_BLOCK, 16, scale_max=15, plan=Plan(-0.5, 0.1, 15, True), power=1.0),
-    "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4),
-    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, 32, plan=Plan(-1.0, 0.1, 20)),
-    "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK, 32),
-    "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32),
+    "Q2_K": MinGrid(
+        "Q2_K", 2, SUPER_BLOCK, 16, scale_range=(0, 15), plan=Plan(-0.5, 0.1, 15, True), power=1.0
+    ),
+    "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4, scale_range=(-32, 31)),
+    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, plan=Plan(-1.0, 0.1, 20)),
+    "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK),
+    "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32, scale_range=(-128, 127)),
 }
