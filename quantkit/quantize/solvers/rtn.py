@@ -11,15 +11,15 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, flat
 from quantkit.grids.grid import rows as rows_of
-from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import by_chunks
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping
 from quantkit.quantize.solvers.clip import clipped_ranges
 from quantkit.quantize.solvers.loss import loss
 
 
-def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
-    """`weight [out, in]` float32 on `grid`; `importance [in]` weighs the search of the ranges."""
-    return nearest(weight, grid, grid.fit_matrix(weight, importance))
+def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
+    """`weight [out, in]` float32 on `grid`."""
+    return nearest(weight, grid, grid.fit_matrix(weight))
 
 
 def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
@@ -31,14 +31,13 @@ def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
 def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
     """`Ŵ - W`, `[out, in]`, of `nearest`."""
     delta = torch.empty_like(weight)
-    rows = max(1, elements_at_once(weight.device) // weight.shape[1])
 
     def work(part: slice) -> None:
         values = weight[part].reshape(-1, grid.group_size).clone()
         values = grid.nearest(values, flat(rows_of(params, part))).view_as(weight[part])
         torch.sub(values, weight[part], out=delta[part])
 
-    for_each(work, [(slice(start, start + rows),) for start in range(0, len(weight), rows)])
+    by_chunks(work, weight)
     return delta
 
 
