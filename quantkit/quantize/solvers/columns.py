@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,19 @@ class Columns:
         inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
         return torch.addmm(Wt, inverse.t(), self.chosen.E[columns])
 
-    def choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
+    def choose(self, group: slice, params: Any, refit: bool) -> None:
+        """Codes, errors and loss of a group's columns, and its parameters; sub-blocks behind the first get
+        new ones, once their columns know of the errors before them, if `refit`."""
+        size = self.grid.sub_size
+        for k, low in enumerate(range(group.start, group.stop, size)):
+            part = slice(low, low + size)
+            if k and refit:
+                self.update(part)
+                params = self.grid.refit(self.free(part), params, k, self.D[part])
+            self._choose(part, *(found[k] for found in self.grid.steps(params)))
+        self.chosen.params.append(params)
+
+    def _choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
         """Codes, errors and loss of `columns`, which share `step` and `low [out]`."""
         for run in self._runs(columns):
             self.update(run)

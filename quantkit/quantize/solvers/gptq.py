@@ -89,25 +89,19 @@ class GptqSolver:
 def sweep(Wt: Tensor, A: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
     """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through A (used up).
 
-    A group has parameters `fixed`, or they are fitted when the sweep gets to it, and to each of its
-    sub-blocks. Its range is searched with the pivots `D = diag(A)²` as importance: what a rounding error in
-    column j costs once the columns behind it have made up for what they can (the bare diagonal of H counts
-    it as if they could not, and gave 5 percent more KL divergence on the demo model, 2 after refinement).
+    A group has parameters `fixed`, or they are fitted when the sweep gets to it. Its range is searched with
+    the pivots `D = diag(A)²` as importance: what a rounding error in column j costs once the columns behind
+    it have made up for what they can (the bare diagonal of H counts it as if they could not, and gave 5
+    percent more KL divergence on the demo model, 2 after refinement).
     """
     D = A.diagonal().square()
     U = A.div_(A.diagonal().clone())
     columns = Columns(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
-        whole = slice(start, start + grid.group_size)
-        columns.update(whole)
-        params = fixed[start // grid.group_size] if fixed else grid.fit(columns.free(whole).t(), D[whole])
-        for k, low in enumerate(range(start, whole.stop, grid.sub_size)):
-            part = slice(low, low + grid.sub_size)
-            if k and not fixed:
-                columns.update(part)
-                params = grid.refit(columns.free(part), params, k, D[part])
-            columns.choose(part, *(stored[k] for stored in grid.steps(params)))
-        columns.chosen.params.append(params)
+        span = slice(start, start + grid.group_size)
+        columns.update(span)
+        params = fixed[start // grid.group_size] if fixed else grid.fit(columns.free(span).t(), D[span])
+        columns.choose(span, params, refit=not fixed)
     return columns.chosen
 
 

@@ -22,6 +22,11 @@ def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
     return nearest(weight, grid, grid.fit_matrix(weight))
 
 
+def fitted(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
+    """Parameters `[out, groups]`; a weighted grid takes the mean square of its inputs into account."""
+    return grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
+
+
 def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
     """`weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
     codes = grid.round(weight.reshape(-1, grid.group_size), flat(params))
@@ -61,8 +66,7 @@ class RtnSolver:
         """Without second moments there are no errors: no inputs are known to weigh them with."""
         if self.weighted:
             return [_weighted(w, grid, statistics.hessian) for w, grid in zip(weights, grids, strict=True)]
-        solved = []
-        outliers = None
+        solved, outliers = [], None
         if self.threshold is not None:
             outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
         for weight, grid in zip(weights, grids, strict=True):
@@ -74,7 +78,7 @@ class RtnSolver:
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
     """Rounded with clipped ranges if the grid is to be clipped and the outputs gain by it."""
     scale = max(loss(weight, hessian), 1e-30)
-    plain = quantize(weight, grid.plain())
+    plain = nearest(weight, grid, fitted(weight, grid, hessian))
     plain_error = loss(plain.values() - weight, hessian) / scale
     if grid.clip:
         clipped = nearest(weight, grid, clipped_ranges(weight, grid.plain(), hessian))

@@ -45,7 +45,7 @@ def solve(
 
 def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
     """The attempt's rows of one linear, or round to nearest where that loses less on the same inputs."""
-    params = grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
+    params = rtn.fitted(weight, grid, hessian)
     sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
     if attempt.weight is not None:
         sums += attempt.lost[:, rows].sum(1)
