@@ -44,7 +44,7 @@ def join(x: Tensor, blocks: int) -> Tensor:
 class BlockGrid(WholeLevels):
     """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
     bits. exact: search as ggml does, to the bit, or faster. scale_range: the least and the largest scale of
-    a sub-block, where it has one of its own.
+    a sub-block, for types whose sub-blocks have their own. (What is a field here stands in manifests.)
     """
 
     name: str
@@ -53,8 +53,8 @@ class BlockGrid(WholeLevels):
     sub_size: int = 32
     offset: int = 0
     exact: bool = True
-    scale_range: tuple[int, int] = (0, 0)
     weighted = True
+    scale_range = 0, 0
 
     @property
     def _search(self) -> ModuleType:

@@ -97,6 +97,8 @@ class Iq4NlGrid(TableGrid):
 class Iq4XsGrid(TableGrid):
     """IQ4_XS: eight signed 6-bit scales for 256 weights. C rounds on d before that becomes a float16."""
 
+    scale_range = -32, 31
+
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, BLOCK)
@@ -111,5 +113,5 @@ class Iq4XsGrid(TableGrid):
 
 GRIDS = {
     "IQ4_NL": Iq4NlGrid("IQ4_NL", 4, BLOCK),
-    "IQ4_XS": Iq4XsGrid("IQ4_XS", 4, 256, scale_range=(-32, 31)),
+    "IQ4_XS": Iq4XsGrid("IQ4_XS", 4, 256),
 }

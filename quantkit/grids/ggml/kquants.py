@@ -41,14 +41,18 @@ class SuperBlockGrid(BlockGrid):
 
 @dataclass(frozen=True)
 class MinGrid(SuperBlockGrid):
-    """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to the same number.
+    """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
 
     plan: of the search without importance. power: factor of the mean square in the weights with importance.
     """
 
-    scale_range: tuple[int, int] = (0, 63)
+    scale_max: int = 63
     plan: Plan = Plan(-0.5, 0.1, 15)
     power: float = 2.0
+
+    @property
+    def scale_range(self) -> tuple[int, int]:
+        return 0, self.scale_max
 
     def _encode(self, blocks: Blocks) -> tuple[SubScalesAndMins, Tensor]:
         n = blocks.x.shape[1]
@@ -66,8 +70,8 @@ class MinGrid(SuperBlockGrid):
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
             share = self._search.total(weights).view(-1, n)
-            d, scales = self._search.make_qp(scale, share, self.scale_range[1])
-            dmin, mins = self._search.make_qp(low, share, self.scale_range[1])
+            d, scales = self._search.make_qp(scale, share, self.scale_max)
+            dmin, mins = self._search.make_qp(low, share, self.scale_max)
         d, dmin = half(d), half(dmin)
         step = (d * scales).flatten()
         codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
@@ -84,10 +88,9 @@ class MinGrid(SuperBlockGrid):
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest integer."""
-        most = self.scale_range[1]
         largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
-        factor = finite(over(most, largest))
-        return largest / most, (parts * factor).round_().clamp_(max=most).add_(0.0)
+        factor = finite(over(self.scale_max, largest))
+        return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor
 class Q3KGrid(SignedGrid):
     """Q3_K."""
 
+    scale_range = -32, 31
+
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
@@ -152,6 +157,8 @@ class Q3KGrid(SignedGrid):
 class Q6KGrid(SignedGrid):
     """Q6_K."""
 
+    scale_range = -128, 127
+
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
@@ -164,11 +171,9 @@ class Q6KGrid(SignedGrid):
 
 
 GRIDS = {
-    "Q2_K": MinGrid(
-        "Q2_K", 2, SUPER_BLOCK, 16, scale_range=(0, 15), plan=Plan(-0.5, 0.1, 15, True), power=1.0
-    ),
-    "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4, scale_range=(-32, 31)),
+    "Q2_K": MinGrid("Q2_K", 2, SUPER_BLOCK, 16, scale_max=15, plan=Plan(-0.5, 0.1, 15, True), power=1.0),
+    "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4),
     "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, plan=Plan(-1.0, 0.1, 20)),
     "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK),
-    "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32, scale_range=(-128, 127)),
+    "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32),
 }
