@@ -9,7 +9,7 @@ import transformers as hf
 from quantkit.inspection import contents, record
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.models.skeleton import Skeleton
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402
@@ -149,7 +149,7 @@ def test_the_file_read_back_computes_the_same(case):
     checkpoint = Checkpoint.open(str(path))
     assert not checkpoint.quantized
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-    check_complete(skeleton)
+    skeleton.names.check_complete()
     skeleton.load_rest()
     hidden = skeleton.embed(ids)
     for index in range(len(skeleton.blocks)):

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from quantkit.errors import count
 from quantkit.evaluation.comparison.table import print_comparison
-from quantkit.quantize.finish import Summary
 from quantkit.quantize.job import Job
+from quantkit.quantize.outputs import Summary
 from quantkit.quantize.plan import Execution
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
 
@@ -30,7 +30,7 @@ def plan_record(job: Job) -> dict:
         "plan": asdict(job.plan),
         "matrices": [
             {"name": row.name, "block": row.block, "shape": list(row.shape), "becomes": row.becomes}
-            for row in job.method.output.planned(job)
+            for row in job.method.output.planned(job.checkpoint, job.specs)
         ],
         "linears": [
             {
@@ -76,7 +76,7 @@ def _waiting(execution: Execution) -> str:
 def _print_linears(console: Console, job: Job) -> None:
     """Identical linears of several blocks share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
-    rows = job.method.output.planned(job)
+    rows = job.method.output.planned(job.checkpoint, job.specs)
     order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
     alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
     for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):

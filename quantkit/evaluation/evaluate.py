@@ -198,11 +198,12 @@ def _size(checkpoint: Checkpoint, skeleton: Skeleton, trial: Trial | None) -> Si
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
     if trial:  # what would be written
-        packed_bytes, packed = trial.packed()
-        written = trial.weight_bytes(checkpoint)
-        disk_bytes, weight_bytes = disk_bytes + written - weight_bytes, written
+        sizes = trial.sizes(checkpoint)
+        packed_bytes, packed = sizes.quantized, sizes.weights
+        disk_bytes, weight_bytes = disk_bytes + sizes.total - weight_bytes, sizes.total
     else:
-        coded, counts = checkpoint.coded_bytes(), dict(skeleton.counts())
+        coded = checkpoint.coded_bytes()
+        counts = {skeleton.names.stored[name]: p.numel() for name, p in skeleton.held().items()}
         names = coded.keys() & counts.keys()
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
     parameters = {id(p): p.numel() for p in skeleton.model.parameters()}

@@ -30,11 +30,10 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         notes.append(f"not compared with the shapes of a model: {error.message}")
         readers = {name: _reader(checkpoint, name, zeros) for name in checkpoint.names}
     else:
-        problems += [f"{name} is absent" for name in skeleton.missing()]
+        problems += [f"{name} is absent" for name in skeleton.names.missing()]
         readers = {
-            skeleton.stored_name(name): _model_reader(skeleton, name, parameter, zeros)
-            for name, parameter in skeleton.named_parameters()
-            if skeleton.holds(name)
+            skeleton.names.stored[name]: _model_reader(skeleton, name, parameter, zeros)
+            for name, parameter in skeleton.held().items()
         }
         unused = [name for name in checkpoint.names if name not in readers]
         notes += [f"{name} is no part of the model" for name in unused]
@@ -64,7 +63,7 @@ def _reader(checkpoint: Checkpoint, name: str, zeros: list[str]) -> Callable[[],
 def _model_reader(
     skeleton: Skeleton, name: str, parameter: torch.Tensor, zeros: list[str]
 ) -> Callable[[], None]:
-    return lambda: _look(skeleton.stored_name(name), skeleton.read(name, parameter), zeros)
+    return lambda: _look(skeleton.names.stored[name], skeleton.read(name, parameter), zeros)
 
 
 def _look(name: str, values: torch.Tensor, zeros: list[str]) -> None:
