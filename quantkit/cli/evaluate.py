@@ -92,7 +92,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the plots: .svg, or .png (extra: plot). All but the first get a suffix.",
+            help="Write the plots: .svg, or .png. All but the first get a suffix.",
         ),
     ] = None,
     dtype: Annotated[

@@ -1,4 +1,4 @@
-"""What the plots show, as data: drawn as SVG for the page, and by matplotlib for PNG."""
+"""What the plots show, as data."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def quality(record: dict) -> Figure | None:
     kld, names = loss == KLD, label_by_source(record)
     series, absent, lines = [], [], []
     for position, model in enumerate(record["models"]):
-        size, value = model["size"]["weight_bytes"], look_up(model, loss)
+        size, value = float(model["size"]["weight_bytes"]), look_up(model, loss)
         name = names[model["source"]]
         if kld and position == 0:
             lines.append(Line(f"{name}, {megabytes(size)}", "x", size))

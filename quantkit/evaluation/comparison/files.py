@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.comparison import page, png, svg, table
+from quantkit.evaluation.comparison import table
 from quantkit.evaluation.comparison.figures import figures
 
 
@@ -33,11 +33,11 @@ class Outputs:
             raise QuantkitError(
                 f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE
             )
-        if self.plot and self.plot.suffix == ".png":
-            png.check_available()
 
     def write(self, record: dict) -> list[Path]:
         """Write all that is wanted; the paths of page and plots."""
+        from quantkit.evaluation.comparison import drawing, page
+
         written = []
         if self.summary:
             _write(self.summary, lambda path: _append(path, table.markdown(record)))
@@ -49,9 +49,9 @@ class Outputs:
             if position:
                 path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
             if path.suffix == ".png":
-                _write(path, lambda path, figure=figure: png.write(figure, path))
+                _write(path, lambda path, figure=figure: drawing.png(figure, path))
             else:
-                text = svg.document(figure)
+                text = drawing.document(figure)
                 _write(path, lambda path, text=text: path.write_text(text, encoding="utf-8"))
             written.append(path)
         return written
