@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -74,11 +74,7 @@ def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     def invoke(verbose: bool, **values: Any) -> None:
         function(**values)
 
-    hints = get_type_hints(function, include_extras=True)
-    rows = [
-        row.replace(annotation=hints.get(row.name, row.annotation))
-        for row in inspect.signature(function).parameters.values()
-    ]
+    rows = inspect.signature(function, eval_str=True).parameters.values()
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
     invoke.__signature__ = inspect.Signature([*rows, added])
     invoke.__annotations__ = {row.name: row.annotation for row in (*rows, added)}

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, manners
-from quantkit.cli.imports import uncollected
 from quantkit.errors import EXIT_CODES, QuantkitError
 from quantkit.quantize import methods, recipe
 
@@ -88,7 +87,7 @@ def run_command() -> Callable[..., None]:
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
-    from quantkit.cli.progress import listener
+    from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation.streamers import TextStreamer
 
-from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.whole_model import load_model
+from quantkit.errors import RESOURCES, USAGE, QuantkitError
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_dtype
+from quantkit.models.device import choose_dtype, free_memory
 from quantkit.models.heap import return_freed_pages
+from quantkit.models.skeleton import Skeleton, check_complete
 from quantkit.models.tokenizer_hash import tokenizer_sha256
+from quantkit.quantize import plan
 from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
@@ -94,9 +95,6 @@ class Continuation:
     compared: bool = False
     parting: Parting | None = None
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 Stream = Callable[[str], None]
 
@@ -108,7 +106,7 @@ def record(
     return {
         "schema": SCHEMA,
         "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
-        "models": [continuation.record() for continuation in made],
+        "models": [asdict(continuation) for continuation in made],
     }
 
 
@@ -120,9 +118,10 @@ def shared_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> to
 
 def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
     """Which checkpoints cut texts as the first does, so that continuations compare token by token."""
-    hashes = [tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in checkpoints[1:]]
-    first = tokenizer_sha256(checkpoints[0].tokenizer, checkpoints[0].config.vocab_size) if hashes else ""
-    return [True, *(found == first for found in hashes)]
+    if len(checkpoints) == 1:
+        return [True]
+    hashes = [tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in checkpoints]
+    return [found == hashes[0] for found in hashes]
 
 
 def warnings(checkpoints: Sequence[Checkpoint], alike: Sequence[bool], settings: Settings) -> list[str]:
@@ -168,7 +167,7 @@ def continue_prompt(
             streamer=_Streamer(tokenizer, stream) if stream else None,
         )
     new = out[0, ids.shape[1] :].tolist()
-    recorder.finish(new)
+    recorder.note(new)
     seconds = time.monotonic() - loaded
     del model
     gc.collect()
@@ -186,6 +185,39 @@ def continue_prompt(
     if first is None or not alike:
         return made
     return replace(made, compared=True, parting=parting(tokenizer, made, first, recorder.of_expected))
+
+
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> nn.Module:
+    """The whole model, every weight decoded or as its layout computes with it, ready for `tokens` of context.
+
+    Raises QuantkitError (exit code 5) when it needs more memory than is free.
+    """
+    skeleton = Skeleton(checkpoint, dtype, device)
+    check_complete(skeleton)
+    need, free = _memory(skeleton, tokens), free_memory(device)
+    if need > free:
+        raise QuantkitError(
+            f"{checkpoint.source} as a whole model needs about {need / plan.GIB:.1f} GiB of memory in "
+            f"{str(dtype).removeprefix('torch.')}, {free / plan.GIB:.1f} GiB are free",
+            hint="use --dtype bfloat16 or another --device; quantkit eval compares models of any size",
+            exit_code=RESOURCES,
+        )
+    skeleton.load_rest()
+    container = skeleton.model.get_submodule(skeleton.blocks_name)
+    for index in range(len(skeleton.blocks)):
+        container[index] = skeleton.load_block(index)
+    return skeleton.model
+
+
+def _memory(skeleton: Skeleton, tokens: int) -> int:
+    """Bytes of all weights decoded, of the keys and values, and of the largest weight while it is decoded."""
+    sizes = [parameter.numel() for _, parameter in skeleton.named_parameters()]
+    config = skeleton.model.config
+    heads = getattr(config, "num_attention_heads", 1) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    cache = 2 * len(skeleton.blocks) * kv_heads * width * tokens
+    return (sum(sizes) + cache) * skeleton.dtype.itemsize + 3 * 4 * max(sizes)
 
 
 def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
@@ -240,15 +272,12 @@ class _Recorder(transformers.LogitsProcessor):
         self._last: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._note(input_ids[0, self.prompt_tokens :].tolist())
+        self.note(input_ids[0, self.prompt_tokens :].tolist())
         self._last = torch.softmax(scores[0].float(), -1)
         return scores
 
-    def finish(self, ids: list[int]) -> None:
-        """The last token is chosen, too."""
-        self._note(ids)
-
-    def _note(self, ids: list[int]) -> None:
+    def note(self, ids: list[int]) -> None:
+        """What was chosen last: known when the next is to be chosen, and at the end."""
         if self._last is None or not ids:
             return
         place = len(self.probabilities)

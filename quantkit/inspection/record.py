@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantkit.inspection import clients, integrity, tokenizer
@@ -82,7 +83,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
         "method": (contents.manifest or {}).get("method"),
         "file_type": _file_type(contents),
         "linears": len(coded),
-        "stored": _counted(weight.stored for weight in coded),
+        "stored": dict(Counter(weight.stored for weight in coded).most_common()),
         "bits": sorted({weight.codes.bits for weight in coded}),
         "group_sizes": sorted({weight.codes.group_size or -1 for weight in coded}),
         "symmetric": _symmetric(contents),
@@ -102,14 +103,6 @@ def _file_type(contents: Contents) -> str | None:
 
     known = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
     return known.get(code, f"file type {code}")
-
-
-def _counted(words: Iterable[str]) -> dict[str, int]:
-    """How often each occurs, the most frequent first."""
-    counts: dict[str, int] = {}
-    for word in words:
-        counts[word] = counts.get(word, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _groups(contents: Contents) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,31 +41,29 @@ class Outputs:
 
         written = []
         if self.summary:
-            _write(self.summary, lambda path: _append(path, table.markdown(record)))
+            with _writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
+                file.write(table.markdown(record))
         if self.html:
-            _write(self.html, lambda path: path.write_text(page.page(record), encoding="utf-8"))
+            with _writing(self.html):
+                self.html.write_text(page.page(record), encoding="utf-8")
             written.append(self.html)
         for position, figure in enumerate(figures(record) if self.plot else ()):
             path = self.plot
             if position:
                 path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
-            if path.suffix == ".png":
-                _write(path, lambda path, figure=figure: drawing.png(figure, path))
-            else:
-                text = drawing.document(figure)
-                _write(path, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+            with _writing(path):
+                if path.suffix == ".png":
+                    drawing.png(figure, path)
+                else:
+                    path.write_text(drawing.document(figure), encoding="utf-8")
             written.append(path)
         return written
 
 
-def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        write(path)
+        yield
     except OSError as error:
         raise _unwritable(path, f"cannot be written: {error.strerror}") from error
 
