@@ -73,7 +73,11 @@ def open_rows(
         library.logging.set_verbosity_error()  # their warnings speak of caches and cards, to their authors
     offline = offline or datasets.config.HF_HUB_OFFLINE
     with _explained(wanted.repo):
-        builder, commit = _cached(wanted, revision) if offline else _remote(wanted, revision)
+        if offline:
+            builder, commit = _cached(wanted, revision)
+        else:  # given the commit, datasets asks neither for it again nor the dataset viewer, another host
+            commit = hub.dataset_revision(wanted.repo, revision)
+            builder = _builder(wanted, wanted.repo, commit)
         splits = builder.as_streaming_dataset()
         if wanted.split not in splits:
             raise QuantkitError(
@@ -104,12 +108,6 @@ def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]
             for row in stream.shard(stream.num_shards, file):
                 number += 1
                 yield f"{dataset.repo}:{dataset.split}, row {number} read", row.get(dataset.column)
-
-
-def _remote(wanted: DatasetId, revision: str | None) -> tuple[Any, str]:
-    commit = hub.dataset_revision(wanted.repo, revision)
-    # Given the commit, datasets neither looks it up again nor asks the dataset viewer, a host of its own.
-    return _builder(wanted, wanted.repo, commit), commit
 
 
 def _cached(wanted: DatasetId, revision: str | None) -> tuple[Any, str]:
