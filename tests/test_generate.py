@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from quantkit.evaluation import generate
+from quantkit.evaluation import generate, whole_model
 from quantkit.evaluation.generate import Settings
 from quantkit.models.checkpoint import Checkpoint
 
@@ -169,10 +169,10 @@ def test_characters_of_several_tokens_are_marked_whole(demo_model):
 def test_memory_is_counted_before_it_is_used(tiny_model, monkeypatch, refuse):
     folder = tiny_model("llama", tokenizer="bos")
     parameters = sum(tensor.numel() for tensor in jobs.tensors(folder).values())
-    monkeypatch.setattr(generate, "free_memory", lambda device: 4 * parameters)
+    monkeypatch.setattr(whole_model, "free_memory", lambda device: 4 * parameters)
     error, hint = refuse(5, "generate", folder, "-p", "x")
     assert "of memory in float32" in error and "quantkit eval" in hint
-    monkeypatch.setattr(generate, "free_memory", lambda device: 10 * parameters)
+    monkeypatch.setattr(whole_model, "free_memory", lambda device: 10 * parameters)
     made(folder, tokens=4)
 
 

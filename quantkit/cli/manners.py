@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -148,7 +149,8 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     """Print the error, after the traceback of what is `traced`, and exit."""
     if traced is not None:
         traceback.print_exception(traced)
-    if "--json" in _before_separator(sys.argv[1:]):  # the parser itself may be what refused
+    typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
+    if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
     print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
@@ -158,13 +160,6 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     except OSError:  # its disk is full, or its reader went away
         _give_up_stdout()
     sys.exit(error.exit_code)
-
-
-def _before_separator(arguments: list[str]) -> Iterator[str]:
-    for argument in arguments:
-        if argument == "--":
-            return
-        yield argument
 
 
 def _unexpected(error: Exception) -> QuantkitError:

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
-from quantkit.errors import RESOURCES, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation.whole_model import load_model
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_dtype, free_memory
+from quantkit.models.device import choose_dtype
 from quantkit.models.heap import return_freed_pages
-from quantkit.models.skeleton import Skeleton, check_complete
 from quantkit.models.tokenizer_hash import tokenizer_sha256
-from quantkit.quantize import plan
 from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
@@ -185,39 +184,6 @@ def continue_prompt(
     if first is None or not alike:
         return made
     return replace(made, compared=True, parting=parting(tokenizer, made, first, recorder.of_expected))
-
-
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> nn.Module:
-    """The whole model, every weight decoded or as its layout computes with it, ready for `tokens` of context.
-
-    Raises QuantkitError (exit code 5) when it needs more memory than is free.
-    """
-    skeleton = Skeleton(checkpoint, dtype, device)
-    check_complete(skeleton)
-    need, free = _memory(skeleton, tokens), free_memory(device)
-    if need > free:
-        raise QuantkitError(
-            f"{checkpoint.source} as a whole model needs about {need / plan.GIB:.1f} GiB of memory in "
-            f"{str(dtype).removeprefix('torch.')}, {free / plan.GIB:.1f} GiB are free",
-            hint="use --dtype bfloat16 or another --device; quantkit eval compares models of any size",
-            exit_code=RESOURCES,
-        )
-    skeleton.load_rest()
-    container = skeleton.model.get_submodule(skeleton.blocks_name)
-    for index in range(len(skeleton.blocks)):
-        container[index] = skeleton.load_block(index)
-    return skeleton.model
-
-
-def _memory(skeleton: Skeleton, tokens: int) -> int:
-    """Bytes of all weights decoded, of the keys and values, and of the largest weight while it is decoded."""
-    sizes = [parameter.numel() for _, parameter in skeleton.named_parameters()]
-    config = skeleton.model.config
-    heads = getattr(config, "num_attention_heads", 1) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    cache = 2 * len(skeleton.blocks) * kv_heads * width * tokens
-    return (sum(sizes) + cache) * skeleton.dtype.itemsize + 3 * 4 * max(sizes)
 
 
 def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:

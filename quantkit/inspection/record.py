@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from quantkit.inspection import clients, integrity, tokenizer
@@ -47,7 +48,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "quantization": _quantization(contents, weights),
         "parts": _parts(weights),
         "tensors": _tensors(weights),
-        "positions": places.record() | {"text": places.describe()},
+        "positions": asdict(places) | {"text": places.describe()},
         "tokenizer": told,
         "provenance": _provenance(contents),
         "clients": clients.of_damaged(loaded_by) if damage else loaded_by,
