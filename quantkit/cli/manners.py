@@ -12,8 +12,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -34,13 +34,6 @@ UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer 
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
-
-
-@dataclass
-class State:
-    """What the command line says to `run` itself. verbose: show tracebacks and what the libraries log."""
-
-    verbose: bool = False
 
 
 def _verbose(context: typer.Context, asked: bool) -> bool:
@@ -89,7 +82,7 @@ def exit_codes() -> str:
 
 def run(app: typer.Typer) -> NoReturn:
     """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
-    state = State()
+    state = SimpleNamespace(verbose=False)  # which the command line may change
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
         code = app(prog_name="quantkit", standalone_mode=False, obj=state)

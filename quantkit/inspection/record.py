@@ -79,6 +79,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
     nbytes = sum(weight.code_bytes + weight.scale_bytes for weight in coded)
     count = sum(weight.parameters for weight in coded)
     kept = [weight for weight in weights if is_linear(weight.name, weight.shape) and not weight.codes]
+    reasons = {str(row.get("name")): str(row["kept"]) for row in _written(contents) if row.get("kept")}
     return {
         "layout": layout,
         "method": (contents.manifest or {}).get("method"),
@@ -91,7 +92,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
         "desc_act": bool(contents.quantization.get("desc_act", False)),
         "activations": _activations(contents),
         "bits_per_weight": 8 * nbytes / count if count else None,
-        "kept": _tensors(kept, _reasons(contents)),
+        "kept": _tensors(kept, reasons),
     }
 
 
@@ -212,11 +213,10 @@ def _place(weight: Weight) -> tuple:
     return outside if block is None else block, natural(local)
 
 
-def _reasons(contents: Contents) -> dict[str, str]:
-    """Why quantkit kept a linear, by its name."""
+def _written(contents: Contents) -> list[dict[str, Any]]:
+    """What quantkit's manifest says of each linear."""
     rows = (contents.manifest or {}).get("linears")
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return {str(row.get("name")): str(row["kept"]) for row in rows if row.get("kept")}
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 # ---- provenance
@@ -227,8 +227,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        linears = manifest.get("linears") if isinstance(manifest.get("linears"), list) else []
-        errors = [row["error"] for row in linears if isinstance(row, dict) and row.get("error") is not None]
+        errors = [row["error"] for row in _written(contents) if row.get("error") is not None]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",
             "method": manifest.get("method"),
