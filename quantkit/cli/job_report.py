@@ -14,7 +14,6 @@ from quantkit.errors import count
 from quantkit.evaluation.comparison.table import print_comparison
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary
-from quantkit.quantize.plan import Execution
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
 
 
@@ -49,7 +48,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
     console, plans = Console(highlight=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
-        _print_output(console, job)
+        size = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
+        bits = f"{job.plan.bits_per_weight:.2f} bits per quantized weight"
+        print_facts(console, {"output": str(job.staging.output), "size": f"{size} ({bits})"})
     facts = {}
     if len(jobs) > 1:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
@@ -62,15 +63,10 @@ def print_plans(jobs: Sequence[Job]) -> None:
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
         "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
-        f"{execution.sequential} forward" + _waiting(execution),
+        f"{execution.sequential} forward" + ", hidden states on the host" * (execution.states == "host"),
         "calibration": _calibration(made and made.record()),
     }
     print_facts(console, facts)
-
-
-def _waiting(execution: Execution) -> str:
-    """Where hidden states are kept, if not where they are used."""
-    return ", hidden states on the host" * (execution.states == "host")
 
 
 def _print_linears(console: Console, job: Job) -> None:
@@ -83,16 +79,6 @@ def _print_linears(console: Console, job: Job) -> None:
         blocks = [row.block for row in members if row.block is not None]
         table.add_row(name, ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
     console.print(table)
-
-
-def _print_output(console: Console, job: Job) -> None:
-    plan = job.plan
-    size = f"{megabytes(plan.source_bytes)} → {megabytes(plan.output_bytes)}"
-    facts = {
-        "output": f"{job.staging.output}",
-        "size": f"{size} ({plan.bits_per_weight:.2f} bits per quantized weight)",
-    }
-    print_facts(console, facts)
 
 
 def _seconds(stages: dict[str, float]) -> str:
