@@ -18,7 +18,7 @@ from quantkit.layouts import Layout
 from quantkit.layouts.bitsandbytes import Int8Layout, Nf4Layout
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.quantize.capture import Statistics, find_sites, gathering
+from quantkit.quantize.capture import find_sites, gather
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver
@@ -102,9 +102,7 @@ class Bench:
         return self.block.norm(self.x).flatten(0, 1)
 
     def view(self) -> BlockView:
-        sums = {site: Statistics(IN, torch.device("cpu"), NEEDS) for site in self.sites}
-        with gathering(self.block, sums):
-            self.block(self.x)
+        sums = gather(self.block, self.sites, NEEDS, torch.device("cpu"), lambda: self.block(self.x))
         statistics = {site: part.finish() for site, part in sums.items()}
         probe = self.x[:1, :8]
         return BlockView(
