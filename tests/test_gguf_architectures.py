@@ -7,8 +7,8 @@ import torch
 import transformers as hf
 
 from quantkit.inspection import contents, record
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, check_complete
 
 pytest.importorskip("xllamacpp")
@@ -146,7 +146,7 @@ def test_llama_cpp_computes_the_same(case):
 
 def test_the_file_read_back_computes_the_same(case):
     path, ids, expected, _ = case
-    checkpoint = Checkpoint.open(str(path))
+    checkpoint = open_checkpoint(str(path))
     assert not checkpoint.quantized
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     check_complete(skeleton)
@@ -185,7 +185,7 @@ def test_a_file_written_from_the_file_is_the_same(case, tmp_path):
     again = gguf_files.export(path, tmp_path / path.name)
     (metadata, infos), (expected, places) = read_header(again), read_header(path)
     assert metadata == expected and list(infos) == list(places)
-    shifted = {target.name for target in Checkpoint.open(str(path)).targets.values() if target.shift}
+    shifted = {target.name for target in open_checkpoint(str(path)).targets.values() if target.shift}
     for name, info in infos.items():
         found, wanted = (
             np.fromfile(i.file, "<f4", i.nbytes // 4, offset=i.offset) for i in (info, places[name])

@@ -12,6 +12,7 @@ from quantkit.capacity import parameters, templates
 from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.layouts import quantization_of
 from quantkit.models import hub
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
@@ -107,7 +108,7 @@ def _contents(
 
 
 def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], folder: Path | None) -> Source:
-    settings, told = Settings.of(config), safetensors_folder.quantization_of(config)
+    settings, told = Settings.of(config), quantization_of(config)
     if told:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 
@@ -127,7 +128,7 @@ def _layout(told: Mapping[str, Any]) -> str:
 def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
     settings = Settings.of(config)
     notes = ("it is quantized already: all sizes are those of its original",)
-    notes = notes if safetensors_folder.quantization_of(config) else ()
+    notes = notes if quantization_of(config) else ()
     if count is None:
         if config.get("vision_config") or config.get("audio_config"):
             notes += ("of its parts only the language model is counted",)

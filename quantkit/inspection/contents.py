@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.layouts import quantization_of
 from quantkit.models import hub
 from quantkit.models.containers import git_lfs, safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
@@ -47,7 +48,7 @@ class Contents:
     @property
     def quantization(self) -> dict[str, Any]:
         """`quantization_config` of config.json; {} where there is none."""
-        return safetensors_folder.quantization_of(self.config)
+        return quantization_of(self.config)
 
     @property
     def text_config(self) -> dict[str, Any]:

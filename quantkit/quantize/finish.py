@@ -15,6 +15,7 @@ from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.layouts import LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, check_complete
 from quantkit.quantize import walk
 from quantkit.quantize.job import Job
@@ -96,7 +97,7 @@ def encode(
     for job in jobs:
         with timings("verify"):
             check_complete(
-                Skeleton(Checkpoint.open(str(job.staging.place)), torch.float32, torch.device("cpu"))
+                Skeleton(open_checkpoint(str(job.staging.place)), torch.float32, torch.device("cpu"))
             )
         summaries.append(_summarize(job, [], timings))
         job.staging.publish()
@@ -140,7 +141,7 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
 
 def _verify(job: Job, place: Path, expected: Tensor) -> None:
     """Read it back and run the loop's first batch through it, block by block."""
-    written = Checkpoint.open(str(place), trust_remote_code=job.request.trust_remote_code)
+    written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.load_rest()
     hidden = skeleton.embed(job.batches[0])

@@ -21,6 +21,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, check_complete
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import linears, methods, plan
@@ -93,7 +94,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     module = methods.load(request.method)
     module.check(request.options)
     check_run(request.run)
-    checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if checkpoint.quantized:
         if not request.run.allow_requantize:
             raise QuantkitError(

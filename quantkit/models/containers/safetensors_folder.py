@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.containers.git_lfs import refuse_pointer
@@ -110,14 +109,6 @@ def _broken(path: Path, why: str) -> QuantkitError:
         f"{path} is truncated or not safetensors: {why}",
         hint="download or copy the file again and compare its size with the original",
     )
-
-
-def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of quantization; {} where that is nothing. MLX has a name of its own for it."""
-    stored, mlx = config.get("quantization_config"), config.get("quantization")
-    if isinstance(mlx, dict) and not (isinstance(stored, dict) and "quant_method" in stored):
-        return {"quant_method": "mlx"} | mlx
-    return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 
 
 def read_config(path: Path) -> dict:
