@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers as hf
 
-from quantkit.inspection import contents, record
+from quantkit.inspection import record
 from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, check_complete
 
@@ -161,7 +162,7 @@ def test_the_file_read_back_computes_the_same(case):
 def test_inspect_knows_what_transformers_makes_of_the_file(case):
     """Yes: it computes the same; no: it refuses, or computes something else; untold: that depends."""
     path, ids, expected, _ = case
-    rows = record.describe(contents.open_contents(str(path)))["clients"]
+    rows = record.describe(open_contents(str(path)))["clients"]
     loads = next(row["loads"] for row in rows if row["client"] == "transformers")
     if loads is None:
         return

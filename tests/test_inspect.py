@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from stand_in_hub import Elsewhere
 
 from quantkit.errors import QuantkitError
-from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.inspection import agreement, architecture, clients, names, positions, record
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import NF4, weights_of
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import Contents
 
 # ---- codes, as other tools write them, too
 

@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """The function behind `quantkit inspect`."""
     from quantkit.inspection import printed, record
-    from quantkit.inspection.contents import open_contents
+    from quantkit.models.headers import open_contents
 
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     found = [record.describe(open_contents(*source, offline)) for source in sources]

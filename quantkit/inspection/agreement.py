@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantkit.errors import QuantkitError, name_all
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import FP4, NF4, Weight
 from quantkit.layouts._rules import rule_of, stored_rules
+from quantkit.models.headers import Contents
 
 # What every linear of a form is stored with, or none: some tools leave it out of all of them.
 SHARED = {"gptq": ("qzeros", "g_idx"), "awq": ("qzeros",), "pack-quantized": ("weight_shape",)}

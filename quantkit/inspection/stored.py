@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.inspection.contents import Contents
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import Contents
 
 WORD = 32
 NF4, FP4 = "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4"

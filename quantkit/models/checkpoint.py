@@ -22,10 +22,10 @@ from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import MANIFEST
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
-MANIFEST = "quantkit.json"
 COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
     "tokenizer*",
     "special_tokens_map.json",

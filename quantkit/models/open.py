@@ -8,9 +8,8 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models import hub
+from quantkit.models import headers, hub
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import safetensors_folder
 
 
 def open_checkpoint(
@@ -22,19 +21,18 @@ def open_checkpoint(
         from quantkit.models.llamacpp.checkpoint import open_file  # `gguf` takes a while to import
 
         return open_file(source, folder)
-    raw_config = safetensors_folder.read_config(folder / "config.json")
-    infos = safetensors_folder.read_folder(folder)
-    layout = layouts.detect(raw_config, infos)
-    layouts.refuse_headless(layout, infos)
+    found = headers.at(source, folder, strict=True)
+    layout = layouts.detect(found.config, found.infos)
+    layouts.refuse_headless(layout, found.infos)
     return Checkpoint(
         source=source,
         folder=folder,
-        raw_config=raw_config,
+        raw_config=found.config,
         config=_build_config(folder, trust_remote_code),
-        infos=infos,
+        infos=found.infos,
         layout=layout,
         trust_remote_code=trust_remote_code,
-        _quantized=layouts.group_by_linear(layout, infos),
+        _quantized=layouts.group_by_linear(layout, found.infos),
     )
 
 

@@ -4,8 +4,8 @@ import cases
 import pytest
 from cases import Case
 
-from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
+from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
 
 pytestmark = cases.MARKS

@@ -17,6 +17,7 @@ from pathlib import Path
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.containers.git_lfs import refuse_pointer
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
@@ -116,7 +117,7 @@ def read_config(path: Path) -> dict:
     if not path.is_file():
         raise QuantkitError(
             f"{path.parent} holds no {path.name}",
-            hint="give a Hugging Face checkpoint folder or hub id",
+            hint="give a checkpoint folder, a GGUF file or a hub id",
             exit_code=NOT_FOUND,
         )
     try:
