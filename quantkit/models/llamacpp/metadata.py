@@ -14,9 +14,8 @@ from gguf import GGML_QUANT_VERSION
 from gguf.utility import model_weight_count_rounded_notation
 
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.llamacpp import configuration, vocabulary
+from quantkit.models.llamacpp import configuration, file_types, vocabulary
 from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
-from quantkit.models.llamacpp.file_types import FILE_TYPES
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.models.llamacpp.token_models import Warn
 
@@ -45,7 +44,7 @@ def assemble(
     }
     kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
-        "general.file_type": FILE_TYPES[file_type].number,
+        "general.file_type": file_types.number(file_type),
     }
     known = {key: value for key, value in general.items() if value is not None}
     return known | keys | dict(tokenizer) | kind
