@@ -186,11 +186,16 @@ class Checkpoint:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            with open(path, "rb") as file:
-                while chunk := file.read(1 << 22):
-                    digest.update(chunk)
-                    progress(len(chunk))
+            hash_file(digest, path, progress)
         return digest.hexdigest()
+
+
+def hash_file(digest, path: Path, progress: Callable[[int], None]) -> None:
+    """Add the bytes of a file to a digest of hashlib."""
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            progress(len(chunk))
 
 
 def why_no_tokenizer(folder: Path, error: Exception) -> str:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts.ggml import decode_rows
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.checkpoint import Checkpoint, hash_file
 from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.llamacpp import configuration, rope, tensors
@@ -112,10 +112,7 @@ class GgufCheckpoint(Checkpoint):
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Hash of the file."""
         digest = hashlib.sha256()
-        with open(self.folder, "rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-                progress(len(chunk))
+        hash_file(digest, self.folder, progress)
         return digest.hexdigest()
 
 
