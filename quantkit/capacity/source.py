@@ -67,7 +67,7 @@ def read(
     """
     path = Path(source).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return _of_config(source, safetensors_folder.read_config(path), count)
+        return _of_config(source, safetensors_folder.read_json(path), count)
     contents = open_contents(source, revision, offline, strict=True, bare=True)
     if not contents.infos and contents.container != "gguf":
         return _of_config(source, contents.config, count)

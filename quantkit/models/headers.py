@@ -15,7 +15,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts import quantization_of
 from quantkit.models import hub
 from quantkit.models.containers import git_lfs, safetensors_folder
-from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_config
+from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.hub_headers import Repository
 
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
@@ -149,7 +149,7 @@ def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
 
     path = folder / CONFIG
     errors: list[QuantkitError] = []
-    config = read_config(path) if strict or not path.is_file() else _config(read, problems)
+    config = read_json(path) if strict or not path.is_file() else _config(read, problems)
     stored = not bare or any((folder / name).is_file() for name in (SINGLE, INDEX))
     infos = safetensors_folder.read_folder(folder, None if strict else errors) if stored else {}
     if errors and not infos:
@@ -182,7 +182,7 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     infos = repository.tensors()
     if infos is None and not bare:
         raise _no_safetensors(repo, files)
-    config = read_config(repository.fetch(CONFIG)) if strict else _config(read, problems)
+    config = read_json(repository.fetch(CONFIG)) if strict else _config(read, problems)
     return Contents(repo, "safetensors", files, config, infos or {}, read, problems=problems)
 
 

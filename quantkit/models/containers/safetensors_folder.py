@@ -112,8 +112,8 @@ def _broken(path: Path, why: str) -> QuantkitError:
     )
 
 
-def read_config(path: Path) -> dict:
-    """A config.json. Raises QuantkitError (exit code 3 if it is absent) for anything but a JSON object."""
+def read_json(path: Path) -> dict:
+    """A JSON file. Raises QuantkitError (exit code 3 if it is absent) for anything but an object."""
     if not path.is_file():
         raise QuantkitError(
             f"{path.parent} holds no {path.name}",
@@ -121,12 +121,12 @@ def read_config(path: Path) -> dict:
             exit_code=NOT_FOUND,
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
-    if not isinstance(config, dict):
+    if not isinstance(content, dict):
         raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
-    return config
+    return content
 
 
 def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:
