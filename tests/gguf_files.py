@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import metadata, tensors
 from quantkit.models.open import open_checkpoint
 

@@ -14,7 +14,7 @@ from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
 from quantkit.errors import QuantkitError
 from quantkit.layouts import _sizes
-from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import open_contents
 from quantkit.options import CalibrationOptions, RunOptions

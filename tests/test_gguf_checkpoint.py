@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from quantkit.errors import NOT_FOUND, QuantkitError
-from quantkit.models.containers.gguf_file import Entry, GgufWriter, read_header
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import tensors
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 from quantkit import cli
-from quantkit.models.containers import gguf_file
+from quantkit.models.containers import gguf_writer
 from quantkit.models.llamacpp import imatrix
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -227,7 +227,7 @@ def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeyp
     def full(self, name, chunks):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf_file.GgufWriter, "write", full)
+    monkeypatch.setattr(gguf_writer.GgufWriter, "write", full)
     error = refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
     assert "is full" in error and "run the same command again" in error and "--resume" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts.ggml import decode_rows, encode_rows
-from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT
