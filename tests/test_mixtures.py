@@ -14,7 +14,7 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.models.llamacpp import tensors as tensors_of
-from quantkit.models.llamacpp.file_types import FILE_TYPES, Model, parse_file_type
+from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import Choice, Wishes, choose, nbytes, stays_float
 
 ANSWERS = json.loads((Path(__file__).parent / "data" / "gguf_mixtures.json").read_text())
@@ -62,7 +62,8 @@ def test_the_answers_cover_every_file_type():
     assert any(row[1] for shape in ANSWERS.values() for row in shape["answers"])
 
 
-def test_bytes_are_those_of_whole_blocks():
+def test_block_sizes_are_the_formats():
+    assert BLOCKS == {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in BLOCKS}
     assert nbytes("Q4_K", [3, 512]) == 3 * 2 * 144
 
 
@@ -86,7 +87,7 @@ def test_bytes_are_those_of_whole_blocks():
 def test_a_fallback_says_why_and_what_it_costs(file_type, columns, type, wanted, cost):
     named = [("blk.0.attn_q.weight", [64, columns])]
     (choice,) = choose(parse_file_type(file_type), SMALL, named)
-    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[wanted]]
+    block = BLOCKS[wanted][0]
     reason = f"{columns} columns are no multiple of {block}"
     assert choice == Choice("blk.0.attn_q.weight", type, wanted, reason, cost)
 

@@ -54,9 +54,7 @@ def test_a_command_imports_no_other_command(imported):
 
 
 def test_plan_loads_nothing(imported, demo_model):
-    assert not imported("plan", demo_model) & (
-        {"torch", "transformers"} | RARE - {"gguf"}
-    )  # for its block sizes
+    assert not imported("plan", demo_model) & ({"torch", "transformers"} | RARE)
 
 
 @pytest.mark.parametrize("method", ["nf4", "gptq"])

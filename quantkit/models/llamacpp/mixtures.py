@@ -13,10 +13,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from quantkit.errors import USAGE, QuantkitError, name_all
-from quantkit.models.llamacpp.file_types import FILE_TYPES, FileType, Model, Place, parse_type
+from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, FileType, Model, Place, parse_type
 
 FALLBACKS = {  # where 256 does not divide the columns
     "Q2_K": "Q4_0",
@@ -75,17 +74,9 @@ def stays_float(name: str, shape: Sequence[int]) -> bool:
     return not is_matrix or not name.endswith(".weight") or any(part in name for part in FLOATS)
 
 
-@cache
-def block(type: str) -> tuple[int, int]:
-    """Weights and bytes of a block."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # they take a while to import
-
-    return GGML_QUANT_SIZES[GGMLQuantizationType[type]]
-
-
 def nbytes(type: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor; where blocks do not divide its rows, what it would take at their bits per weight."""
-    weights, size = block(type)
+    weights, size = BLOCKS[type]
     return math.prod(shape) * size // weights
 
 
@@ -168,7 +159,7 @@ class _Mixture:
         self.chosen = chosen
         self.model = model
         self.has_imatrix = has_imatrix
-        self.plain = pure or chosen.base in ("F32", "F16", "BF16")
+        self.plain = pure or BLOCKS[chosen.base][0] == 1
         self.output = OUTPUT if OUTPUT in names else EMBEDDING
         self.count = {VALUES: sum(_kind(name) == VALUES for name in names), DOWN: model.blocks}
         self.seen = Counter()
@@ -206,11 +197,11 @@ def _kind(name: str) -> str | None:
 
 def _fitting(name: str, shape: Sequence[int], wanted: str) -> Choice:
     """The type itself, or what stands in for it where its blocks do not divide the columns."""
-    columns, (weights, _) = shape[-1], block(wanted)
-    if columns % weights == 0:
+    columns, block = shape[-1], BLOCKS[wanted][0]
+    if columns % block == 0:
         return Choice(name, wanted)
     type = FALLBACKS.get(wanted, LAST_RESORT)
-    if columns % block(type)[0]:
+    if columns % BLOCKS[type][0]:
         type = LAST_RESORT
-    reason = f"{columns} columns are no multiple of {weights}"
+    reason = f"{columns} columns are no multiple of {block}"
     return Choice(name, type, wanted, reason, nbytes(type, shape) - nbytes(wanted, shape))

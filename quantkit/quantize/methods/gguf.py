@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
-from quantkit.models.llamacpp.file_types import FILE_TYPES, TYPES, Model, parse_file_type
+from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose
 from quantkit.options import option
 from quantkit.quantize.methods import Method, check_feedback, refuse_override
@@ -59,10 +59,10 @@ class Options:
     output_tensor_type: str | None = option(
         None,
         "Type of the output matrix, which a tied embedding is, too. (default: the mixture's)",
-        names=TYPES,
+        names=BLOCKS,
     )
     token_embedding_type: str | None = option(
-        None, "Type of the token embedding. (default: the mixture's)", names=TYPES
+        None, "Type of the token embedding. (default: the mixture's)", names=BLOCKS
     )
     pure: bool = option(False, "One type for all matrices instead of a mixture.")
     strict: bool = option(
@@ -111,7 +111,7 @@ def each(options: Options, output: Path | None, model: str) -> list[tuple[Option
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method: every tensor's type is chosen here, from names and shapes."""
-    from quantkit.grids import ggml
+    from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
     from quantkit.models.llamacpp import configuration, metadata, tensors
     from quantkit.quantize.outputs.gguf import GgufOutput
@@ -127,7 +127,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     notes = _fallbacks(choices)
     tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
     feedback = options.solver == "gptq"
-    encoded = any(choice.type in ggml.TYPES for choice in choices)
+    encoded = any(choice.type in TYPES for choice in choices)
     given = options.imatrix if encoded and not feedback else "none"
     output = GgufOutput(
         targets=tuple(targets),
@@ -145,7 +145,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     ) -> BlockGrid | None:
         refuse_override(override, "use --tensor-type for GGUF files")
         type = stored[f"{name}.weight"]
-        return ggml.named(type) if feedback and type in ggml.TYPES else None
+        return named(type) if feedback and type in TYPES else None
 
     solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
     return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
