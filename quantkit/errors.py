@@ -13,7 +13,7 @@ VERIFICATION = 6
 GATE = 7
 INTERRUPTED = 130
 TERMINATED = 143
-EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of the README
+EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/jobs.md
     0: "done",
     RUNTIME: "failed while running",
     USAGE: "wrong usage",

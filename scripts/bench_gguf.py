@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from quantkit.grids.ggml import TYPES
-from quantkit.layouts.ggml import decode_rows, encode_rows
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.heap import keep_freed_pages
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -64,13 +64,13 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 
-def write_section(name: str, text: str) -> None:
-    """Print a section and put it between its markers in docs/clients.md, which must have them."""
-    print(text)
-    content = DOCUMENT.read_text()
+def write_section(name: str, text: str, document: Path = DOCUMENT) -> None:
+    """Print a section and put it between its markers in a document, which must have them."""
+    print(text, flush=True)
+    content = document.read_text()
     markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-    assert markers.search(content), f"{DOCUMENT} has no markers for {name}"
-    DOCUMENT.write_text(markers.sub(lambda found: found[1] + text + found[2], content))
+    assert markers.search(content), f"{document} has no markers for {name}"
+    document.write_text(markers.sub(lambda found: found[1] + text + found[2], content))
 
 
 def versions(results: dict) -> str:

@@ -1,6 +1,6 @@
 """Regenerate quantkit/evaluation/tasks/cloze.jsonl: passages whose last word is to be guessed.
 
-    python scripts/make_cloze.py
+    python scripts/make_cloze.py [-o FILE]
 
 As in LAMBADA (Paperno et al. 2016, section 3) the word to be guessed is to follow from the passage, hardly
 from its last sentence: here it is one that the passage has had before, and not just before. Nobody has
@@ -10,6 +10,7 @@ which nothing is trained or calibrated; neighbours overlap, and end at least STE
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -53,10 +54,13 @@ def passages(text: str) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "quantkit/evaluation/tasks/cloze.jsonl")
+    output = parser.parse_args().output
     text = (ROOT / "tests" / "data" / "heldout.txt").read_text(encoding="utf-8")
     found = passages(text)
     lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in found)
-    (ROOT / "quantkit" / "tasks" / "cloze.jsonl").write_text(lines, encoding="utf-8")
+    output.write_text(lines, encoding="utf-8")
     print(f"{len(found)} passages")
 
 

@@ -1,11 +1,11 @@
 """Regenerate the README's results table: every method against the original, in one protocol.
 
-    python scripts/results.py [MODEL] [--text TEXT] [--ctx 256] [--limit N] [--write README.md]
+    python scripts/results.py [MODEL] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
 Quantizes MODEL (the bundled demo model unless given) with every method at its default options, evaluates
-all, and prints a Markdown table; `--write` puts it between the README's results markers. Then the same for
-a twin of the model with outlier channels (outlier_twin.py), where the order of the methods turns. Fails
-if a table does not show what the README says of it (see `CLAIMS`).
+all, and prints a Markdown table; `--write` puts it into README.md. Then the same for a twin of the model
+with outlier channels (outlier_twin.py), where the order of the methods turns: docs/measurements.md. Fails
+if a table does not show what is said of it there (see `CLAIMS`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import outlier_twin
 import torch
+from client_runs import ROOT, write_section
 
 from quantkit.evaluation import evaluate
 from quantkit.evaluation import windows as windows_of
@@ -28,7 +29,6 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
 from quantkit.quantize.progress import Progress
 
-ROOT = Path(__file__).parent.parent
 Job = tuple[str, dict]  # method, options
 GPTQ = {
     f"{solver} {bits} bit": ("gptq", {"bits": bits, "solver": solver})
@@ -114,33 +114,26 @@ def table(record: dict, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(readme: Path, marker: str, text: str) -> None:
-    """Put a table between its markers."""
-    pattern = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
-    content = readme.read_text()
-    assert pattern.search(content), f"{readme} has no {marker} markers"
-    readme.write_text(pattern.sub(lambda found: found[1] + text + found[2], content))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=str(ROOT / "tests/data/demo-llama-6m"))
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/heldout.txt")
     parser.add_argument("--ctx", type=int, default=256)
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the tables where they belong")
     args = parser.parse_args()
     failures = []
     with tempfile.TemporaryDirectory() as folder:
         twin = outlier_twin.make(Path(args.model), Path(folder) / "twin")
-        for marker, model, jobs in (
-            ("results", args.model, GPTQ | OTHERS),
-            ("outliers", str(twin), TWIN),
+        for marker, document, model, jobs in (
+            ("results", ROOT / "README.md", args.model, GPTQ | OTHERS),
+            ("outliers", ROOT / "docs/measurements.md", str(twin), TWIN),
         ):
             text, divergence = measure(model, jobs, args)
-            print(text)
             if args.write:
-                write(args.write, marker, text)
+                write_section(marker, text, document)
+            else:
+                print(text)
             for better, worse, factor in CLAIMS[marker]:
                 if not divergence[better] <= factor * divergence[worse]:
                     failures.append(f"{better} is above {factor:g} of {worse}")

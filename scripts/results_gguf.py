@@ -1,6 +1,6 @@
-"""Regenerate the README's GGUF table: error feedback against llama-quantize's encoder, in the same bytes.
+"""Regenerate the GGUF tables of docs/measurements.md: error feedback against llama-quantize, same bytes.
 
-    python scripts/results_gguf.py [MODEL ...] [--text TEXT] [--ctx 256] [--limit 10240] [--write README.md]
+    python scripts/results_gguf.py [MODEL ...] [--text TEXT] [--ctx 256] [--limit 10240] [--write]
 
 For every type two files are made of MODEL (the bundled demo model unless given), by `--solver rtn` with an
 importance matrix, whose bytes are llama-quantize's, and by `--solver gptq`. The KL divergence to the
@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from client_runs import ROOT, write_section
 from transformers import AutoModelForCausalLM
 
 from quantkit.evaluation import windows as windows_of
 from quantkit.models.open import open_checkpoint
 
-ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from llama_cpp import Llama  # noqa: E402
 
@@ -122,7 +121,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/heldout.txt")
     parser.add_argument("--ctx", type=int, default=256)
     parser.add_argument("--limit", type=int, default=10240)
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the tables where they belong")
     args = parser.parse_args()
     texts, missed = [], []
     for model in args.models:
@@ -131,10 +130,7 @@ def main() -> None:
         texts.append(text)
         missed += short
     if args.write:
-        pattern = re.compile(r"(<!-- gguf -->\n).*?(<!-- /gguf -->)", re.DOTALL)
-        content = args.write.read_text()
-        assert pattern.search(content), f"{args.write} has no gguf markers"
-        args.write.write_text(pattern.sub(lambda found: found[1] + "\n".join(texts) + found[2], content))
+        write_section("gguf", "\n".join(texts), ROOT / "docs/measurements.md")
     if missed:
         sys.exit(f"not as much better as it should be: {', '.join(missed)}")
 

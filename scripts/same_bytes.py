@@ -31,8 +31,8 @@ CALIBRATED = {
     "nf4": "--double-quant | --no-double-quant | --solver gptq | --solver gptq --act-order none --refine 0",
     "int8": "--threshold 6 | --threshold 0 --exclude down_proj",
     "gguf": """
-        -t Q4_K_M | -t Q3_K_M | -t Q4_0 --refine 0 | -t Q5_K_S | -t IQ4_NL | -t Q6_K --pure
-        -t Q2_K -t Q3_K_S -t Q5_K_M -t IQ4_XS -t Q8_0 -t Q5_0 --solver rtn
+        -t Q4_K_M | -t Q3_K_M | -t Q4_0 --refine 0 | -t Q5_0 | -t IQ4_NL | -t Q6_K --pure
+        -t Q2_K -t Q3_K_S -t Q5_K_M -t IQ4_XS -t Q8_0 --solver rtn
         -t Q4_K_S --solver rtn --imatrix none | -t Q4_K_M --solver rtn --no-exact | -t BF16 | -t F16 | -t F32
         -t Q4_K_M --tensor-type ffn_down=Q6_K --output-tensor-type Q8_0""",
 }

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import namedtuple
+from importlib.util import find_spec
 from pathlib import Path
 
 import families
@@ -23,6 +24,14 @@ from quantkit import cli
 REPOSITORY = Path(__file__).parents[1]
 Done = namedtuple("Done", "code out err")
 torch.set_num_threads(1)
+OPTIONAL = ("xllamacpp", "bitsandbytes", "lm_eval", "matplotlib")  # without them tests are skipped
+
+
+def pytest_sessionstart():
+    """Where everything was installed to be tested (scripts/test), nothing may be skipped for want of it."""
+    missing = [name for name in OPTIONAL if find_spec(name) is None]
+    if os.environ.get("QUANTKIT_TEST_EVERYTHING") and missing:
+        pytest.exit(f"{', '.join(missing)} is not installed, so tests would be skipped", returncode=1)
 
 
 @pytest.fixture

@@ -69,10 +69,6 @@ def test_precision_of_the_forward_pass_is_the_plan_s():
         assert job.compute_dtype(stored, on_gpu=True) == stored
 
 
-def test_every_method_has_a_forecast():
-    assert job_time.WORK.keys() == set(methods.available())
-
-
 def test_memory_does_not_grow_with_depth():
     shallow, deep = (Settings.of(gated("llama", 4096, 11008, layers, 32, 32, 32000)) for layers in (8, 64))
     for method in methods.available():
@@ -114,8 +110,8 @@ def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_enco
 
     assert slow("gptq", 65536) == slow("gptq", 4096)
     more = slow("gguf", 65536) - slow("gguf", 4096)
-    encoded = 2 * (65536 - 4096) * 512 * job_time.WORK["gguf"].seconds[1]
-    solved = (65536 - 4096) * 512 * 512 * job_time.WORK["gguf"].products / job_time.CORE_FLOPS[1]
+    encoded = 2 * (65536 - 4096) * 512 * methods.load("gguf").WORK.seconds[1]
+    solved = (65536 - 4096) * 512 * 512 * methods.load("gguf").WORK.products / job_time.CORE_FLOPS[1]
     assert more == pytest.approx((encoded + solved) / processor.cores())
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
 from quantkit.errors import QuantkitError
-from quantkit.layouts import _sizes
+from quantkit.layouts import bitsandbytes
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import open_contents
@@ -168,7 +168,7 @@ def int8(tensor) -> dict[str, torch.Tensor]:
 
 
 def nf4(tensor) -> dict[str, torch.Tensor]:
-    state = _sizes.nf4_state(tensor.out_features, tensor.in_features, None)
+    state = bitsandbytes._state(tensor.out_features, tensor.in_features, None)
     return {
         tensor.name: torch.zeros(tensor.size // 2, 1, dtype=torch.uint8),
         f"{tensor.name}.absmax": torch.zeros(tensor.size // 64),

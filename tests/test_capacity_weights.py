@@ -148,7 +148,11 @@ def test_what_a_format_cannot_hold_is_said():
     gpt2 = templates.from_config(settings)
     assert formats.weights("gptq", gpt2, settings).bytes
     refused = formats.weights("awq", gpt2, settings)
-    assert refused.bytes is None and refused.reason == "clients do not replace a Conv1D (48 linears)"
+    assert (
+        refused.bytes is None
+        and refused.reason
+        == "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq (48 linears)"
+    )
     narrow = Settings.of(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
     found = formats.weights("gptq", templates.from_config(narrow), narrow)
     assert found.reason == "in_features 11000 is no multiple of 128 (32 linears)"

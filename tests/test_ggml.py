@@ -12,7 +12,8 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.search import extreme, total
 from quantkit.grids.grid import QuantizedWeight, group
-from quantkit.layouts.ggml import GgmlLayout, decode_rows, encode_rows, pack, row_bytes, unpack
+from quantkit.layouts.ggml import GgmlLayout
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, pack, row_bytes, unpack
 
 PLAIN = ("F32", "F16", "BF16")
 WIDTH = 512

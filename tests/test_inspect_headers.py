@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from quantkit import layouts
 from quantkit.inspection import agreement, architecture, clients, names, positions, record
-from quantkit.inspection.stored import NF4, weights_of
+from quantkit.inspection.stored import weights_of
+from quantkit.layouts.bitsandbytes import STATE as NF4
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents
 
@@ -277,39 +279,60 @@ FACTS = {"layout": {"gptq"}, "model_type": {"llama"}, "form": {"gptq"}, "bits": 
 CT = {"layout": {"compressed-tensors"}, "form": {"pack-quantized"}, "g_idx": set()}
 
 
-@pytest.mark.parametrize(
-    ("facts", "loads"),
-    [
-        ({}, "transformers GPTQModel vLLM AutoGPTQ"),
-        ({"bits": {3}}, "transformers GPTQModel AutoGPTQ"),
-        ({"bits": {4, 8}, "mixed": {True}}, "GPTQModel"),
-        ({"symmetric": {False}}, "transformers AutoGPTQ"),
-        ({"symmetric": {False}, "version": {"gptq_v2"}}, "transformers GPTQModel"),
-        ({"desc_act": {True}}, "transformers GPTQModel AutoGPTQ"),
-        ({"group_size": {96}}, "transformers vLLM AutoGPTQ"),
-        ({"g_idx": {False}}, "GPTQModel vLLM AutoGPTQ"),
-        ({"model_type": {"gpt2"}}, "GPTQModel vLLM AutoGPTQ"),
-        ({"layout": {"awq"}, "symmetric": {False}}, "transformers GPTQModel vLLM AutoAWQ"),
-        ({"layout": {"awq"}, "model_type": {"bloom"}}, "GPTQModel vLLM AutoAWQ"),
-        ({"layout": {"bitsandbytes"}, "form": {"nf4"}}, "transformers"),
-        (CT, "transformers vLLM"),
-        (CT | {"symmetric": {False}}, "vLLM"),
-        (CT | {"mixed": {True}}, "vLLM"),
-        (CT | {"form": {"int8"}, "activations": {True}, "bits": {8}}, "transformers vLLM"),
-        (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
-        ({"layout": {"none"}, "form": set(), "bits": set()}, "transformers vLLM"),
-        ({"layout": {"gguf"}, "form": {"Q8_0", "F32"}}, "transformers llama.cpp"),
-        ({"layout": {"gguf"}, "form": {"Q4_K", "F32"}}, "transformers llama.cpp"),
-        ({"layout": {"gguf"}, "form": {"IQ2_XXS", "F32"}}, "llama.cpp"),
-        ({"layout": {"gguf"}, "form": {"Q4_K"}, "rope_scaled": {True}}, "llama.cpp"),
-        ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"gptneox"}}, "llama.cpp"),
-    ],
-)
+LOADS = [
+    ({}, "transformers GPTQModel vLLM AutoGPTQ"),
+    ({"bits": {3}}, "transformers GPTQModel AutoGPTQ"),
+    ({"bits": {4, 8}, "mixed": {True}}, "GPTQModel"),
+    ({"symmetric": {False}}, "transformers AutoGPTQ"),
+    ({"symmetric": {False}, "version": {"gptq_v2"}}, "transformers GPTQModel"),
+    ({"desc_act": {True}}, "transformers GPTQModel AutoGPTQ"),
+    ({"group_size": {96}}, "transformers vLLM AutoGPTQ"),
+    ({"g_idx": {False}}, "GPTQModel vLLM AutoGPTQ"),
+    ({"model_type": {"gpt2"}}, "GPTQModel vLLM AutoGPTQ"),
+    ({"layout": {"awq"}, "symmetric": {False}}, "transformers GPTQModel vLLM AutoAWQ"),
+    ({"layout": {"awq"}, "model_type": {"bloom"}}, "GPTQModel vLLM AutoAWQ"),
+    ({"layout": {"bitsandbytes"}, "form": {"nf4"}}, "transformers"),
+    (CT, "transformers vLLM"),
+    (CT | {"symmetric": {False}}, "vLLM"),
+    (CT | {"mixed": {True}}, "transformers vLLM"),
+    (CT | {"mixed": {True}, "symmetric": {False}}, "vLLM"),
+    (CT | {"form": {"int8"}, "activations": {True}, "bits": {8}}, "transformers vLLM"),
+    (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
+    ({"layout": {"none"}, "form": set(), "bits": set()}, "transformers vLLM"),
+    ({"layout": {"gguf"}, "form": {"Q8_0", "F32"}}, "transformers llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"Q4_K", "F32"}}, "transformers llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"IQ2_XXS", "F32"}}, "llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"Q4_K"}, "rope_scaled": {True}}, "llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"gptneox"}}, "llama.cpp"),
+    ({"group_size": {16}}, "transformers GPTQModel AutoGPTQ"),
+    ({"kept": {True}}, "transformers GPTQModel vLLM"),
+    ({"layout": {"awq"}, "group_size": {16}}, "transformers vLLM"),
+    ({"layout": {"awq"}, "group_size": {-1}}, "transformers"),
+    ({"layout": {"awq"}}, "transformers GPTQModel vLLM AutoAWQ"),
+    (CT | {"form": {"nvfp4"}}, "transformers"),
+    (CT | {"bits": {8}}, "transformers"),
+    ({"layout": {"gguf"}, "form": {"Q4_K"}, "biases": {True}}, "llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"qwen3"}}, "llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"mamba"}}, ""),
+]
+
+
+@pytest.mark.parametrize(("facts", "loads"), LOADS)
 def test_clients_known_to_load(facts, loads):
     """As FORMATS and docs/clients.md have it."""
     rows = clients.known(FACTS | facts)
     assert {row["client"] for row in rows if row["loads"]} == set(loads.split())
     assert all(row["note"] for row in rows if row["loads"] is False)
+
+
+def test_every_rule_of_the_clients_decides_one_of_these():
+    """So each cell that is claimed is asserted above, and by the clients themselves in tests/clients."""
+    decided = [clients.rule_of(client, FACTS | facts) for facts, _ in LOADS for client in clients.CLIENTS]
+    for module in layouts.modules():
+        for client, rules in module.CLIENTS.items():
+            assert client in {known.name for known in clients.CLIENTS}
+            for rule in rules:
+                assert any(rule is one for one in decided), (module.NAME, client, rule)
 
 
 def test_parts_of_the_families():

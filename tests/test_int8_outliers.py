@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from quantkit.evaluation import evaluate
 from quantkit.evaluation import windows as windows_of
-from quantkit.layouts.bitsandbytes import Int8Linear
+from quantkit.layouts.bitsandbytes.linear import Int8Linear
 from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.quantize import loop

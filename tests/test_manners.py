@@ -58,11 +58,11 @@ def test_every_flag_means_the_same_everywhere(name):
         assert option.help
 
 
-def test_the_exit_codes_stand_in_help_and_readme(quantkit):
+def test_the_exit_codes_stand_in_help_and_docs(quantkit):
     help_text = " ".join(quantkit("--help").out.split())
     assert manners.exit_codes() in help_text
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    rows = dict(re.findall(r"^\| (\d+) \| (.*?) \|$", readme, re.MULTILINE))
+    page = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text()
+    rows = dict(re.findall(r"^\| (\d+) \| (.*?) \|$", page, re.MULTILINE))
     assert {int(code): words for code, words in rows.items()} == EXIT_CODES
     named = {value for name, value in vars(errors).items() if name.isupper() and isinstance(value, int)}
     assert named | {0} == EXIT_CODES.keys()

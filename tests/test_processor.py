@@ -103,7 +103,10 @@ def test_torch_sees_the_same_processor():
 
 @pytest.mark.parametrize(("answer", "said"), [("poor", "False False\n"), ("capable", "True False\n")])
 def test_other_processes_follow_and_need_no_torch(answer, said):
-    script = "import sys; from quantkit.grids import processor as p; print(p.has_bfloat16(), 'torch' in sys.modules)"
+    script = (
+        "import sys; from quantkit.grids import processor as p; "
+        "print(p.has_bfloat16(), 'torch' in sys.modules)"
+    )
     environment = os.environ | {processor.ANSWER: answer}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == said, done.stderr

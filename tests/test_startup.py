@@ -41,7 +41,8 @@ def test_the_help_imports_no_command(imported):
     found = imported("--help")
     assert not found & (LIBRARIES | RARE | {"yaml", "pydantic"})
     assert {name for name in found if name.startswith("quantkit")} == {
-        "quantkit", "quantkit.errors", "quantkit.quantize", "quantkit.quantize.methods", "quantkit.cli", "quantkit.cli.commands",
+        "quantkit", "quantkit.errors", "quantkit.quantize", "quantkit.quantize.methods", "quantkit.cli",
+        "quantkit.cli.commands",
         "quantkit.cli.manners",
     }  # fmt: skip
 

@@ -96,8 +96,8 @@ def _weights(source: Source) -> dict[str, formats.Weights]:
     """The model in every format; first the files as they are, where headers say how."""
     if source.parameters is None:
         count = source.count
-        return {name: formats.by_count(name, count.total, count.active) for name in formats.NAMES}
-    names = (formats.STORED, *formats.NAMES) if source.parameters.exact else formats.NAMES
+        return {name: formats.by_count(name, count.total, count.active) for name in formats.names()}
+    names = (formats.STORED, *formats.names()) if source.parameters.exact else formats.names()
     return {name: formats.weights(name, source.parameters, source.settings) for name in names}
 
 

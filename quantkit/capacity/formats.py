@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property
+from types import ModuleType
 
 from quantkit.capacity import gguf
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all
-from quantkit.layouts import _sizes
+from quantkit.layouts import Layout, LinearSpec
+from quantkit.quantize import methods
 
-BITS, GROUP_SIZE = 4, 128  # defaults of gptq and awq
 SMALLER_GROUPS = (64, 32, 16)
-PER_WORD = 8  # 4-bit codes in an int32
 
 
 class Unfit(Exception):
@@ -45,29 +45,33 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packed:
-    """Linears packed one by one, everything else as stored.
+    """Linears packed one by one as a method writes them with default options, everything else as stored."""
 
-    nbytes(out_features, in_features); multiples that in_features and out_features must be of. without:
-    families that clients read otherwise.
-    """
+    method: ModuleType
 
-    nbytes: Callable[[int, int], int]
-    stream_bits: float
-    in_multiple: int = 1
-    out_multiple: int = 1
-    conv1d: bool = True
-    without: tuple[str, ...] = ()
+    @cached_property
+    def layout(self) -> Layout:
+        return self.method.layout(self.method.Options())
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """Of one packed linear."""
+        return self.layout.nbytes(self._spec("", out_features, in_features))
 
     def tensor_bytes(self, tensor: Tensor) -> int:
         """Bytes of a linear packed, of anything else as it is."""
         return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
 
+    @cached_property
+    def stream_bits(self) -> float:
+        """Bits per weight, those of a group's scales included; neither a row's nor a column's."""
+        low, high = 1 << 20, 1 << 21
+        corners = self.nbytes(high, high) - self.nbytes(high, low) - self.nbytes(low, high)
+        return 8 * (corners + self.nbytes(low, low)) / low**2
+
     def check(self, parameters: Parameters, model_type: str) -> None:
         """Raise Unfit naming the linears of the blocks that cannot be packed."""
-        if model_type in self.without:
-            raise Unfit(
-                f"clients want scales of activations for {model_type}; --layout compressed-tensors does it"
-            )
+        if reason := self.layout.check_model(model_type):
+            raise Unfit(reason)
         if parameters.fused_experts or not parameters.linears:
             raise Unfit("experts of a block are one tensor" if parameters.fused_experts else "no linears")
         refused: Counter[str] = Counter()
@@ -75,37 +79,41 @@ class Packed:
             if group.tensor.is_linear and (why := self._unfit(group.tensor)):
                 refused[why] += group.count
         if refused:
-            found = (f"{why} ({count(number, 'linear')})" for why, number in refused.items())
+            found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unfit(name_all(found, 2))
 
-    def _unfit(self, tensor: Tensor) -> str:
-        if tensor.conv1d and not self.conv1d:
-            return "clients do not replace a Conv1D"
-        if tensor.in_features % self.in_multiple:
-            smaller = next((size for size in SMALLER_GROUPS if tensor.in_features % size == 0), None)
-            fix = f"; --group-size {smaller} fits" if smaller and self.in_multiple == GROUP_SIZE else ""
-            return f"in_features {tensor.in_features} is no multiple of {self.in_multiple}{fix}"
-        if tensor.out_features % self.out_multiple:
-            return f"out_features {tensor.out_features} is no multiple of {self.out_multiple}"
-        return ""
+    def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
+        width = self.method.width(self.method.Options(), in_features)
+        return LinearSpec(name, 0, name, out_features, in_features, width, conv1d=conv1d)
+
+    def _unfit(self, tensor: Tensor) -> str | None:
+        spec = self._spec(tensor.local, tensor.out_features, tensor.in_features, tensor.conv1d)
+        size = spec.grid.group_size
+        if spec.in_features % size:
+            smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
+            grouped = smaller and hasattr(self.method.Options, "group_size")
+            fix = f"; --group-size {smaller} fits" if grouped else ""
+            return f"in_features {spec.in_features} is no multiple of {size}{fix}"
+        return self.layout.check(spec)
 
 
-GROUP_BITS = BITS + (_sizes.SCALE_BITS + BITS) / GROUP_SIZE
-NF4_BITS = 4 + (8 + 32 / _sizes.NF4_NESTED_BLOCK) / _sizes.NF4_BLOCK
-PACKED: dict[str, Packed] = {
-    "int8": Packed(_sizes.int8, 8.0),
-    "nf4": Packed(partial(_sizes.nf4, double_quant=True), NF4_BITS, _sizes.NF4_BLOCK),
-    "gptq": Packed(partial(_sizes.gptq, bits=BITS, group_size=GROUP_SIZE), GROUP_BITS, GROUP_SIZE, PER_WORD),
-    "awq": Packed(
-        partial(_sizes.awq, bits=BITS, group_size=GROUP_SIZE),
-        GROUP_BITS,
-        GROUP_SIZE,
-        PER_WORD,
-        conv1d=False,
-        without=_sizes.ACTIVATION_SCALES,
-    ),
-}
-NAMES = ("bf16", *PACKED, *gguf.FILE_TYPES)
+@cache
+def _packed() -> dict[str, Packed]:
+    modules = {name: methods.load(name) for name in methods.available()}
+    return {name: Packed(module) for name, module in modules.items() if hasattr(module, "layout")}
+
+
+def names() -> tuple[str, ...]:
+    """Of all formats."""
+    return ("bf16", *_packed(), *gguf.FILE_TYPES)
+
+
+def of_method(method: str) -> str:
+    """The format that a method writes with default options."""
+    module = methods.load(method)
+    return module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
+
+
 STORED = "stored"  # the files as they are, of a model whose headers were read
 
 
@@ -117,8 +125,7 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
     if name == STORED:
         return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
     try:
-        if name in PACKED:
-            method = PACKED[name]
+        if method := _packed().get(name):
             method.check(parameters, settings.model_type)
             return _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
         found = gguf.file_bytes(name, parameters, settings)
@@ -137,8 +144,8 @@ def by_count(name: str, count: int, active: int | None = None) -> Weights:
     """
     if name == "bf16":
         bits = stream_bits = 16.0
-    elif name in PACKED:
-        bits = stream_bits = PACKED[name].stream_bits
+    elif name in _packed():
+        bits = stream_bits = _packed()[name].stream_bits
     else:
         bits, stream_bits = gguf.typical_bits(name, count)
     nbytes = round(count * bits / 8)

@@ -1,176 +1,22 @@
-"""What a quantization job takes: peak memory and disk, from shapes; quantkit/quantize/plan.py asks here, too.
-
-The loop (pipeline.py) holds what lies outside the blocks, one block, and the hidden states of all
-calibration tokens. Its peak is in one of three places: where a batch runs through the block, where the
-largest site is solved, or where the result is read back and run with the first batch.
-"""
+"""What a quantization job takes, method by method: peak memory, disk and time, from shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
+from quantkit import layouts
 from quantkit.capacity import formats, job_time
 from quantkit.capacity.devices import Device
-from quantkit.capacity.job_time import BATCH_TOKENS
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.grids import processor
+from quantkit.quantize import methods
+from quantkit.quantize.memory import BATCH_TOKENS, MIB, Peak, Shapes, peak_memory
 
 SAMPLES, SEQLEN = 128, 512  # calibration where nothing is said: the shipped text
-MIB = 1 << 20
-FLOAT32 = 4
-# Python with torch for CPUs, transformers and what they load before a job begins; measured, like the next.
-INTERPRETER_BYTES = 300 * MIB
-LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}  # on the way: code and tables; with calibration more
-CALIBRATED = ("awq", "gguf", "gptq")  # with default options: by second moments of the inputs
-TRANSFORMED = ("awq",)
-TABLES = {"nf4": 72 * MIB}  # what making a grid's look-up tables takes for a moment, on the host
-AT_ONCE = (
-    1 << 26
-)  # values of the temporaries of a range search on an accelerator, see quantkit/grids/parallel.py
-MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
-SEARCH = 11  # temporaries of a range search, for each weight that it looks at
-READ = ("awq", "bitsandbytes", "compressed-tensors", "gguf", "gptq")  # layouts that quantkit decodes
+INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, before a job begins; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
-GGUF_TYPE = "Q4_K_M"  # the default of `quantkit gguf`
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """What peak memory depends on.
-
-    linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside the
-    blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
-    pass. tokens: of the calibration; batch_tokens: of one forward pass.
-    """
-
-    linears: Sequence[tuple[str, int, int]]
-    rest: int
-    largest: int
-    element: int
-    tokens: int
-    batch_tokens: int
-
-    @property
-    def block(self) -> int:
-        """Weights of one block."""
-        return sum(out_features * in_features for _, out_features, in_features in self.linears)
-
-    @property
-    def hidden(self) -> int:
-        return min(in_features for *_, in_features in self.linears)
-
-    @property
-    def widest(self) -> int:
-        return max(in_features for *_, in_features in self.linears)
-
-    @property
-    def largest_linear(self) -> int:
-        return max(out_features * in_features for _, out_features, in_features in self.linears)
-
-    @property
-    def sites(self) -> dict[tuple[str, int], int]:
-        """Weights of linears that may share an input: those of one module and width. Key: (module, width)."""
-        found: dict[tuple[str, int], int] = {}
-        for name, out_features, in_features in self.linears:
-            key = name.rpartition(".")[0], in_features
-            found[key] = found.get(key, 0) + out_features * in_features
-        return found
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Most bytes held at a time: by the device, where that is not the CPU, and by the host, above what the
-    interpreter takes."""
-
-    device: int
-    host: int
-
-    @property
-    def computing(self) -> int:
-        """Bytes where the job computes."""
-        return self.device or self.host
-
-
-def peak_memory(
-    shapes: Shapes,
-    calibrated: bool,
-    hessian: bool,
-    transform: bool,
-    suspend: bool,
-    tables: int = 0,
-    states: str | None = None,
-) -> Peak:
-    """Peak bytes of a job.
-
-    calibrated: statistics are gathered at all; hessian: second moments are among them; transform: they are
-    of all sites of a block at once; suspend: every batch is held at a site until that is solved. tables:
-    bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
-    `host`, where the hidden states are kept.
-    """
-    element, hidden = shapes.element, shapes.hidden
-    later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
-    narrow = element < FLOAT32
-    held = shapes.tokens * hidden * element if calibrated else 0
-    search = _search(shapes.largest_linear) if states else 0  # a CPU takes a cacheful at a time
-    tables = 0 if states else tables
-    moving = 3 * shapes.batch_tokens * hidden * element if states == "host" else 0  # there, next and back
-    if not calibrated:
-        copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
-        working = 2 * rest + max(shapes.largest, block + copies, tables)
-    else:
-        # suspended batches hold the states they began with, wherever those are kept
-        here = moving if states == "host" and not (suspend and not transform) else held + moving
-        running, solving = _steps(shapes, hessian, transform, suspend, search)
-        verifying = rest + max(shapes.largest, block + _batch(shapes) + FLOAT32 * 4 * shapes.largest_linear)
-        working = rest + max(here + running, here + solving, here + verifying, tables)
-    if states is None:
-        return Peak(0, int(later + working))
-    staged = shapes.block // 2 * 2  # 4 bit: encoded, and on its way to the disk
-    reading = max(shapes.largest, block) + staged
-    # the allocator of pinned memory hands out powers of two
-    kept = 2 * held if states == "host" else 0
-    return Peak(int(MARGIN * working), int(later + reading + kept))
-
-
-def _batch(shapes: Shapes) -> int:
-    """What running one batch takes: residual, normed and projected states, four tensors of the widest, its
-    copy in float32."""
-    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
-    narrow = element < FLOAT32
-    return shapes.batch_tokens * ((3 * hidden + 4 * widest) * element + narrow * widest * FLOAT32)
-
-
-def _search(weights: int) -> int:
-    """Bytes of a range search and of what it finds, where as many weights as fit AT_ONCE are looked at."""
-    return FLOAT32 * (min(SEARCH * weights, AT_ONCE) + 3 * weights)
-
-
-def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search: int) -> tuple[int, int]:
-    """What running a block and solving its largest site take, besides the states of all tokens."""
-    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
-    narrow, suspend = element < FLOAT32, suspend and not transform
-    flight = (2 * hidden + widest) * element
-    live = shapes.tokens * flight if suspend else 0
-    moments = [FLOAT32 * width**2 for _, width in shapes.sites] if hessian else [0]
-    block = shapes.block * (FLOAT32 if transform else element)
-    running = block + live + _batch(shapes) - (shapes.batch_tokens * flight if live else 0)
-    running += sum(moments) if transform else max(moments)
-    solving = max(FLOAT32 * 4 * shapes.largest_linear, search)
-    if hessian:
-        solving = max(
-            max(
-                5 * FLOAT32 * width**2, FLOAT32 * (3 * width**2 + 4.25 * weights), FLOAT32 * width**2 + search
-            )
-            + narrow * FLOAT32 * weights
-            for (_, width), weights in shapes.sites.items()
-        )
-    if transform:  # all moments are there until their sites are solved
-        searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search)
-        solving = sum(moments) + max(searching, solving - max(moments) if search else 0)
-    return running, solving + block + live + shapes.block // 2  # the last: what is staged, at 4 bit
 
 
 def of_model(
@@ -185,14 +31,14 @@ def of_model(
 
     layout: how the model is quantized already, None where it is not.
     """
-    unread = layout is not None and layout not in READ
+    unread = layout is not None and layout not in {module.NAME for module in layouts.modules()}
     reason = _refused(parameters) or (f"linears stored as {layout} are not read" if unread else "")
     needs = "--allow-requantize" if layout else None
     return {
         method: NOTHING | {"reason": reason}
         if reason
         else _of_method(method, parameters, settings, device, samples, seqlen) | {"needs": needs}
-        for method in job_time.WORK
+        for method in methods.available()
     }
 
 
@@ -204,23 +50,24 @@ def _of_method(
     samples: int,
     seqlen: int,
 ) -> dict[str, Any]:
-    weights = formats.weights(GGUF_TYPE if method == "gguf" else method, parameters, settings)
+    work = methods.load(method).WORK
+    weights = formats.weights(formats.of_method(method), parameters, settings)
     if weights.reason:
         return NOTHING | {"reason": weights.reason}
     on_gpu = device is not None and device.kind == "cuda"
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen)
-    needs, transform = method in CALIBRATED, method in TRANSFORMED
+    needs, transform = work.forwards > 0, work.transform
 
     def peak(suspend: bool) -> Peak:
-        tables, states = TABLES.get(method, 0), "device" if on_gpu else None
-        return peak_memory(shapes, needs, needs, transform, suspend, tables, states)
+        states = "device" if on_gpu else None
+        return peak_memory(shapes, needs, needs, transform, suspend, work.tables, states)
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     memory = device.memory_bytes if on_gpu else _free_memory()
     suspend = needs and not transform and (memory is None or peak(True).computing < 0.8 * memory)
-    seconds, basis = job_time.seconds(method, parameters, settings, device, samples, seqlen, suspend)
+    seconds, basis = job_time.seconds(work, parameters, settings, device, samples, seqlen, suspend)
     need = peak(suspend)
     return {
         "peak_memory_bytes": need.computing + base,

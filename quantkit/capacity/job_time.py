@@ -7,51 +7,24 @@ measured with quantkit: the range is that of published runs of the same algorith
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.grids import processor
+from quantkit.quantize.memory import BATCH_TOKENS
+from quantkit.quantize.methods import Work
 
-BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
 START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text
 A100_TFLOPS = 312
 BYTES_PER_SECOND = (1e9, 1e8)  # read, hashed, encoded and written, where calibration is not needed
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a method does besides running blocks.
-
-    forwards: passes of all tokens through a block. products: operations spent on each linear, in `out · in²`.
-    seconds: per weight and core, quick and slow, for all that is no matrix product. a100_minutes: per
-    billion parameters, quick and slow; published: whose. outside: embedding and head are encoded, too, the
-    latter by its own second moments, for which all tokens run through the blocks once more.
-    """
-
-    forwards: float
-    products: float
-    seconds: tuple[float, float]
-    a100_minutes: tuple[float, float] | None = None
-    published: str = ""
-    outside: bool = False
-
-
-GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor, 8B in half an hour"
-WORK = {
-    "int8": Work(0, 0, (12e-9, 50e-9)),
-    "nf4": Work(0, 0, (15e-9, 60e-9)),
-    "gptq": Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED),
-    "gguf": Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED, outside=True),
-    "awq": Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour"),
-}
 OVERHEAD = 1.7  # of a block's forward pass over its linears' products: attention, norms, activations
 
 
 def seconds(
-    method: str,
+    work: Work,
     parameters: Parameters,
     settings: Settings,
     device: Device | None,
@@ -60,7 +33,6 @@ def seconds(
     suspend: bool,
 ) -> tuple[list[float] | None, str]:
     """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
-    work = WORK[method]
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
     if device is not None and device.kind == "cuda":

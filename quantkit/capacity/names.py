@@ -24,7 +24,7 @@ def kv_dtype(text: str) -> str:
 
 def format(text: str) -> str:
     """A format of weights. Raises QuantkitError with the nearest names for an unknown one."""
-    spelled = {name.lower(): name for name in (formats.STORED, *formats.NAMES)}
+    spelled = {name.lower(): name for name in (formats.STORED, *formats.names())}
     return spelled[_known(text.lower(), spelled, FORMAT_ALIASES, "--method").lower()]
 
 

@@ -23,7 +23,7 @@ from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.plan import BATCH_TOKENS
+from quantkit.quantize.memory import BATCH_TOKENS
 from quantkit.quantize.states import States
 
 FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight times as long for each

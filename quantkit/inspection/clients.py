@@ -1,31 +1,68 @@
-"""Which clients are known to load a checkpoint: the rules of clients.yaml, applied to its facts."""
+"""Which clients are known to load a checkpoint: the rules that its layout's file has for each (`CLIENTS`).
+
+Proven by tests/clients, scripts/clients_vllm.py and scripts/clients_legacy.py (docs/clients.md), on a CPU,
+with the versions named here. Of the rules of a client the first that matches counts: every key must have one
+of the listed values among those of the checkpoint's linears (`not_KEY`: a value that is not listed), and
+`loads` and `note` say what happens. Where none matches, nobody here has tried it. Keys:
+
+layout form bits symmetric desc_act version g_idx   as stored; form: a ggml type, int8, nf4, pack-quantized …
+model_type                                          of GGUF files the architecture, by llama.cpp's name
+group_size                                          -1 for whole rows
+mixed, kept                                         not all linears alike; linears left in 16 bit
+activations, biases, rope_scaled                    whether there are such
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
+
+from quantkit import layouts
 
 OUTCOMES = ("loads", "note")
 DAMAGED = "the checkpoint is damaged, see below"
 
 
+@dataclass(frozen=True)
+class Client:
+    """plain: whether it loads what is not quantized; reads: all that it loads, where it is said to be all."""
+
+    name: str
+    version: str
+    plain: bool | None = None
+    reads: str = ""
+
+
+CLIENTS = (
+    Client("transformers", "5.23", plain=True),
+    Client("GPTQModel", "7.6", reads="gptq and awq"),
+    Client("vLLM", "0.32, CPU", plain=True),
+    Client("AutoGPTQ", "0.7.1", reads="gptq"),
+    Client("AutoAWQ", "0.2.9", reads="awq"),
+    Client("llama.cpp", "2026.10", reads="GGUF files"),
+)
+
+
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     """Each client with `loads` (None: not tried) and `note`; `facts`: the values that linears have."""
     found = []
-    for row in _rows():
-        rule = next((rule for rule in row["rules"] if _matches(rule, facts)), {})
+    for client in CLIENTS:
+        rule = rule_of(client, facts)
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
-        found.append({"client": row["client"], "version": row["version"]} | outcome)
+        found.append({"client": client.name, "version": client.version} | outcome)
     return found
 
 
-@cache
-def _rows() -> list[dict[str, Any]]:
-    import yaml
-
-    return yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
+def rule_of(client: Client, facts: Mapping[str, set]) -> Mapping[str, Any]:
+    """The rule that decides, {} where there is none."""
+    (layout,) = facts["layout"]
+    own = next((m.CLIENTS for m in layouts.modules() if layout == m.NAME), {}).get(client.name)
+    if own is not None:
+        return next((rule for rule in own if _matches(rule, facts)), {})
+    if layout == "none" and client.plain:
+        return {"loads": True}
+    return {"loads": False, "note": f"it reads {client.reads}"} if client.reads else {}
 
 
 def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

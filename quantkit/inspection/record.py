@@ -142,7 +142,7 @@ def _activations(contents: Contents) -> str | None:
 
 
 def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
-    """What clients.yaml asks for."""
+    """What the rules of clients ask for."""
     coded = [weight.codes for weight in weights if weight.codes]
     config = contents.quantization
     infos = contents.infos

@@ -1,4 +1,9 @@
-"""Layouts: how one quantized linear lies on disk for a named client. One file each, found by name."""
+"""Layouts: how one quantized linear lies on disk for a named client. One file each, found by name.
+
+A layout's file holds its class; NAME, as configurations spell it; `detect(config)`, which makes one of a
+stored configuration; HEADERS, how headers alone show its linears (see `_headers`); and CLIENTS, who loads it
+(see inspection/clients.py). torch is imported where tensors are encoded and decoded: plans do without.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
@@ -36,13 +42,22 @@ class LinearSpec:
     local: str
     out_features: int
     in_features: int
-    grid: Grid | None
+    grid: Grid | Width | None
     kept: str | None = None
     conv1d: bool = False
 
     @property
     def weights(self) -> int:
         return self.out_features * self.in_features
+
+
+@dataclass(frozen=True)
+class Width:
+    """What sizes depend on of a grid; it stands for one where nothing is computed, in a LinearSpec."""
+
+    bits: int
+    group_size: int
+    symmetric: bool = True
 
 
 class Layout(Protocol):
@@ -107,6 +122,11 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 
 
+def modules() -> list[ModuleType]:
+    """All of them."""
+    return [importlib.import_module(f"{__name__}.{name}") for name in available()]
+
+
 def detect(config: dict, names: Iterable[str]) -> Layout | None:
     """The layout of a stored checkpoint; None when it is a plain one.
 
@@ -115,9 +135,8 @@ def detect(config: dict, names: Iterable[str]) -> Layout | None:
     stored = quantization_of(config)
     if not stored:
         return None
-    for name in available():
-        layout = importlib.import_module(f"{__name__}.{name}").detect(stored)
-        if layout is not None:
+    for module in modules():
+        if (layout := module.detect(stored)) is not None:
             return layout
     raise QuantkitError(
         f"quantization {stored.get('quant_method', stored)!r} is not understood",

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from quantkit.layouts import LinearSpec
+from quantkit.layouts._headers import WORD
 
-WORD = 32
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def whole_words(bits: int) -> int:
     """The least number of codes that fills whole words."""
     return WORD // math.gcd(bits, WORD)
+
+
+def no_whole_words(spec: LinearSpec, *sides: str) -> str | None:
+    """Why the codes along these sides of a linear would not fill words; None where they do."""
+    bits = spec.grid.bits
+    for side in sides:
+        if (size := getattr(spec, side)) * bits % WORD:
+            fit = whole_words(bits)
+            return f"{side} {size} is no multiple of {fit}, so {bits}-bit codes fill no whole words"
+    return None
 
 
 def _placement(bits: int) -> list[tuple[int, int, int]]:
@@ -23,6 +34,8 @@ def _placement(bits: int) -> list[tuple[int, int, int]]:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes `[n, m]` to int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
+    import torch
+
     period = _placement(bits)
     grouped = codes.reshape(-1, len(period), codes.shape[1])
     words = torch.zeros(
@@ -38,6 +51,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """Inverse of `pack`: uint8 `[count, m]`. The last words may stop short of a whole period."""
+    import torch
+    from torch.nn.functional import pad
+
     period = _placement(bits)
     per_period = len(period) * bits // WORD
     words = pad(words, (0, 0, 0, -len(words) % per_period))

@@ -8,25 +8,30 @@ Format: AutoAWQ `WQLinear_GEMM.from_linear`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import Layout, _sizes, of_linear
-from quantkit.layouts._packing import pack, unpack
+from quantkit.layouts import Layout, LinearSpec, of_linear
+from quantkit.layouts import _headers as headers
+from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored
+from quantkit.layouts._packing import no_whole_words, pack, unpack
 
 if TYPE_CHECKING:
-    from quantkit.layouts import LinearSpec
+    from torch import Tensor
 
+    from quantkit.grids.grid import QuantizedWeight
+
+NAME = "awq"
 BITS = 4
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PER_WORD = len(ORDER)
+SCALE_BITS = 16
+# Where transformers replaces an activation by a scaled one (integrations/awq.py, AWQ_SCALES_MAPPINGS).
+ACTIVATION_SCALES = (
+    "starcoder2", "RefinedWebModel", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class AwqLayout(Layout):
 
     def check_model(self, model_type: str) -> str | None:
         """Refuses the families in which transformers looks for scales of an activation."""
-        if model_type in _sizes.ACTIVATION_SCALES:
+        if model_type in ACTIVATION_SCALES:
             return (
                 f"awq checkpoints of {model_type} hold scales of activations for transformers, which "
                 "quantkit folds into weights: use --layout compressed-tensors"
@@ -60,13 +65,12 @@ class AwqLayout(Layout):
             return f"awq holds one group size for all linears, {self.group_size}, not {spec.grid.group_size}"
         if spec.grid.symmetric == self.zero_point:
             return "awq's zero_point says whether all linears have zero points or none"
-        if spec.out_features % PER_WORD:
-            return f"out_features {spec.out_features} is no multiple of 8, so 4-bit codes fill no whole words"
-        return None
+        return no_whole_words(spec, "out_features")
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the three tensors of one linear."""
-        return _sizes.awq(spec.out_features, spec.in_features, BITS, spec.grid.group_size)
+        groups = spec.in_features // spec.grid.group_size
+        return (spec.weights * BITS + groups * spec.out_features * (SCALE_BITS + BITS)) // 8
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three tensors of one linear."""
@@ -79,6 +83,9 @@ class AwqLayout(Layout):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit one another."""
+        from quantkit.grids.affine import AffineGrid, AffineParams
+        from quantkit.grids.grid import QuantizedWeight
+
         qweight, qzeros, scales = parts = [tensors[part] for part in self.suffixes]
         if not _fit(*parts):
             sizes = [
@@ -136,6 +143,8 @@ def detect(config: dict) -> AwqLayout | None:
 
 def _fit(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> bool:
     """Whether types and sizes of the stored tensors agree."""
+    import torch
+
     if any(tensor.ndim != 2 or not tensor.numel() for tensor in (qweight, qzeros, scales)):
         return False
     words, groups = qweight.shape[1], scales.shape[0]
@@ -159,3 +168,51 @@ def _unpack(words: Tensor, out_features: int) -> Tensor:
     ordered = unpack(words.t(), BITS, out_features).view(-1, PER_WORD, len(words))
     places = [ORDER.index(column) for column in range(PER_WORD)]
     return ordered[:, places].flatten(0, 1)
+
+
+# ---- from headers alone
+
+
+def _read(parts: Parts, stored: Stored) -> Codes:
+    """`qweight [in, out * bits / 32]`, `scales [groups, out]`, `qzeros [groups, out * bits / 32]`."""
+
+    def sizes(parts: Parts, groups: int, out_features: int) -> headers.Sizes:
+        in_features, columns = parts["qweight"].shape
+        bits, qzeros, g_idx = columns * WORD / out_features, parts.get("qzeros"), parts.get("g_idx")
+        odd = bits not in (2, 3, 4, 8) or in_features % groups
+        problems = [
+            *(["qzeros"] if qzeros and tuple(qzeros.shape) != (groups, columns) else []),
+            *(["g_idx"] if g_idx and tuple(g_idx.shape) != (in_features,) else []),
+            *([f"qweight ({bits:g} bit)"] if odd else []),
+        ]
+        return bits, in_features, problems
+
+    return headers.in_words("awq", parts, stored.quantization, sizes)
+
+
+def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:
+    told = headers.grouped(config) if config.get("quant_method") == "awq" else None
+    return (lambda linear: [told]) if told else None
+
+
+HEADERS = Headers(
+    marks=(Mark("qweight", "qweight", ("qzeros", "scales", "g_idx"), _read, claims=headers.is_awq),),
+    shared={"awq": ("qzeros",)},
+    telling=(".qzeros",),
+    promised=_promised,
+    contradicted=headers.of_words("awq"),
+)
+CLIENTS = {
+    "transformers": [
+        {
+            "model_type": list(ACTIVATION_SCALES),
+            "loads": False,
+            "note": "it expects scales of an activation that this file does not hold",
+        },
+        {"group_size": [16, -1], "loads": True, "note": "with gptqmodel, as AwqConfig(backend='torch_awq')"},
+        {"loads": True, "note": "with gptqmodel installed"},
+    ],
+    "GPTQModel": [{"not_group_size": [32, 64, 128]}, {"loads": True}],
+    "vLLM": [{"group_size": -1}, {"loads": True}],
+    "AutoAWQ": [{"not_group_size": [32, 64, 128]}, {"loads": True}],
+}

@@ -10,23 +10,25 @@ Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel `BaseQuantLinear.pack_origin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import Layout, _sizes, fusions, of_linear
-from quantkit.layouts._packing import WORD, pack, unpack, whole_words
-from quantkit.layouts._rules import Rule, rule_of, stored_rules
+from quantkit.layouts import Layout, LinearSpec, fusions, of_linear
+from quantkit.layouts import _headers as headers
+from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored
+from quantkit.layouts._packing import no_whole_words, pack, unpack
 
 if TYPE_CHECKING:
-    from quantkit.layouts import LinearSpec
+    from torch import Tensor
+
+    from quantkit.grids.grid import QuantizedWeight
+
+NAME = "gptq"
+SCALE_BITS, INDEX_BYTES = 16, 4
+Rule = tuple[re.Pattern, dict[str, Any]]  # the pattern of a linear's name, and its bits and group size
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,18 @@ class GptqLayout(Layout):
 
     def check(self, spec: LinearSpec) -> str | None:
         """Whole words only: `in * bits` and `out * bits` must be multiples of 32."""
-        bits = spec.grid.bits
-        for label, size in (("in_features", spec.in_features), ("out_features", spec.out_features)):
-            if size * bits % WORD:
-                fit = whole_words(bits)
-                return f"{label} {size} is no multiple of {fit}, so {bits}-bit codes fill no whole words"
-        return None
+        return no_whole_words(spec, "in_features", "out_features")
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the four tensors of one linear."""
-        assert spec.grid is not None
-        return _sizes.gptq(spec.out_features, spec.in_features, spec.grid.bits, spec.grid.group_size)
+        bits, groups = spec.grid.bits, spec.in_features // spec.grid.group_size
+        grouped = groups * spec.out_features * (SCALE_BITS + bits)
+        return (spec.weights * bits + grouped) // 8 + INDEX_BYTES * spec.in_features
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The four tensors of one linear."""
+        import torch
+
         bits = weight.grid.bits
         zero = weight.params.zero.to(torch.int32).t()  # [groups, out]
         stored_zero = (zero - 1) & weight.grid.max_code if self.version == 1 else zero
@@ -89,6 +89,11 @@ class GptqLayout(Layout):
         """Exact inverse of `encode`; bits and group size are read off the shapes, so that
         checkpoints with per-linear overrides decode, too. A missing g_idx means the trivial one.
         """
+        import torch
+
+        from quantkit.grids.affine import AffineGrid, AffineParams
+        from quantkit.grids.grid import QuantizedWeight
+
         qweight, scales = tensors["qweight"], tensors["scales"]
         groups, out_features = scales.shape
         bits = tensors["qzeros"].shape[1] * WORD // out_features
@@ -194,3 +199,112 @@ def detect(config: dict) -> GptqLayout | None:
         version=1 if form == "gptq" else 2,
         rules=stored_rules(config),
     )
+
+
+def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """GPTQModel's `dynamic`: `{"+:pattern": {"bits": …, "group_size": …}}`; without a sign it is a plus.
+
+    Raises QuantkitError for what is no such thing.
+    """
+    stored = config.get("dynamic") or {}
+    if not isinstance(stored, dict):
+        raise QuantkitError("quantization_config's dynamic is not understood", "download config.json again")
+    rules = []
+    for pattern, values in stored.items():
+        values = values if isinstance(values, dict) else {}
+        known = {key: value for key, value in values.items() if key in ("bits", "group_size")}
+        try:
+            compiled = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
+        except re.error as error:
+            raise QuantkitError(
+                f"quantization_config's dynamic holds {pattern!r}, which is no regular expression",
+                hint="download config.json again",
+            ) from error
+        if not pattern.startswith("-:"):
+            rules.append((compiled, known))
+    return tuple(rules)
+
+
+def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
+    """What the first rule that matches says of one linear; {} where none does."""
+    return next((rule for pattern, rule in rules if pattern.match(linear)), {})
+
+
+# ---- from headers alone
+
+
+def _read(parts: Parts, stored: Stored) -> Codes:
+    """`qweight [in * bits / 32, out]`, `scales [groups, out]`, `qzeros [groups, out * bits / 32]`."""
+
+    def sizes(parts: Parts, groups: int, out_features: int) -> headers.Sizes:
+        qweight, qzeros, g_idx = (parts.get(part) for part in ("qweight", "qzeros", "g_idx"))
+        columns = qzeros.shape[1] if qzeros and len(qzeros.shape) == 2 else 0
+        bits = columns * WORD / out_features or headers.number(stored.quantization, "bits")
+        in_features = int(qweight.shape[0] * WORD / bits) if bits else 0
+        problems = [
+            *(["qzeros"] if qzeros and tuple(qzeros.shape) != (groups, columns) else []),
+            *(["g_idx"] if g_idx and tuple(g_idx.shape) != (in_features,) else []),
+            *([f"qweight ({bits:g} bit)"] if bits not in (2, 3, 4, 8) else []),
+            *(["qweight"] if qweight.shape[1] != out_features else []),
+        ]
+        return bits, in_features, problems
+
+    return headers.in_words("gptq", parts, stored.quantization, sizes)
+
+
+def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    common = headers.grouped(config)
+    understood = form in ("gptq", "gptq_v2") and config.get("pack_dtype", "int32") == "int32"
+    if config.get("quant_method") != "gptq" or not common or not understood:
+        return None
+    rules = stored_rules(config)
+    return lambda linear: [told] if (told := headers.grouped({**config, **rule_of(rules, linear)})) else []
+
+
+HEADERS = Headers(
+    marks=(
+        Mark(
+            "qweight", "qweight", ("qzeros", "scales", "g_idx"), _read, claims=lambda c: not headers.is_awq(c)
+        ),
+    ),
+    shared={"gptq": ("qzeros", "g_idx")},
+    telling=(".qzeros", ".g_idx"),
+    promised=_promised,
+    contradicted=headers.of_words("gptq"),
+)
+CLIENTS = {
+    "transformers": [
+        {"model_type": "gpt2", "loads": False, "note": "its loader fails on any GPTQ checkpoint of GPT-2"},
+        {"g_idx": False, "loads": False, "note": "it wants a g_idx for every linear"},
+        {"mixed": True, "loads": False, "note": "it packs all linears alike"},
+        {"loads": True, "note": "with optimum and gptqmodel installed"},
+    ],
+    "GPTQModel": [
+        {
+            "not_group_size": [-1, 16, 32, 64, 128, 256, 512, 1024],
+            "loads": False,
+            "note": "its group sizes are 16, 32, 64, 128, 256, 512, 1024 and whole rows",
+        },
+        {
+            "symmetric": False,
+            "version": "gptq",
+            "loads": False,
+            "note": "write it with --checkpoint-format gptq_v2",
+        },
+        {"loads": True},
+    ],
+    "vLLM": [
+        {"not_bits": [4], "loads": False, "note": "its CPU kernel takes 4 bit"},
+        {"symmetric": False, "loads": False, "note": "its CPU kernel takes symmetric weights"},
+        {"desc_act": True, "loads": False, "note": "its CPU kernel takes columns in order"},
+        {"group_size": 16, "loads": False, "note": "its CPU kernel takes groups of 32 and more"},
+        {"loads": True},
+    ],
+    "AutoGPTQ": [
+        {"version": "gptq_v2", "loads": False, "note": "it would read other zero points without a word"},
+        {"mixed": True},
+        {"kept": True},
+        {"loads": True},
+    ],
+}

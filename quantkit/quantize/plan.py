@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from quantkit.capacity.job import BATCH_TOKENS, TABLES, Peak, Shapes, peak_memory
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.layouts import LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory, host_memory, is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions
+from quantkit.quantize.memory import BATCH_TOKENS, Peak, Shapes, peak_memory
 from quantkit.quantize.methods import Method
 
 GIB = 1 << 30
@@ -193,7 +193,7 @@ def _memory(
         hessian="hessian" in method.needs,
         transform=method.transform is not None,
         suspend=mode == "suspend",
-        tables=TABLES.get(method.name, 0),
+        tables=method.tables,
         states=states if accelerated else None,
     )
 

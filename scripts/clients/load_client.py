@@ -9,6 +9,7 @@ weights, in plain torch, and leaves activations alone.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -161,4 +162,6 @@ def versions(loader: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, metavar="JOBS.json")
+    main(parser.parse_args().path)

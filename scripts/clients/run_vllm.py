@@ -10,6 +10,7 @@ for it, and the result says so: what is tested then is how vLLM reads and repack
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -81,6 +82,8 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, metavar="JOB.json")
+    main(parser.parse_args().path)
     sys.stdout.flush()
     os._exit(0)  # the engine's threads would keep the process for another ten seconds

@@ -6,6 +6,7 @@ Each script runs in the environment of the tool it drives, `python run_TOOL.py J
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -47,7 +48,9 @@ class Job:
 
 def start() -> Job:
     """The job named on the command line; what it says of threads holds for everything imported later."""
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("job", type=Path, metavar="JOB.json")
+    job = Job(**json.loads(parser.parse_args().job.read_text()))
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -17,6 +17,8 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
+from quantkit.inspection.record import describe
+from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
@@ -119,6 +121,21 @@ def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path
             quantize(case, sources[case.source], made[key])
         folders[name] = made[key]
     return folders
+
+
+CLIENT = {"gptqmodel": "GPTQModel"}  # by loader; all others are ways of transformers
+# `inspect` tells how it loads by default, or in its note which other way is meant.
+OTHERWISE = {"dequantized": "dequantize=True"}
+
+
+def inspect_agrees(case: Case, folder: Path, theirs: dict) -> None:
+    """What `quantkit inspect` says of this client is what happened."""
+    name = CLIENT.get(case.loader, "transformers")
+    (row,) = (row for row in describe(open_contents(str(folder)))["clients"] if row["client"] == name)
+    asked = OTHERWISE.get(case.loader)
+    if row["loads"] is not True and asked and asked in row["note"]:
+        row["loads"] = True
+    assert row["loads"] == (theirs["error"] is None), (row, theirs["error"])
 
 
 def load(cases: dict[str, Case], folders: dict[str, Path], root: Path) -> dict[str, dict]:

@@ -29,6 +29,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_client_computes_what_quantkit_wrote(name, folders, client):
     case, theirs = CASES[name], client[name]
+    cases.inspect_agrees(case, folders[name], theirs)
     assert theirs["error"] is None
     linears = cases.linears(folders[name])
     quantized = sum("grid" in linear for linear in linears)

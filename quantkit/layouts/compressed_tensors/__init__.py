@@ -15,21 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
 from quantkit.errors import QuantkitError
-from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import Layout, fusions
-from quantkit.layouts._packing import WORD, pack, whole_words
+from quantkit.layouts import Layout, LinearSpec, fusions
+from quantkit.layouts._packing import no_whole_words, pack
 from quantkit.layouts.compressed_tensors import schemes
-from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
-from quantkit.layouts.compressed_tensors.stored import StoredWeight
+from quantkit.layouts.compressed_tensors.headers import HEADERS as HEADERS
 
 if TYPE_CHECKING:
-    from quantkit.layouts import LinearSpec
+    from torch import Tensor, nn
 
-METHOD = "compressed-tensors"
+    from quantkit.grids.grid import QuantizedWeight
+
+NAME = "compressed-tensors"
 BITS = (4, 8)
 
 
@@ -63,14 +60,7 @@ class CompressedTensorsLayout(Layout):
             return 'its target "Linear" misses Conv1D: use the gptq layout'
         if bits not in BITS:
             return f"compressed-tensors clients have kernels for 4 and 8 bits, not {bits}"
-        sizes = {"in_features": spec.in_features}
-        if not self.symmetric:
-            sizes["out_features"] = spec.out_features
-        for label, size in sizes.items():
-            if size * bits % WORD:
-                fit = whole_words(bits)
-                return f"{label} {size} is no multiple of {fit}, so {bits}-bit codes fill no whole words"
-        return None
+        return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the three or four tensors of one linear."""
@@ -80,6 +70,8 @@ class CompressedTensorsLayout(Layout):
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three or four tensors of one linear."""
+        import torch
+
         assert weight.column_group is None, "columns reordered across groups are not written"
         bits = weight.grid.bits
         tensors = {
@@ -96,6 +88,8 @@ class CompressedTensorsLayout(Layout):
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
+        from quantkit.layouts.compressed_tensors.stored import StoredWeight
+
         return StoredWeight(tensors, self.scheme.weights if self.scheme else None).decode()
 
     def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module | None:
@@ -103,6 +97,9 @@ class CompressedTensorsLayout(Layout):
         numbers = self.scheme.activations if self.scheme else None
         if numbers is None:
             return None
+        from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
+        from quantkit.layouts.compressed_tensors.stored import StoredWeight
+
         stored = StoredWeight(tensors, self.scheme.weights)
         scale = None if numbers.dynamic else stored.number("input_scale")
         has_zero = not (numbers.dynamic or numbers.symmetric)
@@ -133,7 +130,7 @@ class CompressedTensorsLayout(Layout):
                 groups[setting].append(name)
         kept = [spec.name for spec in specs if spec.grid is None]
         return {
-            "quant_method": METHOD,
+            "quant_method": NAME,
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "global_compression_ratio": None,
@@ -179,7 +176,7 @@ def _outside(specs: Sequence[LinearSpec]) -> list[str]:
 
 def detect(config: dict) -> CompressedTensorsLayout | None:
     """The layout that a stored `quantization_config` describes, if it is this one."""
-    if config.get("quant_method") != METHOD:
+    if config.get("quant_method") != NAME:
         return None
     if (status := config.get("quantization_status", "compressed")) != "compressed":
         raise QuantkitError(
@@ -187,3 +184,32 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
             hint="save it compressed, as llm-compressor does by default",
         )
     return CompressedTensorsLayout(targets=schemes.parse(config))
+
+
+CLIENTS = {
+    "transformers": [
+        {"form": ["nvfp4", "mxfp4"], "loads": True, "note": "in bfloat16 or with dequantize=True"},
+        {
+            "symmetric": False,
+            "mixed": True,
+            "form": "pack-quantized",
+            "loads": False,
+            "note": "it takes the first config group for all",
+        },
+        {
+            "symmetric": False,
+            "form": "pack-quantized",
+            "loads": False,
+            "note": "with dequantize=True it does",
+        },
+        {"mixed": True, "loads": True, "note": "not with dequantize=True"},
+        {"form": "int8", "activations": False, "loads": True, "note": "with dequantize=True"},
+        {"loads": True, "note": "with compressed-tensors installed"},
+    ],
+    "vLLM": [
+        {"form": ["nvfp4", "mxfp4"], "loads": False, "note": "its CPU build has no kernel for it"},
+        {"form": "int8", "activations": False, "loads": False, "note": "its CPU build has no kernel for it"},
+        {"form": "pack-quantized", "not_bits": [4]},
+        {"loads": True},
+    ],
+}

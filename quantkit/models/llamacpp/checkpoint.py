@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
-from quantkit.layouts.ggml import decode_rows
+from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.checkpoint import Checkpoint, hash_file
 from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo

@@ -1,9 +1,14 @@
 """Methods: what a user picks by name. A method is a preset of solver, grid and layout; one file each.
 
-A method's file holds `Options`, a frozen dataclass whose fields become the command's flags, and
-`build(options, calibrated, skeleton)`; calibrated: the user gave calibration text; skeleton: the model to
-be quantized, for methods whose choice depends on all of its tensors. It imports torch only inside
-`build`, so that `--help` stays instant.
+A method's file holds
+SUMMARY  a line for the help; WORK: what it costs in time and memory with default options;
+Options  a frozen dataclass whose fields become flags; `check(options)` refuses what no model could be
+         quantized with, `suffix(options)` ends the derived output name;
+layout   `layout(options)` and `width(options, in_features, override)`: what is written of a linear; or,
+         where that takes more than one linear to say, `stored_as(options)`, a format of `quantkit plan`;
+build    `build(options, calibrated, skeleton)`, the method composed. calibrated: the user gave calibration
+         text; skeleton: the model to be quantized, for methods whose choice depends on all of its tensors.
+torch is imported inside `build`, so that `--help` stays instant and a plan needs none.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import importlib
 import pkgutil
 import re
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.layouts import Layout
+    from quantkit.layouts import Layout, Width
     from quantkit.quantize.linears import MakeGrid, Override
     from quantkit.quantize.outputs import Output
     from quantkit.quantize.solvers import Solver
@@ -37,7 +43,7 @@ def _folder() -> Output:
 class Method:
     """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`.
 
-    notes: what the user should know before the job runs.
+    notes: what the user should know before the job runs. tables: bytes to make look-up tables for a moment.
     """
 
     name: str
@@ -47,12 +53,39 @@ class Method:
     transform: Transform | None = None
     output: Output = field(default_factory=_folder)
     notes: tuple[str, ...] = ()
+    tables: int = 0
 
     @property
     def needs(self) -> frozenset[str]:
         """Which statistics of calibration text it works from; none for a data-free one."""
         parts = (self.solver, self.output, self.transform)
         return frozenset().union(*(part.needs for part in parts if part))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a method does besides running blocks.
+
+    forwards: passes of all tokens through a block; none where no calibration is needed. products: operations
+    spent on each linear, in `out · in²`. seconds: per weight and core, quick and slow, for all that is no
+    matrix product. a100_minutes: per billion parameters, quick and slow; published: whose. transform: it
+    rewrites a block by the statistics of all its sites. outside: embedding and head are encoded, too, the
+    latter by its own second moments, for which all tokens run through the blocks once more. tables: bytes
+    that making look-up tables takes for a moment, on the host.
+    """
+
+    forwards: float
+    products: float
+    seconds: tuple[float, float]
+    a100_minutes: tuple[float, float] | None = None
+    published: str = ""
+    transform: bool = False
+    outside: bool = False
+    tables: int = 0
+
+
+# Of methods that solve by second moments, which take most of the time.
+GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor, 8B in half an hour"
 
 
 def available() -> list[str]:
@@ -74,8 +107,8 @@ def summary(name: str) -> str:
     """A method's SUMMARY, read off its source: the help lists all of them, and importing all takes longer
     than everything else it does.
     """
-    source = pkgutil.get_data(__name__, f"{name}.py") or b""
-    line = re.search(r'^SUMMARY = "([^"\\]*)"$', source.decode(), re.MULTILINE)
+    source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
+    line = re.search(r'^SUMMARY = "([^"\\]*)"$', source, re.MULTILINE)
     return line[1] if line else load(name).SUMMARY
 
 
@@ -109,11 +142,18 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
         )
 
 
-def wanted(override: Override | None, bits: int, group_size: int) -> tuple[int, int]:
-    """Bits and group size of a linear: what its override says, else the method's."""
-    if override is None:
-        return bits, group_size
-    return override.bits, group_size if override.group_size is None else override.group_size
+def affine_width(
+    override: Override | None, bits: int, group_size: int, in_features: int, symmetric: bool
+) -> Width:
+    """Of a linear's affine grid: what its override says, else the method's. Raises QuantkitError for an
+    override that no layout has."""
+    from quantkit.layouts import Width
+
+    if override:
+        bits = override.bits
+        group_size = group_size if override.group_size is None else override.group_size
+        check_grid(bits, group_size, override.flag)
+    return Width(bits, in_features if group_size == -1 else group_size, symmetric)
 
 
 def refuse_override(override: Override | None, reason: str) -> None:

@@ -12,7 +12,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose
 from quantkit.options import option
-from quantkit.quantize.methods import Method, check_feedback, refuse_override
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, check_feedback, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 UNUSED = ("override", "max_shard_gb")  # options of a run that make no sense here
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
+WORK = Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED, outside=True)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,12 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `Q4_K_M.gguf`."""
-    return f"{parse_file_type(options.type[0])}.gguf"
+    return f"{stored_as(options)}.gguf"
+
+
+def stored_as(options: Options) -> str:
+    """The file type, which says what becomes of every tensor."""
+    return parse_file_type(options.type[0])
 
 
 def check(options: Options) -> None:
@@ -120,7 +126,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
 
     if skeleton is None:
         raise QuantkitError("gguf cannot be tried in memory", "write the file and evaluate it", USAGE)
-    file_type = parse_file_type(options.type[0])
+    file_type = stored_as(options)
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
     choices = _choose(options, file_type, targets, skeleton)

@@ -6,15 +6,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.layouts import Layout, Width
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.gptq import GptqLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, check_feedback, check_grid, wanted
+from quantkit.quantize.methods import (
+    GPTQ_PUBLISHED,
+    Method,
+    Work,
+    affine_width,
+    check_feedback,
+    check_grid,
+)
 
 if TYPE_CHECKING:
-    from quantkit.layouts import Layout
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.linears import Override
 
 SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
+WORK = Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,11 @@ def _check_compressed_tensors(options: Options) -> None:
         )
 
 
+def width(options: Options, in_features: int, override: Override | None = None) -> Width:
+    """Of a linear's grid. Raises QuantkitError for an override that no grid has."""
+    return affine_width(override, options.bits, options.group_size, in_features, options.sym)
+
+
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
@@ -80,23 +95,19 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.quantize.solvers.rtn import RtnSolver
 
     gptq = options.solver == "gptq"
-    layout = _layout(options)
-    zero_min = getattr(layout, "zero_min", 0)
+    stored = layout(options)
+    zero_min = getattr(stored, "zero_min", 0)
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
-        bits, group_size = wanted(override, options.bits, options.group_size)
-        check_grid(bits, group_size, override.flag if override else "")
-        group_size = in_features if group_size == -1 else group_size
-        return AffineGrid(bits, group_size, options.sym, zero_min, options.mse)
+        chosen = width(options, in_features, override)
+        return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
     solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
-    return Method("gptq", solver, layout, make_grid)
+    return Method("gptq", solver, stored, make_grid)
 
 
-def _layout(options: Options) -> Layout:
-    from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-    from quantkit.layouts.gptq import GptqLayout
-
+def layout(options: Options) -> Layout:
+    """How it lies on disk."""
     if options.layout == "compressed-tensors":
         return CompressedTensorsLayout(options.bits, options.group_size, options.sym)
     return GptqLayout(

