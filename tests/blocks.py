@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantkit.grids.grid import Grid
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.capture import Site, Statistics, find_sites, gathering
+from quantkit.quantize.capture import Site, find_sites, gather
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms import BlockView
 
@@ -44,16 +44,7 @@ class Bench:
 
     def statistics(self) -> dict[Site, SiteStatistics]:
         """What AWQ wants to know, of every site."""
-        sums = {
-            site: Statistics(
-                self.block.get_submodule(site.linears[0]).in_features,
-                torch.device("cpu"),
-                ("hessian", "magnitude"),
-            )
-            for site in self.sites
-        }
-        with gathering(self.block, sums):
-            self.run()
+        sums = gather(self.block, self.sites, ("hessian", "magnitude"), torch.device("cpu"), self.run)
         return {site: part.finish() for site, part in sums.items()}
 
 

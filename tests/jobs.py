@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
-from quantkit.quantize.finish import Summary
+from quantkit.quantize.outputs import Summary
 from quantkit.quantize.progress import Progress
 
 

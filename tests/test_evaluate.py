@@ -22,7 +22,7 @@ from quantkit import cli
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import evaluate, metrics, stream
 from quantkit.evaluation import windows as windows_of
-from quantkit.evaluation.layer_errors import read_layer_errors
+from quantkit.evaluation.evaluate import read_layer_errors
 from quantkit.models.open import open_checkpoint
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 

@@ -10,7 +10,7 @@ from quantkit.inspection import record
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.models.skeleton import Skeleton
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402
@@ -150,7 +150,7 @@ def test_the_file_read_back_computes_the_same(case):
     checkpoint = open_checkpoint(str(path))
     assert not checkpoint.quantized
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-    check_complete(skeleton)
+    skeleton.names.check_complete()
     skeleton.load_rest()
     hidden = skeleton.embed(ids)
     for index in range(len(skeleton.blocks)):

@@ -23,7 +23,8 @@ from quantkit.models.llamacpp.file_types import FILE_TYPES
 from quantkit.models.llamacpp.tensors import of_checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.options import RunOptions
-from quantkit.quantize import finish, imatrix_job, job, loop, staging
+from quantkit.quantize import imatrix_job, job, loop, staging
+from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs import gguf as gguf_output
 from quantkit.quantize.progress import Progress
 
@@ -132,7 +133,7 @@ def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
 
 
 @pytest.fixture(scope="module")
-def fed_back(demo_model, tmp_path_factory) -> tuple[Path, finish.Summary]:
+def fed_back(demo_model, tmp_path_factory) -> tuple[Path, Summary]:
     """A file by error feedback, and what the job said."""
     folder = tmp_path_factory.mktemp("fed-back")
     calibration = jobs.calibration(folder)

@@ -18,10 +18,10 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
+from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.gptq import GptqSolver, factorize
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.rtn import RtnSolver
-from quantkit.quantize.solvers.sweep import Chosen
 
 ORDERS = ("none", "group", "full")
 
@@ -177,7 +177,7 @@ def test_refinement_is_coordinate_descent(in_features, grid):
         refined = QuantizedWeight(grid, chosen.codes.t().contiguous(), join(chosen.params), None)
         assert torch.equal(refined.codes, expected.codes)
         torch.testing.assert_close(refined.values(), expected.values(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(weight - refined.values(), chosen.delta.t(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(weight - refined.values(), chosen.E.t(), rtol=0, atol=1e-5)
         torch.testing.assert_close(chosen.lost.double(), losses[-1], rtol=1e-4, atol=0)
         for one, other in zip(losses, losses[1:], strict=False):
             assert (other <= one * (1 + 1e-9)).all()
@@ -344,8 +344,8 @@ def test_linear_that_gptq_makes_worse_gets_rtn(monkeypatch):
         after = (before + 1).clamp(max=15)
         chosen.codes[::16, 8:16] = after
         step = torch.stack([part.scale for part in chosen.params]).repeat_interleave(2, 0)[:, 8:16]
-        chosen.delta[::16, 8:16] -= (after.float() - before) * step
-        delta = chosen.delta.t()
+        chosen.E[::16, 8:16] -= (after.float() - before) * step
+        delta = chosen.E.t()
         damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64)
         chosen.lost = (delta @ damped * delta).sum(1)
         return chosen

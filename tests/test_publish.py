@@ -1,5 +1,7 @@
 """What is published: nothing that appeared meanwhile is replaced; and the card that goes with it."""
 
+import json
+
 import jobs
 import pytest
 
@@ -38,7 +40,8 @@ def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, sourc
 
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
     summary = replace(loop.run(prepared, Progress()), source=source)
-    card = model_card.render(prepared, summary)
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    card = model_card.render(prepared.material, manifest, summary)
     assert f"\nbase_model: {base}\n" in card and f"\n{base}, compressed by quantkit" in card
     assert f"quantkit {command}" in card
     assert "Mean relative weight error of a linear: " in card
@@ -48,5 +51,6 @@ def test_the_card_of_a_calibrated_method_tells_output_errors(tiny_model, tmp_pat
     source = tiny_model("llama", tokenizer=True)
     arguments = {"calibration": jobs.calibration(tmp_path)}
     prepared = jobs.prepare("gptq", source, tmp_path / "out", {"group_size": 32}, **arguments)
-    card = model_card.render(prepared, loop.run(prepared, Progress()))
+    loop.run(prepared, Progress())
+    card = (tmp_path / "out" / "README.md").read_text()
     assert "Mean relative output error of a linear: " in card

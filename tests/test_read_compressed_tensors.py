@@ -239,7 +239,7 @@ def test_a_checkpoint_computes_with_the_scheme_of_each_linear(tiny_model):
     assert isinstance(block.mlp.up_proj, QuantizedInputLinear)
     assert type(block.mlp.down_proj) is torch.nn.Linear and (block.mlp.down_proj.weight == -8).all()
     assert type(skeleton.load_block(1, decoded=True).mlp.up_proj) is torch.nn.Linear
-    assert sorted(skeleton.missing()) == [] and len(checkpoint.names) == len(plain.checkpoint.names)
+    assert sorted(skeleton.names.missing()) == [] and len(checkpoint.names) == len(plain.checkpoint.names)
 
 
 def test_what_the_pipeline_writes_is_what_it_reads(tiny_model, tmp_path):

@@ -26,7 +26,7 @@ from quantkit.models.containers import safetensors_folder
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import finish, loop, staging
 from quantkit.quantize import job as jobs
-from quantkit.quantize.outputs import folder
+from quantkit.quantize.outputs import folder as folder_output
 
 BLOCKS = 6
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": BLOCKS}
@@ -38,7 +38,7 @@ assert loop  # imported here for the server's sake
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, the timings aside."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != finish.TIMINGS}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != folder_output.TIMINGS}
 
 
 # ---- processes and what befalls them
@@ -69,7 +69,7 @@ def slow() -> None:
     """Waits where a kill could do harm: between record and tensors, before the rename, in the merge."""
     for module, name in [(staging, "save_file"), (os, "replace"), (safetensors_folder, "write_file")]:
         before(module, name, pause, 0)
-    before(folder, "_write_json", pause, 0)
+    before(folder_output, "_write_json", pause, 0)
     before(finish, "_verify", pause, 0)
 
 
@@ -115,9 +115,9 @@ FAULTS = {
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
     "next": lambda: before(staging.Staging, "write_block", die, 2),
     "merge": lambda: before(safetensors_folder, "raw", die, 40),
-    "config": lambda: before(folder, "_write_json", die),
+    "config": lambda: before(folder_output, "_write_json", die),
     "verify": lambda: before(finish, "_verify", die),
-    "card": lambda: before(folder.model_card, "render", die),
+    "card": lambda: before(folder_output.model_card, "render", die),
     "publish": lambda: before(staging.Staging, "publish", die),
     "first rename": lambda: before(os, "rename", die),
     "second rename": lambda: before(os, "rename", die, 2),
@@ -457,7 +457,7 @@ def test_two_runs_write_the_same_bytes(workplace, reference, quantkit, tmp_path)
     assert quantkit(*job(workplace)) == (0, "")
     assert contents(tmp_path / "out") == reference
     seconds = [
-        json.loads((folder / "out" / finish.TIMINGS).read_text())["seconds"]
+        json.loads((folder / "out" / folder_output.TIMINGS).read_text())["seconds"]
         for folder in (tmp_path, workplace / "reference")
     ]
     assert seconds[0].keys() == seconds[1].keys() and seconds[0] != seconds[1]

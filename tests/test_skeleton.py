@@ -13,7 +13,8 @@ from quantkit.layouts import LinearSpec
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.recording import SHAPES
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, linears, methods
 from quantkit.quantize.capture import RepeatedForward, Site, Statistics, SuspendedForward, find_sites
@@ -68,7 +69,7 @@ def tokens(batch: int = 2, count: int = TOKENS, seed: int = 0) -> torch.Tensor:
 
 def open_skeleton(folder) -> Skeleton:
     skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
-    check_complete(skeleton)
+    skeleton.names.check_complete()
     skeleton.load_rest()
     return skeleton
 
@@ -125,6 +126,17 @@ def test_streamed_logits_equal_the_whole_models(tiny_model, family):
         assert_same_logits(streamed(skeleton, ids), whole(folder, ids))
     single = streamed(skeleton, ids[1:])
     assert (single - streamed(skeleton, ids)[1:]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_of_a_shape_that_were_forgotten_are_recorded_again(tiny_model, family):
+    skeleton = open_skeleton(tiny_model(family))
+    hidden = skeleton.embed(tokens())
+    skeleton.load_block(1)
+    expected = skeleton.run_block(1, hidden)
+    for count in range(1, 2 * SHAPES):  # one more shape each
+        skeleton.embed(tokens(1, count))
+    assert torch.equal(skeleton.run_block(1, hidden), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

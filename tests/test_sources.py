@@ -11,7 +11,7 @@ from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets, sources
 from quantkit.text.chat import Conversation
-from quantkit.text.hub_datasets import DatasetId
+from quantkit.text.hub_datasets import Dataset
 from quantkit.text.sources import BUFFER, PIECE_CHARS, open_source
 
 TEXTS = sentences(3000, seed=5)
@@ -103,13 +103,13 @@ def test_parquet_that_does_not_serve_is_an_error(write, tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("wikitext2", DatasetId("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text")),
-        ("c4", DatasetId("allenai/c4", "en", "train", "text")),
-        ("org/name", DatasetId("org/name", None, "train", None)),
-        ("org/name:test", DatasetId("org/name", None, "test", None)),
-        ("org/name:train_sft:messages", DatasetId("org/name", None, "train_sft", "messages")),
-        ("org/na.me@20231101.ko", DatasetId("org/na.me", "20231101.ko", "train", None)),
-        ("org/name@en:dev:my text", DatasetId("org/name", "en", "dev", "my text")),
+        ("wikitext2", Dataset("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "text")),
+        ("c4", Dataset("allenai/c4", "en", "train", "text")),
+        ("org/name", Dataset("org/name", None, "train", None)),
+        ("org/name:test", Dataset("org/name", None, "test", None)),
+        ("org/name:train_sft:messages", Dataset("org/name", None, "train_sft", "messages")),
+        ("org/na.me@20231101.ko", Dataset("org/na.me", "20231101.ko", "train", None)),
+        ("org/name@en:dev:my text", Dataset("org/name", "en", "dev", "my text")),
         ("name", None),
         ("./org/name", None),
         ("/org/name", None),

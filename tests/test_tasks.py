@@ -1,5 +1,6 @@
 """Tasks: likelihoods of continuations against transformers, and the harness with our model and its own."""
 
+import gc
 import json
 import random
 import re
@@ -58,6 +59,30 @@ def test_continuations_are_scored_as_by_the_whole_model(tiny_model, monkeypatch,
     assert [one.log_prob for one in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
     assert [one.greedy for one in found] == [greedy for _, greedy in expected]
     assert 10 < sum(one.greedy for one in found) < 25
+
+
+def test_memory_does_not_grow_with_the_number_of_requests(tiny_model, monkeypatch):
+    """Bytes of all tensors alive while blocks pass by. Each length of text has masks of its own; the longest
+    are scored first, either time."""
+    monkeypatch.setattr(score, "ROUND_TOKENS", 2048)
+    monkeypatch.setattr(score, "BATCH_TOKENS", 256)
+    monkeypatch.setattr(score, "LENGTHS", 1)
+    model, peaks, tokens = streamed(tiny_model("gemma2")), [], []
+
+    def listen(source: str, done: int, total: int) -> None:
+        if done != 1:
+            return
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+        peaks[-1] = max(peaks[-1], sum(storages.values()))
+
+    for count in (40, 160):
+        requests = [score.Request(list(range(1, 200 - k)), [5]) for k in range(count)]
+        tokens.append(sum(len(request.context) for request in requests))
+        peaks.append(0)
+        found = score.score(model, requests, 256, listen)
+        assert len(found) == count
+    assert tokens[1] > 2.5 * tokens[0] and peaks[1] < 1.05 * peaks[0], (tokens, peaks)
 
 
 def test_a_continuation_longer_than_the_context_keeps_its_end(tiny_model):

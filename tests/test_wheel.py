@@ -30,7 +30,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
     packed = zipfile.ZipFile(wheel)
     names = {name for name in packed.namelist() if ".dist-info/" not in name}
-    patterns = "**/*.py", "**/*.yaml", "**/*.json", "**/*.jsonl"
+    patterns = "**/*.py", "**/*.html", "**/*.yaml", "**/*.json", "**/*.jsonl"
     places = [(REPOSITORY / "quantkit", pattern, "quantkit") for pattern in patterns]
     places += [(REPOSITORY / name, "*", f"quantkit/data/{name}") for name in ("recipes", "calibration")]
     expected = {
@@ -40,7 +40,15 @@ def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
         if path.is_file()
     }
     assert names == expected.keys()
-    assert {Path(name).suffix for name in names} == {".py", ".json", ".jsonl", ".yaml", ".txt", ".md"}
+    assert {Path(name).suffix for name in names} == {
+        ".py",
+        ".html",
+        ".json",
+        ".jsonl",
+        ".yaml",
+        ".txt",
+        ".md",
+    }
     assert all(packed.read(name) == path.read_bytes() for name, path in expected.items())
 
 

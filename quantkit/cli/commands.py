@@ -13,36 +13,20 @@ from typer.core import TyperCommand, TyperGroup
 from quantkit.cli import manners
 from quantkit.quantize import methods
 
-# Every other command than the methods: name -> module in this package, help.
-OTHERS = {
-    "run": ("quantize", "Run the job of a recipe."),
-    "imatrix": (
-        "imatrix",
-        "Measure how much each input of every linear counts: an importance matrix in a GGUF file.",
-    ),
-    "plan": (
-        "plan",
-        "Memory, cache and speed of a model on a device, and what each job takes: before anything is loaded.",
-    ),
-    "eval": (
-        "evaluate",
-        "Perplexity, and divergence from the first model, of checkpoints of any layout.",
-    ),
-    "report": ("report", "An HTML page of evaluations: table, plots, errors by layer, protocol."),
-    "inspect": (
-        "inspect",
-        "What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it whole.",
-    ),
-    "generate": (
-        "generate",
-        "Continue a prompt with one model or several side by side, and mark where they part.",
-    ),
-    "doctor": (
-        "doctor",
-        "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
-    ),
-    "recipes": ("recipes", "List, show and begin recipes: jobs in a YAML file."),
+OTHERS = {  # every other command than the methods, and its help
+    "run": "Run the job of a recipe.",
+    "imatrix": "Measure how much each input of every linear counts: an importance matrix in a GGUF file.",
+    "plan": "Memory, cache and speed of a model on a device, and what each job takes: before anything is "
+    "loaded.",
+    "eval": "Perplexity, and divergence from the first model, of checkpoints of any layout.",
+    "report": "An HTML page of evaluations: table, plots, errors by layer, protocol.",
+    "inspect": "What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it "
+    "whole.",
+    "generate": "Continue a prompt with one model or several side by side, and mark where they part.",
+    "doctor": "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
+    "recipes": "List, show and begin recipes: jobs in a YAML file.",
 }
+MODULES = {"eval": "evaluate", "run": "quantize"}  # of commands that are not called like theirs
 
 
 def names() -> list[str]:
@@ -52,13 +36,15 @@ def names() -> list[str]:
 
 def summary(name: str) -> str:
     """The help of a command, in a line."""
-    return OTHERS[name][1] if name in OTHERS else methods.summary(name)
+    return OTHERS[name] if name in OTHERS else methods.summary(name)
 
 
 @functools.cache
 def build(name: str) -> Any:
     """The command with all its flags, which imports its module."""
-    module = importlib.import_module(f"quantkit.cli.{OTHERS[name][0] if name in OTHERS else 'quantize'}")
+    module = importlib.import_module(
+        f"quantkit.cli.{MODULES.get(name, name) if name in OTHERS else 'quantize'}"
+    )
     if hasattr(module, "app"):  # a group of its own
         app = module.app
     else:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from quantkit.cli.imports import uncollected
+from quantkit.cli import flags
 
 EPILOG = """Examples:
 
@@ -27,9 +27,7 @@ GATES = "Gates (exit code 7 when one fails)"
 
 
 def command(
-    models: Annotated[
-        list[str], typer.Argument(help="Checkpoints: the first is what the others are compared to.")
-    ],
+    models: flags.MODELS,
     text: Annotated[Path, typer.Option(help="UTF-8 text to measure on. Never the calibration text.")],
     trials: Annotated[
         list[str] | None,
@@ -92,29 +90,19 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the plots: .svg, or .png (extra: plot). All but the first get a suffix.",
+            help="Write the plots: .svg, or .png. All but the first get a suffix.",
         ),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         typer.Option(help="Precision of the forward passes; 16 bit adds noise to small divergences."),
     ] = "float32",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda where there is one.")
-    ] = "auto",
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
-    ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with a model.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON and nothing else.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")
-    ] = False,
+    device: flags.DEVICE = "auto",
+    revision: flags.FIRST_REVISION = None,
+    offline: flags.OFFLINE = False,
+    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
 ) -> None:
     """The function behind `quantkit eval`."""
     from quantkit.evaluation import metrics as metrics_of
@@ -127,7 +115,7 @@ def command(
     outputs = Outputs(html, plot, summary)
     outputs.check()
 
-    from quantkit.cli.progress import listener
+    from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds

@@ -33,6 +33,13 @@ OFFLINE = Annotated[bool, typer.Option("--offline", help="Use the local hub cach
 TRUST_REMOTE_CODE = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+MODELS = Annotated[
+    list[str], typer.Argument(help="Checkpoints: the first is what the others are compared to.")
+]
+DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda where there is one.")]
+FIRST_REVISION = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")]
 FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from quantkit.cli import flags
-from quantkit.cli.imports import uncollected
 
 EPILOG = """Examples:
 
@@ -23,9 +22,7 @@ EPILOG = """Examples:
 
 
 def command(
-    models: Annotated[
-        list[str], typer.Argument(help="Checkpoints: the first is what the others are compared to.")
-    ],
+    models: flags.MODELS,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")],
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="At most so many new tokens.")] = 64,
     chat: Annotated[
@@ -45,19 +42,15 @@ def command(
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Precision of all models. auto: the first one's where the hardware has it."),
     ] = "auto",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda where there is one.")
-    ] = "auto",
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
-    ] = None,
+    device: flags.DEVICE = "auto",
+    revision: flags.FIRST_REVISION = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
     """The function behind `quantkit generate`."""
-    from quantkit.cli.progress import listener
+    from quantkit.cli.progress import listener, uncollected
 
     text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     live = len(models) == 1 and not as_json and sys.stdout.isatty()

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.cli.imports import uncollected
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -32,7 +31,7 @@ def _command() -> Callable[..., None]:
     """The function behind `quantkit imatrix`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
-        from quantkit.cli.progress import listener
+        from quantkit.cli.progress import listener, uncollected
 
         with listener(values["quiet"]) as progress:
             with uncollected():  # after something is seen: torch takes seconds

@@ -12,9 +12,8 @@ from rich.console import Console
 
 from quantkit.errors import count
 from quantkit.evaluation.comparison.table import print_comparison
-from quantkit.quantize.finish import Summary
 from quantkit.quantize.job import Job
-from quantkit.quantize.plan import Execution
+from quantkit.quantize.outputs import Summary
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
 
 
@@ -30,7 +29,7 @@ def plan_record(job: Job) -> dict:
         "plan": asdict(job.plan),
         "matrices": [
             {"name": row.name, "block": row.block, "shape": list(row.shape), "becomes": row.becomes}
-            for row in job.method.output.planned(job)
+            for row in job.method.output.planned(job.checkpoint, job.specs)
         ],
         "linears": [
             {
@@ -49,7 +48,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
     console, plans = Console(highlight=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
-        _print_output(console, job)
+        size = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
+        bits = f"{job.plan.bits_per_weight:.2f} bits per quantized weight"
+        print_facts(console, {"output": str(job.staging.output), "size": f"{size} ({bits})"})
     facts = {}
     if len(jobs) > 1:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
@@ -62,37 +63,22 @@ def print_plans(jobs: Sequence[Job]) -> None:
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
         "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
-        f"{execution.sequential} forward" + _waiting(execution),
+        f"{execution.sequential} forward" + ", hidden states on the host" * (execution.states == "host"),
         "calibration": _calibration(made and made.record()),
     }
     print_facts(console, facts)
 
 
-def _waiting(execution: Execution) -> str:
-    """Where hidden states are kept, if not where they are used."""
-    return ", hidden states on the host" * (execution.states == "host")
-
-
 def _print_linears(console: Console, job: Job) -> None:
     """Identical linears of several blocks share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
-    rows = job.method.output.planned(job)
+    rows = job.method.output.planned(job.checkpoint, job.specs)
     order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
     alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
     for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):
         blocks = [row.block for row in members if row.block is not None]
         table.add_row(name, ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
     console.print(table)
-
-
-def _print_output(console: Console, job: Job) -> None:
-    plan = job.plan
-    size = f"{megabytes(plan.source_bytes)} → {megabytes(plan.output_bytes)}"
-    facts = {
-        "output": f"{job.staging.output}",
-        "size": f"{size} ({plan.bits_per_weight:.2f} bits per quantized weight)",
-    }
-    print_facts(console, facts)
 
 
 def _seconds(stages: dict[str, float]) -> str:

@@ -12,8 +12,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, get_type_hints
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -33,13 +34,6 @@ UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer 
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
-
-
-@dataclass
-class State:
-    """What the command line says to `run` itself. verbose: show tracebacks and what the libraries log."""
-
-    verbose: bool = False
 
 
 def _verbose(context: typer.Context, asked: bool) -> bool:
@@ -74,11 +68,7 @@ def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     def invoke(verbose: bool, **values: Any) -> None:
         function(**values)
 
-    hints = get_type_hints(function, include_extras=True)
-    rows = [
-        row.replace(annotation=hints.get(row.name, row.annotation))
-        for row in inspect.signature(function).parameters.values()
-    ]
+    rows = inspect.signature(function, eval_str=True).parameters.values()
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
     invoke.__signature__ = inspect.Signature([*rows, added])
     invoke.__annotations__ = {row.name: row.annotation for row in (*rows, added)}
@@ -92,7 +82,7 @@ def exit_codes() -> str:
 
 def run(app: typer.Typer) -> NoReturn:
     """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
-    state = State()
+    state = SimpleNamespace(verbose=False)  # which the command line may change
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
         code = app(prog_name="quantkit", standalone_mode=False, obj=state)
@@ -152,7 +142,8 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     """Print the error, after the traceback of what is `traced`, and exit."""
     if traced is not None:
         traceback.print_exception(traced)
-    if "--json" in _before_separator(sys.argv[1:]):  # the parser itself may be what refused
+    typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
+    if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
     print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
@@ -162,13 +153,6 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     except OSError:  # its disk is full, or its reader went away
         _give_up_stdout()
     sys.exit(error.exit_code)
-
-
-def _before_separator(arguments: list[str]) -> Iterator[str]:
-    for argument in arguments:
-        if argument == "--":
-            return
-        yield argument
 
 
 def _unexpected(error: Exception) -> QuantkitError:

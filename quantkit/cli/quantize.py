@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, manners
-from quantkit.cli.imports import uncollected
 from quantkit.errors import EXIT_CODES, QuantkitError
 from quantkit.quantize import methods, recipe
 
@@ -88,11 +87,12 @@ def run_command() -> Callable[..., None]:
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
-    from quantkit.cli.progress import listener
+    from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import job_report
+            from quantkit.evaluation import windows as windows_of
             from quantkit.quantize import job, loop
 
         requests = _requests(choice, values)
@@ -106,7 +106,9 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             else:
                 job_report.print_plans(jobs)
             return
-        windows = _windows(jobs[0], values["eval_text"])  # a text that does not serve is noticed here
+        windows = None
+        if text := values["eval_text"]:  # one that does not serve is noticed here
+            windows = windows_of.load(jobs[0].checkpoint, text, None, None, None)
         with _resumable(jobs[0].staging.folder):
             summaries = loop.run_all(jobs, progress)
         results = _evaluate(jobs, windows, progress) if windows else None
@@ -164,13 +166,6 @@ def _again() -> str:
     """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
     return shlex.join(["quantkit", *typed, "--resume"])
-
-
-def _windows(prepared: Any, text: Path | None) -> Any:
-    """The text of --eval, where it is given."""
-    from quantkit.evaluation import windows as windows_of
-
-    return windows_of.load(prepared.checkpoint, text, None, None, None) if text else None
 
 
 def _evaluate(jobs: Sequence[Any], windows: Any, progress: Any) -> Any:

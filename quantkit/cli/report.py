@@ -23,9 +23,7 @@ def command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The page: one file, no script, nothing from a network.")
     ] = Path("report.html"),
-    png: Annotated[
-        bool, typer.Option("--png", help="Write the plots, too, beside the page (extra: plot).")
-    ] = False,
+    png: Annotated[bool, typer.Option("--png", help="Write the plots, too, beside the page.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
 ) -> None:
     """The function behind `quantkit report`."""

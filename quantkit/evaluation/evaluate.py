@@ -7,14 +7,14 @@ candidate are formed chunk by chunk from them, so the KL divergence is exact and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantkit.evaluation.comparable import check_comparable
-from quantkit.evaluation.layer_errors import LayerErrors, read_layer_errors
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
@@ -23,6 +23,7 @@ from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.quantize.memory import BATCH_TOKENS
 from quantkit.quantize.states import States
 
@@ -38,6 +39,18 @@ class Size:
     weight_bytes: int
     bits_per_weight: float
     bits_per_quantized_weight: float | None
+
+
+@dataclass(frozen=True)
+class LayerErrors:
+    """Relative squared error of each quantized linear, by its stored name.
+
+    measure: "output", `|X(W - Ŵ)ᵀ|² / |X Wᵀ|²` on the calibration tokens, or "weight", `|W - Ŵ|² / |W|²`
+    where there were none.
+    """
+
+    measure: str
+    linears: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -78,8 +91,9 @@ class _Measured:
     model: StreamedModel
     states: States
 
-    def log_probs(self, chunk: _Chunk) -> Tensor:
-        return self.model.log_probs(chunk.pick(self.states))
+    def log_probs(self, batch: int, place: tuple[int, slice]) -> Tensor:
+        """float32 `[tokens, vocabulary]` of the tokens at a place of a batch."""
+        return self.model.log_probs(self.states[batch][place])
 
 
 def evaluate(
@@ -116,6 +130,44 @@ def evaluate(
     return Evaluation(results, floor)
 
 
+def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
+    first, *others = checkpoints
+    hashes = [tokenizer_sha256(c.tokenizer, c.config.vocab_size) for c in checkpoints] if others else []
+    for other, found in zip(others, hashes[1:], strict=True):
+        sizes = first.config.vocab_size, other.config.vocab_size
+        if found != hashes[0]:
+            raise QuantkitError(
+                f"{other.source} and {first.source} have different tokenizers: "
+                + difference(first.tokenizer, other.tokenizer, sizes),
+                hint="perplexities over different tokens cannot be compared: evaluate them one by one",
+                exit_code=UNSUPPORTED,
+            )
+        if sizes[0] != sizes[1]:
+            raise QuantkitError(
+                f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}",
+                hint="a divergence over different vocabularies is not defined: evaluate them one by one",
+                exit_code=UNSUPPORTED,
+            )
+
+
+def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
+    """From the checkpoint's manifest; None where it has none. Raises QuantkitError if it is no manifest."""
+    stored = checkpoint.manifest()
+    if stored is None:
+        return None
+    try:
+        rows = [row for row in json.loads(stored)["linears"] if row.get("error") is not None]
+        errors = {str(row["name"]): float(row["error"]) for row in rows}
+        measured = any(row["rtn_error"] is not None for row in rows)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise QuantkitError(
+            f"the quantkit.json of {checkpoint.source} is not a manifest of quantkit: {error!r}",
+            hint="it only tells what each linear lost: take it away, or write the checkpoint again",
+        ) from error
+    return LayerErrors("output" if measured else "weight", errors) if errors else None
+
+
 def _run(model: StreamedModel, windows: Windows, listen: Listener) -> _Measured:
     """All windows through all blocks."""
     batch = max(1, BATCH_TOKENS // windows.ids.shape[1])
@@ -147,12 +199,12 @@ def _score(measured: _Measured, windows: Windows, base: _Measured | None, chosen
     """Every scored token, chunk by chunk."""
     nll, kld, agree = [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
-    for chunk in _chunks(measured.states, windows, measured.model.chunk_tokens):
-        log_probs = measured.log_probs(chunk)
-        targets = chunk.targets.to(log_probs.device)
+    for batch, place, targets in _chunks(measured.states, windows, measured.model.chunk_tokens):
+        log_probs = measured.log_probs(batch, place)
+        targets = targets.to(log_probs.device)
         nll.append(-log_probs.gather(1, targets[:, None])[:, 0].cpu())
         if compared:
-            expected = base.log_probs(chunk)
+            expected = base.log_probs(batch, place)
             agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
             apart = (expected - log_probs).mul_(expected.exp_())
             kld.append(apart.sum(-1).cpu())
@@ -169,28 +221,15 @@ def _context(windows: Windows) -> Tensor:
     return torch.cat([torch.arange(first, last) + 1 for first in windows.first])
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Scored positions `start:end` of one window: hidden states there predict `targets`."""
-
-    batch: int
-    row: int
-    start: int
-    end: int
-    targets: Tensor
-
-    def pick(self, states: States) -> Tensor:
-        return states[self.batch][self.row, self.start : self.end]
-
-
-def _chunks(states: States, windows: Windows, size: int) -> Iterator[_Chunk]:
+def _chunks(states: States, windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:
+    """Batch and place of `size` scored positions of one window, and the targets that are predicted there."""
     window = 0
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):
             ids, last = windows.ids[window], windows.ids.shape[1] - 1
             for start in range(windows.first[window], last, size):
                 end = min(start + size, last)
-                yield _Chunk(batch, row, start, end, ids[start + 1 : end + 1])
+                yield batch, (row, slice(start, end)), ids[start + 1 : end + 1]
             window += 1
 
 
@@ -198,11 +237,12 @@ def _size(checkpoint: Checkpoint, skeleton: Skeleton, trial: Trial | None) -> Si
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
     if trial:  # what would be written
-        packed_bytes, packed = trial.packed()
-        written = trial.weight_bytes(checkpoint)
-        disk_bytes, weight_bytes = disk_bytes + written - weight_bytes, written
+        sizes = trial.sizes(checkpoint)
+        packed_bytes, packed = sizes.quantized, sizes.weights
+        disk_bytes, weight_bytes = disk_bytes + sizes.total - weight_bytes, sizes.total
     else:
-        coded, counts = checkpoint.coded_bytes(), dict(skeleton.counts())
+        coded = checkpoint.coded_bytes()
+        counts = {skeleton.names.stored[name]: p.numel() for name, p in skeleton.held().items()}
         names = coded.keys() & counts.keys()
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
     parameters = {id(p): p.numel() for p in skeleton.model.parameters()}

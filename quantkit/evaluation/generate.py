@@ -94,9 +94,6 @@ class Continuation:
     compared: bool = False
     parting: Parting | None = None
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 Stream = Callable[[str], None]
 
@@ -108,7 +105,7 @@ def record(
     return {
         "schema": SCHEMA,
         "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
-        "models": [continuation.record() for continuation in made],
+        "models": [asdict(continuation) for continuation in made],
     }
 
 
@@ -120,9 +117,10 @@ def shared_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> to
 
 def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
     """Which checkpoints cut texts as the first does, so that continuations compare token by token."""
-    hashes = [tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in checkpoints[1:]]
-    first = tokenizer_sha256(checkpoints[0].tokenizer, checkpoints[0].config.vocab_size) if hashes else ""
-    return [True, *(found == first for found in hashes)]
+    if len(checkpoints) == 1:
+        return [True]
+    hashes = [tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in checkpoints]
+    return [found == hashes[0] for found in hashes]
 
 
 def warnings(checkpoints: Sequence[Checkpoint], alike: Sequence[bool], settings: Settings) -> list[str]:
@@ -168,7 +166,7 @@ def continue_prompt(
             streamer=_Streamer(tokenizer, stream) if stream else None,
         )
     new = out[0, ids.shape[1] :].tolist()
-    recorder.finish(new)
+    recorder.note(new)
     seconds = time.monotonic() - loaded
     del model
     gc.collect()
@@ -240,15 +238,12 @@ class _Recorder(transformers.LogitsProcessor):
         self._last: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._note(input_ids[0, self.prompt_tokens :].tolist())
+        self.note(input_ids[0, self.prompt_tokens :].tolist())
         self._last = torch.softmax(scores[0].float(), -1)
         return scores
 
-    def finish(self, ids: list[int]) -> None:
-        """The last token is chosen, too."""
-        self._note(ids)
-
-    def _note(self, ids: list[int]) -> None:
+    def note(self, ids: list[int]) -> None:
+        """What was chosen last: known when the next is to be chosen, and at the end."""
         if self._last is None or not ids:
             return
         place = len(self.probabilities)

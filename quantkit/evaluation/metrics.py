@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
@@ -150,16 +150,13 @@ def divergence(kld: Tensor, context: Tensor) -> Divergence:
 def _buckets(kld: Tensor, context: Tensor) -> tuple[Bucket, ...]:
     """Two to an octave of context, those without tokens left out: 1, 2, 3, 4-5, 6-7, 8-11, 12-15, …"""
     longest = int(context.max())
-    starts = [start for k in range(longest.bit_length()) for start in (2**k, 3 * 2**k // 2)]
-    edges = torch.tensor(sorted(set(starts)))
-    place = torch.bucketize(context, edges, right=True) - 1
-    ends = [*(edges[1:] - 1).tolist(), longest]
+    starts = sorted({start for k in range(longest.bit_length()) for start in (2**k, 3 * 2**k // 2)})
     buckets = []
-    for index in place.unique().tolist():
-        inside = kld[place == index]
-        mean = estimate(inside)
-        last = min(ends[index], longest)
-        buckets.append(Bucket(int(edges[index]), last, len(inside), mean.value, mean.stderr))
+    for first, beyond in pairwise([*starts, longest + 1]):
+        inside = kld[(context >= first) & (context < beyond)]
+        if len(inside):
+            mean = estimate(inside)
+            buckets.append(Bucket(first, min(beyond - 1, longest), len(inside), mean.value, mean.stderr))
     return tuple(buckets)
 
 

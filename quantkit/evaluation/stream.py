@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quantkit.evaluation.trial import Trial
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
-from quantkit.quantize.states import States, embedded
+from quantkit.quantize.states import States
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
 
@@ -37,21 +37,21 @@ class StreamedModel:
     ) -> StreamedModel:
         """Load all but the blocks. Raises QuantkitError naming tensors that are absent."""
         skeleton = Skeleton(checkpoint, dtype, device)
-        check_complete(skeleton)
+        skeleton.names.check_complete()
         skeleton.load_rest()
         return StreamedModel(named(checkpoint, trial), skeleton, trial)
 
     def states(self, batches: Sequence[Tensor], listen: Listener) -> States:
         """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`."""
-        states = embedded(batches, self.skeleton.embed, self.skeleton.device)
         count = len(self.skeleton.blocks)
-        listen(self.name, 0, count)
-        for index, _ in walk.blocks(self.skeleton):
+
+        def entered(index: int) -> None:
+            listen(self.name, index, count)
             if self.trial:
                 self.errors.update(self.trial.apply(self.skeleton, index))
-            for k, hidden in enumerate(states):
-                states[k] = self.skeleton.run_block(index, hidden)
-            listen(self.name, index + 1, count)
+
+        states = walk.through(self.skeleton, batches, entered=entered)
+        listen(self.name, count, count)
         return states
 
     def log_probs(self, hidden: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import linears, methods
 from quantkit.quantize.methods import Method
+from quantkit.quantize.outputs import Sizes
 from quantkit.quantize.solvers.loss import weight_error
 
 
@@ -74,14 +75,6 @@ class Trial:
                 errors[row.name] = weight_error(weight, values)
         return errors
 
-    def packed(self) -> tuple[int, int]:
-        """Bytes of the linears that would be quantized, and their number of weights."""
-        rows = [row for row in self.specs if row.grid is not None]
-        return sum(self.method.layout.nbytes(row) for row in rows), sum(row.weights for row in rows)
-
-    def weight_bytes(self, checkpoint: Checkpoint) -> int:
-        """Bytes of the tensors that would be written."""
-        rows = [row for row in self.specs if row.grid is not None]
-        replaced = {f"{row.name}.weight" for row in rows}
-        kept = sum(info.nbytes for name, info in checkpoint.infos.items() if name not in replaced)
-        return kept + self.packed()[0]
+    def sizes(self, checkpoint: Checkpoint) -> Sizes:
+        """Of the tensors that would be written."""
+        return self.method.output.sizes(checkpoint, self.specs, self.method.layout)

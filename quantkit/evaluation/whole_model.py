@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
-from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import plan
 
 
@@ -18,7 +20,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     Raises QuantkitError (exit code 5) when it needs more memory than is free.
     """
     skeleton = Skeleton(checkpoint, dtype, device)
-    check_complete(skeleton)
+    skeleton.names.check_complete()
     need, free = _memory(skeleton, tokens), free_memory(device)
     if need > free:
         raise QuantkitError(
@@ -28,7 +30,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
             exit_code=RESOURCES,
         )
     skeleton.load_rest()
-    container = skeleton.model.get_submodule(skeleton.blocks_name)
+    container = skeleton.model.get_submodule(skeleton.names.blocks)
     for index in range(len(skeleton.blocks)):
         container[index] = skeleton.load_block(index)
     return skeleton.model
@@ -36,7 +38,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
 
 def _memory(skeleton: Skeleton, tokens: int) -> int:
     """Bytes of all weights decoded, of the keys and values, and of the largest weight while it is decoded."""
-    sizes = [parameter.numel() for _, parameter in skeleton.named_parameters()]
+    sizes = [math.prod(shape) for shape in skeleton.names.shapes.values()]
     config = skeleton.model.config
     heads = getattr(config, "num_attention_heads", 1) or 1
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

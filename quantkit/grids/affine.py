@@ -11,15 +11,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.grid import matrix
 from quantkit.grids.levels import WholeLevels
 from quantkit.grids.parallel import elements_at_once, for_each
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
 STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # of the range, by bits
-RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller
-MOVES = (1.0,)  # steps by which the best so far is then made larger and smaller, move by move
+RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller; then one either way
 SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
 TEMPORARIES = 2 * len(RANGES)  # of the search: the candidates of a stage are tried together
 
@@ -43,7 +41,6 @@ class AffineGrid(WholeLevels):
     of covering the group's largest weight, coarse to fine. For each candidate the codes are rounded and the
     best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero; it saves
     (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then both neighbours of the best.
-    clip: given second moments, round to nearest cuts off each group's range by AWQ's search instead.
     """
 
     bits: int
@@ -52,38 +49,21 @@ class AffineGrid(WholeLevels):
     zero_min: int = 0
     search: bool = True
     clip: bool = False
-    spans_matrix = False
-    weighted = False
 
     @property
     def max_code(self) -> int:
         return 2**self.bits - 1
 
-    @property
-    def sub_size(self) -> int:
-        return self.group_size
-
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
-        """Scale and zero, each `[rows]`, for `weight [rows, group_size]` (float32).
-
-        `importance` is `[group_size]` or has weight's shape: the cost of a squared error in each place.
-        """
+        """Scale and zero, each `[rows]`, for `weight [rows, group_size]`; `importance` as in Grid."""
         weight = weight.contiguous()
-        scale, zero = self._range(*_extremes(weight))
+        scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
         scale = _storable(scale)
         if self.search:  # in units of the full range's scale
-            own = importance is not None and importance.ndim > 1
             rows = SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
-            pieces = [part.split(rows) for part in (scale, zero, weight, *((importance,) if own else ()))]
-            shared = [] if own else [[importance] * len(pieces[0])]
-            for_each(self._search, list(zip(*pieces, *shared, strict=True)))
+            pieces = zip(*(part.split(rows) for part in (scale, zero, weight)), strict=True)
+            for_each(lambda *piece: self._search(*piece, importance), list(pieces))
         return AffineParams(_storable(scale).float(), zero)
-
-    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
-        """Every group fitted by itself: `[out, groups]` for `weight [out, in]`."""
-        if importance is not None and importance.numel() > self.group_size:
-            importance = importance.expand_as(weight).reshape(-1, self.group_size)
-        return matrix(self.fit(weight.reshape(-1, self.group_size), importance), len(weight))
 
     def plain(self) -> AffineGrid:
         """The grid that covers each group's full range."""
@@ -112,11 +92,10 @@ class AffineGrid(WholeLevels):
         space = weight.new_empty(TEMPORARIES + 2, min(rows, len(weight)), weight.shape[1])
         for start in range(0, len(weight), rows):
             part = slice(start, start + rows)
-            own = importance[part] if importance is not None and importance.ndim > 1 else importance
             x, weighted, *buffers = space[:, : len(weight[part])].split((1, 1, len(RANGES), len(RANGES)))
             torch.div(weight[part], scale[part, None], out=x[0])
-            weighted = x if own is None else torch.mul(x, own, out=weighted)
-            scale[part] *= self._best(x[0], weighted[0], zero[part], own, buffers)
+            weighted = x if importance is None else torch.mul(x, importance, out=weighted)
+            scale[part] *= self._best(x[0], weighted[0], zero[part], importance, buffers)
 
     def _best(
         self, x: Tensor, weighted: Tensor, zero: Tensor, importance: Tensor | None, buffers: list[Tensor]
@@ -179,10 +158,10 @@ class AffineGrid(WholeLevels):
 
 
 @cache
-def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Shares of the full range, then what is added to the best so far, `[candidates, 1]` a stage."""
+def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Shares of the full range, then what is added to the best of them, `[candidates, 1]` each."""
     step = STEP[bits]
-    stages = [[1 - k * step for k in RANGES], *([move * step, -move * step] for move in MOVES)]
+    stages = [1 - k * step for k in RANGES], [step, -step]
     return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
 
 
@@ -190,14 +169,7 @@ def _power(steps: Tensor, importance: Tensor | None) -> Tensor:
     """Σ h c² over the last dimension; `steps` are used up."""
     if importance is None:
         return torch.linalg.vector_norm(steps, dim=2).square_()
-    if importance.ndim == 1:
-        return steps.square_() @ importance
-    return steps.square_().mul_(importance).sum(2)
-
-
-def _extremes(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest of each row, or zero."""
-    return weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0)
+    return steps.square_() @ importance
 
 
 def _storable(scale: Tensor) -> Tensor:

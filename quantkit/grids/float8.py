@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.grids.grid import Grid
+
 
 @dataclass(frozen=True)
 class Float8Params:
@@ -20,13 +22,11 @@ class Float8Params:
 
 
 @dataclass(frozen=True)
-class Float8Grid:
+class Float8Grid(Grid):
     """The 254 finite values of e4m3 times a scale."""
 
     group_size: int
     bits = 8
-    spans_matrix = False
-    weighted = False
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
         """Values, float32 `[rows, group_size]`, of bytes `[rows, group_size]`."""

@@ -1,15 +1,16 @@
-"""Grids: the values a quantized weight may take. Pure tensor maths, one file each, found by name."""
+"""What a grid is, and the parameters of many groups: joined, sliced, chosen between row by row."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.parallel import elements_at_once, for_each
 
 # Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
@@ -17,68 +18,94 @@ from quantkit.grids.parallel import elements_at_once, for_each
 Params = TypeVar("Params", bound=Any)
 
 
-class Grid(Protocol):
-    """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized.
+class Grid:
+    """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized: all that solvers and
+    transforms ask of a grid. A grid overrides what raises here, and of the rest what it knows better.
 
     Error feedback works column by column, so columns can be rounded by themselves, too: in every grid
     `value = step * level - low` with one step and low for `sub_size` columns of a row, and levels that are
     the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
-    sub_size: columns of a group that share one step; group_size where parameters are one for the group.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
     fitted for the whole matrix before any column is chosen. weighted: round to nearest, too, is to know how
-    much each input column counts, as llama.cpp's encoders do with an importance matrix.
+    much each input column counts, as llama.cpp's encoders do with an importance matrix. clip: given second
+    moments, round to nearest cuts off each group's range by AWQ's search.
     """
 
     group_size: int
-    sub_size: int
     bits: int
-    spans_matrix: bool
-    weighted: bool
+    spans_matrix = False
+    weighted = False
+    clip = False
+
+    @property
+    def sub_size(self) -> int:
+        """Columns of a group that share one step; group_size where parameters are one for the group."""
+        return self.group_size
+
+    def describe(self) -> str:
+        """How a plan names it: `4 bit, groups of 128`."""
+        raise NotImplementedError
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Parameters for groups `weight [rows, group_size]`; `importance` broadcasts to it. Searches work on
-        columns: a transposed view costs them nothing."""
+        """Parameters for groups `weight [rows, group_size]` (float32); `importance [group_size]`: the cost of
+        a squared error in each place. Searches work on columns: a transposed view costs them nothing.
+
+        Raises QuantkitError for a grid that is only read.
+        """
+        raise QuantkitError(
+            f"{self.describe()}: such weights are read, not made", "choose another grid", UNSUPPORTED
+        )
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Parameters `[out, groups]` for `weight [out, in]`; `importance` is `[in]`."""
+        """Parameters `[out, groups]` for `weight [out, in]`, every group fitted by itself. `importance` is
+        `[in]`, for grids that are weighted."""
+        return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
 
     def plain(self) -> Grid:
         """The same values, fitted without any search of the range."""
+        return self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
-        """Codes, uint8 `[rows, group_size]`."""
+        """Codes of the nearest values, uint8 `[rows, group_size]`."""
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, params: Params) -> Tensor:
+        """Values, float32 `[rows, group_size]`."""
+        raise NotImplementedError
+
+    def nearest(self, weight: Tensor, params: Params) -> Tensor:
+        """`decode(round(weight, params), params)`; `weight` is used up."""
+        return self.decode(self.round(weight, params), params)
 
     def steps(self, params: Params) -> tuple[Tensor, Tensor]:
         """Step and low of every sub-block of a group, `[sub-blocks, rows]`. Where all codes have one value
         the step is so large (NO_STEP) that level 0, which every grid has, is nearest to any weight."""
+        raise NotImplementedError
 
     def snap(self, target: Tensor, out: Tensor) -> None:
         """The level nearest to each `target`, of any shape, into `out`; without waiting for a device."""
+        raise NotImplementedError
 
     def levels(self, codes: Tensor) -> Tensor:
         """Levels, float32, of codes of any shape."""
+        raise NotImplementedError
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
         """Inverse of `levels`, into `out` (uint8)."""
+        raise NotImplementedError
 
     def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
         """Parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`, the
         others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
-
-    def decode(self, codes: Tensor, params: Params) -> Tensor:
-        """Values, float32 `[rows, group_size]`."""
-
-    def nearest(self, weight: Tensor, params: Params) -> Tensor:
-        """`decode(round(weight, params), params)`; `weight` is used up."""
+        raise NotImplementedError
 
     def scaled(self, params: Params, factor: Tensor) -> Params:
         """Parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
+        raise NotImplementedError
 
     def clipped(self, params: Params) -> int:
         """How many parameters lie at the end of what can be stored, where weights may be lost."""
-
-    def describe(self) -> str:
-        """How a plan names it: `4 bit, groups of 128`."""
+        return 0
 
 
 def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
@@ -111,11 +138,7 @@ def rows(params: Params, rows: slice) -> Params:
 
 def select(choice: Tensor, yes: Params, no: Params) -> Params:
     """Row by row, the parameters of `yes` where `choice [rows]` holds, else those of `no`."""
-    return _each(
-        lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b),
-        yes,
-        no,
-    )
+    return _each(lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
 
 
 def flat(params: Params) -> Params:

@@ -34,28 +34,19 @@ class Int8Params:
 class Int8Grid(WholeLevels):
     """`w = absmax / 127 * q`, q in -127 .. 127, one absmax a row. Codes are stored unsigned, q + 128.
 
-    As bitsandbytes does, weights are rounded to float16 first, then to `round(w * (127 / absmax))`.
+    As bitsandbytes does, weights are rounded to float16 first, then to `round(w * (127 / absmax))`; error
+    feedback rounds once, on `absmax / 127`.
     group_size is the length of a row.
     """
 
     group_size: int
     bits = 8
     first_code = 1  # -127
-    spans_matrix = False
-    weighted = False
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
         """absmax `[rows]` of `weight [rows, in]`; nothing is searched, so importance changes nothing."""
         absmax = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
         return Int8Params(absmax.clamp_(max=HALF_MAX).half().float())
-
-    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
-        """absmax `[out, 1]`."""
-        return Int8Params(self.fit(weight).absmax[:, None])
-
-    def plain(self) -> Int8Grid:
-        """Itself: no range is searched."""
-        return self
 
     def describe(self) -> str:
         """How a plan names it."""
@@ -85,10 +76,6 @@ class Int8Grid(WholeLevels):
             codes,
             params.absmax,
         )
-
-    def nearest(self, weight: Tensor, params: Int8Params) -> Tensor:
-        """Values of the nearest codes."""
-        return self.decode(self.round(weight, params), params)
 
     def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
         """absmax times `factor [rows]`."""
@@ -122,19 +109,6 @@ def int8_matmul(
         weight = (codes[:, columns] * absmax[:, None] * INVERSE).to(inputs.dtype)
         result[k].addmm_(inputs[k][:, columns], weight.t())
     return result
-
-
-def split_matmul(inputs: Tensor, weight: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The paper's computation from `inputs [tokens, in]` and the original `weight [out, in]`: its int8 part
-    and its 16-bit part, whose sum is the result. Outlier columns count for neither scale.
-    """
-    outliers = outlier_columns(inputs[None], threshold)
-    rest = weight.masked_fill(outliers, 0)
-    absmax = rest.abs().amax(1)
-    codes = _codes(rest, absmax).to(torch.int8)
-    columns = outliers[0].nonzero()[:, 0]
-    apart = inputs[:, columns] @ weight[:, columns].t()
-    return _quantized_part(inputs[None], outliers, codes, absmax, threshold)[0], apart
 
 
 def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:

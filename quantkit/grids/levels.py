@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quantkit.grids.grid import Grid
+
 NO_STEP = 1e30  # stands for a step of 0: any weight is nearest to level 0
 
 
@@ -15,10 +17,9 @@ def usable(step: Tensor) -> Tensor:
     return torch.where(step == 0, NO_STEP, step)
 
 
-class WholeLevels:
+class WholeLevels(Grid):
     """Levels are the codes, `first_code` to `2^bits - 1`."""
 
-    bits: int
     first_code = 0
 
     def snap(self, target: Tensor, out: Tensor) -> None:
@@ -34,7 +35,7 @@ class WholeLevels:
         out.copy_(levels)
 
 
-class TableLevels:
+class TableLevels(Grid):
     """Levels are numbers from a table, ascending, 0 among them; the distance of neighbours is several units.
 
     Rounded by look-up, without a search: a table tells the nearest level for each interval between two whole

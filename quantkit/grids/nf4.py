@@ -12,13 +12,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.grid import by_rows, fill_rows, matrix
+from quantkit.grids import lookup
+from quantkit.grids.grid import by_rows, fill_rows
 from quantkit.grids.levels import TableLevels, usable
 
 BLOCK = 64
 NESTED_BLOCK = 256
-UPPER = 20  # bits of a float32 that nearly always tell its code
-DOUBT = 1 << 14
 UNITS = 8192  # of a step in absmax
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -50,7 +49,7 @@ class NestedParams:
     @property
     def absmax(self) -> Tensor:
         """The values that are stored."""
-        values = _on(dynamic_map(), self.code).index_select(0, self.code.flatten().int())
+        values = dynamic_map().to(self.code.device).index_select(0, self.code.flatten().int())
         return values.view(self.code.shape) * self.nested + self.offset
 
 
@@ -59,9 +58,8 @@ class Nf4Grid(TableLevels):
     """double_quant: store absmax in 8 bits. Weights are rounded on the absmax as it will be decoded."""
 
     double_quant: bool = True
-    group_size = sub_size = BLOCK
+    group_size = BLOCK
     bits = 4
-    weighted = False
     level_table = tuple(UNITS * value for value in TABLE)
 
     @property
@@ -74,12 +72,8 @@ class Nf4Grid(TableLevels):
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params | NestedParams:
         """Parameters `[out, in / 64]` for `weight [out, in]`."""
-        params = matrix(self.fit(weight.reshape(-1, BLOCK)), len(weight))
+        params = super().fit_matrix(weight)
         return double_quantize(params.absmax) if self.double_quant else params
-
-    def plain(self) -> Nf4Grid:
-        """Itself: no range is searched."""
-        return self
 
     def describe(self) -> str:
         """How a plan names it."""
@@ -89,7 +83,9 @@ class Nf4Grid(TableLevels):
         """Codes of the nearest values, uint8 `[rows, 64]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         inverse = _inverse(params.absmax)
-        return by_rows(lambda rows, factor: _nearest(rows * factor[:, None]), codes, weight, inverse)
+        return by_rows(
+            lambda rows, factor: lookup.nearest(rows * factor[:, None], TABLE), codes, weight, inverse
+        )
 
     def steps(self, params: Nf4Params | NestedParams) -> tuple[Tensor, Tensor]:
         """absmax in UNITS, and 0, both `[1, rows]`. A group whose absmax was lost takes code 7, the 0."""
@@ -100,20 +96,12 @@ class Nf4Grid(TableLevels):
         """Values, float32 `[rows, 64]`."""
         return unpack(pack(codes), params.absmax)
 
-    def nearest(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Values of the nearest codes."""
-        return self.decode(self.round(weight, params), params)
-
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
         """absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
         if not self.double_quant:
             return Nf4Params(params.absmax * factor)
         wanted = (params.absmax * factor - params.offset) * _inverse(params.nested)
         return NestedParams(_nearest_dynamic(wanted), params.nested, params.offset)
-
-    def clipped(self, params: Nf4Params | NestedParams) -> int:
-        """None: absmax are float32."""
-        return 0
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -127,11 +115,9 @@ def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
     """Values, float32 `[rows, 64]`, of `pack`ed codes `[rows, 32]` and absmax `[rows]`: both of a byte's in
     one look-up."""
     values = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
-    pairs = _on(_pairs(), packed)
 
     def decode(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
-        known = pairs.index_select(0, rows.flatten().int()).view(torch.float32)
-        torch.mul(known.view(-1, BLOCK), absmax[:, None], out=out)
+        torch.mul(lookup.both(rows, TABLE).view(-1, BLOCK), absmax[:, None], out=out)
 
     return fill_rows(decode, values, packed, absmax)
 
@@ -158,13 +144,6 @@ def table() -> Tensor:
 
 
 @cache
-def _pairs() -> Tensor:
-    """Both values of every byte of packed codes, two float32 in the bits of one int64, `[256]`."""
-    codes = torch.arange(256)
-    return table()[torch.stack([codes >> 4, codes & 15], 1)].view(torch.int64)[:, 0]
-
-
-@cache
 def dynamic_map() -> Tensor:
     """The 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
 
@@ -184,47 +163,11 @@ def _dynamic_values() -> tuple[float, ...]:
     return tuple(torch.tensor(sorted(values)).tolist())
 
 
-@cache
-def _lookup(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """What `_nearest` looks up: by the upper UPPER bits of a float32 the code of all that begin with them,
-    int16 `[2 ** UPPER]`, with DOUBT added about every midpoint, where they have more than one; the midpoints.
-    """
-    ascending = torch.tensor(values)
-    midpoints = (ascending[1:] + ascending[:-1]) / 2
-    lower = 32 - UPPER
-    start = torch.arange(1 << UPPER, dtype=torch.int64) << lower
-    ends = torch.stack([start, start + (1 << lower) - 1]).to(torch.uint32).view(torch.float32)
-    first, last = torch.bucketize(ends.nan_to_num(0.0), midpoints).to(torch.int16)
-    return torch.where(first == last, first, first | DOUBT), midpoints
-
-
-def _nearest(scaled: Tensor, values: tuple[float, ...] = TABLE) -> Tensor:
-    """Codes (uint8) of the nearest values; halfway goes to the lower one.
-
-    A table look-up; a binary search, thirty times as slow, for the few it leaves in doubt, looked for
-    four at a time.
-    """
-    known, midpoints = (_on(part, scaled) for part in _lookup(values))
-    flat = scaled.flatten()
-    index = (flat.view(torch.int32) >> (32 - UPPER)).bitwise_and_((1 << UPPER) - 1)
-    codes = known.index_select(0, index)
-    width, word = (4, torch.int64) if len(codes) % 4 == 0 else (1, torch.int16)
-    doubtful = (codes.view(word) & sum(DOUBT << 16 * place for place in range(width))).nonzero()[:, 0]
-    if len(doubtful):
-        again = torch.bucketize(flat.view(-1, width)[doubtful], midpoints, out_int32=True)
-        codes.view(-1, width)[doubtful] = again.to(torch.int16)
-    return codes.to(torch.uint8).view(scaled.shape)
-
-
 def _nearest_dynamic(scaled: Tensor) -> Tensor:
     """Codes, uint8, of the nearest values of `dynamic_map`."""
-    return _nearest(scaled, _dynamic_values())
+    return lookup.nearest(scaled, _dynamic_values())
 
 
 def _inverse(absmax: Tensor) -> Tensor:
     """1 / absmax; 0 for a group of zeros."""
     return torch.where(absmax > 0, 1 / absmax, 0.0)
-
-
-def _on(constant: Tensor, other: Tensor) -> Tensor:
-    return constant.to(other.device)

@@ -13,8 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeVar
 
 import torch
+from torch import Tensor
+
+T = TypeVar("T")
 
 CACHEFUL = 1 << 18  # elements a CPU core works on at a time: what its cache holds, with a few temporaries
 WHOLE = 1 << 26  # the same on an accelerator, where every piece is another launch of every operation
@@ -52,6 +56,19 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 
     for worker in [_pool(torch.get_num_threads()).submit(take) for _ in range(threads)]:
         worker.result()
+
+
+def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
+    """`work` on the rows of `weight [rows, in]`, a cacheful or all at a time, in order."""
+    rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
+    parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
+    found: list = [None] * len(parts)
+
+    def put(place: int) -> None:
+        found[place] = work(parts[place])
+
+    for_each(put, [(place,) for place in range(len(parts))])
+    return found
 
 
 @cache

@@ -28,7 +28,7 @@ def compare(
     """
     cpu = torch.device("cpu")
     skeletons = [Skeleton(checkpoint, torch.float32, cpu) for checkpoint in (left, right)]
-    held = [{name: p for name, p in made.named_parameters() if made.holds(name)} for made in skeletons]
+    held = [made.held() for made in skeletons]
     both = [name for name in held[0] if name in held[1]]
     unlike = [name for name in both if held[0][name].shape != held[1][name].shape]
     if len(unlike) == len(both):
@@ -39,7 +39,7 @@ def compare(
         )
     rows = []
     for done, name in enumerate((name for name in both if name not in unlike), start=1):
-        left_name, right_name = (made.stored_name(name) for made in skeletons)
+        left_name, right_name = (made.names.stored[name] for made in skeletons)
         difference = _difference(*(made.read(name, held[k][name]) for k, made in enumerate(skeletons)))
         rows.append({"name": left_name, "other": right_name, "part": part_of(left_name)} | difference)
         listen("comparing weights", done, len(both) - len(unlike))

@@ -31,7 +31,6 @@ OPTIONAL = {  # package -> what it enables
     "vllm": "serves gptq, awq and compressed-tensors checkpoints",
     "xllamacpp": "llama.cpp in Python: runs GGUF files",
     "lm-eval": "quantkit eval --tasks",
-    "matplotlib": "plots as PNG: quantkit report --png",
     "sentencepiece": "tokenizers that come as tokenizer.model alone",
 }
 

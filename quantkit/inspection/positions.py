@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 CONTEXT = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-)
+    "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"
+)  # fmt: skip
 TABLES = ("wpe.weight", "embed_positions.weight", "position_embd.weight")
 THETA = ("rope_theta", "rotary_emb_base")
 ROTARY = (*THETA, "rope_parameters", "rope_scaling", "rotary_pct", "rotary_dim", "partial_rotary_factor")
@@ -50,9 +45,6 @@ class Positions:
             parts += [f"trained on {self.trained}"] if self.trained else []
         parts += [f"attention over {self.sliding_window}"] if self.sliding_window else []
         return ", ".join(parts)
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def positions(

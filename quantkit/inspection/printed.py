@@ -169,15 +169,10 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
     _print_differences(console, record["weights"], top)
     if record["tokenizers"] != "equal":
         print_facts(console, {"tokenizers": record["tokenizers"]})
-    if _are_equal(record):
-        print_facts(console, {"A and B": "equal in configuration, tokenizer and every weight"})
-
-
-def _are_equal(record: dict[str, Any]) -> bool:
-    """Whether the two differ in nothing but where they lie, or how they are stored."""
     found = record["weights"]
     same = found["compared"] == found["equal"] and not found["unlike"] and not any(found["only"])
-    return same and not record["config"] and record["tokenizers"] == "equal"
+    if same and not record["config"] and record["tokenizers"] == "equal":
+        print_facts(console, {"A and B": "equal in configuration, tokenizer and every weight"})
 
 
 def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
@@ -198,5 +193,5 @@ def _print_differences(console: Console, found: dict[str, Any], top: int) -> Non
         if names:
             facts[f"only in {place}"] = name_all(names)
     for row in found["unlike"]:
-        facts[f"{row['name']}"] = f"{row['shapes'][0]} in A, {row['shapes'][1]} in B"
+        facts[row["name"]] = f"{row['shapes'][0]} in A, {row['shapes'][1]} in B"
     print_facts(console, facts)

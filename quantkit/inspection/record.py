@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from quantkit.inspection import clients, integrity, tokenizer
@@ -46,7 +48,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "quantization": _quantization(contents, weights),
         "parts": _parts(weights),
         "tensors": _tensors(weights),
-        "positions": places.record() | {"text": places.describe()},
+        "positions": asdict(places) | {"text": places.describe()},
         "tokenizer": told,
         "provenance": _provenance(contents),
         "clients": clients.of_damaged(loaded_by) if damage else loaded_by,
@@ -77,19 +79,20 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
     nbytes = sum(weight.code_bytes + weight.scale_bytes for weight in coded)
     count = sum(weight.parameters for weight in coded)
     kept = [weight for weight in weights if is_linear(weight.name, weight.shape) and not weight.codes]
+    reasons = {str(row.get("name")): str(row["kept"]) for row in _written(contents) if row.get("kept")}
     return {
         "layout": layout,
         "method": (contents.manifest or {}).get("method"),
         "file_type": _file_type(contents),
         "linears": len(coded),
-        "stored": _counted(weight.stored for weight in coded),
+        "stored": dict(Counter(weight.stored for weight in coded).most_common()),
         "bits": sorted({weight.codes.bits for weight in coded}),
         "group_sizes": sorted({weight.codes.group_size or -1 for weight in coded}),
         "symmetric": _symmetric(contents),
         "desc_act": bool(contents.quantization.get("desc_act", False)),
         "activations": _activations(contents),
         "bits_per_weight": 8 * nbytes / count if count else None,
-        "kept": _tensors(kept, _reasons(contents)),
+        "kept": _tensors(kept, reasons),
     }
 
 
@@ -102,14 +105,6 @@ def _file_type(contents: Contents) -> str | None:
 
     known = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
     return known.get(code, f"file type {code}")
-
-
-def _counted(words: Iterable[str]) -> dict[str, int]:
-    """How often each occurs, the most frequent first."""
-    counts: dict[str, int] = {}
-    for word in words:
-        counts[word] = counts.get(word, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _groups(contents: Contents) -> list[dict[str, Any]]:
@@ -218,11 +213,10 @@ def _place(weight: Weight) -> tuple:
     return outside if block is None else block, natural(local)
 
 
-def _reasons(contents: Contents) -> dict[str, str]:
-    """Why quantkit kept a linear, by its name."""
+def _written(contents: Contents) -> list[dict[str, Any]]:
+    """What quantkit's manifest says of each linear."""
     rows = (contents.manifest or {}).get("linears")
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return {str(row.get("name")): str(row["kept"]) for row in rows if row.get("kept")}
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 # ---- provenance
@@ -233,8 +227,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        linears = manifest.get("linears") if isinstance(manifest.get("linears"), list) else []
-        errors = [row["error"] for row in linears if isinstance(row, dict) and row.get("error") is not None]
+        errors = [row["error"] for row in _written(contents) if row.get("error") is not None]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",
             "method": manifest.get("method"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,18 +29,17 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     except QuantkitError as error:
         notes.append(f"not compared with the shapes of a model: {error.message}")
-        readers = {name: _reader(checkpoint, name, zeros) for name in checkpoint.names}
+        readers = {name: partial(_read_finite, checkpoint, name) for name in checkpoint.names}
     else:
-        problems += [f"{name} is absent" for name in skeleton.missing()]
+        problems += [f"{name} is absent" for name in skeleton.names.missing()]
         readers = {
-            skeleton.stored_name(name): _model_reader(skeleton, name, parameter, zeros)
-            for name, parameter in skeleton.named_parameters()
-            if skeleton.holds(name)
+            skeleton.names.stored[name]: partial(skeleton.read, name, parameter)
+            for name, parameter in skeleton.held().items()
         }
         unused = [name for name in checkpoint.names if name not in readers]
         notes += [f"{name} is no part of the model" for name in unused]
     for done, (name, read) in enumerate(readers.items(), start=1):
-        problems += _check_scales(checkpoint, name) or _errors_of(read)
+        problems += _check_scales(checkpoint, name) or _errors_of(partial(_look, name, read, zeros))
         listen("reading the weights", done, len(readers))
     if record["tokenizer"]:
         problems += _errors_of(lambda: checkpoint.tokenizer)
@@ -51,24 +51,16 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     found.update(deep=True, notes=notes)
 
 
-def _reader(checkpoint: Checkpoint, name: str, zeros: list[str]) -> Callable[[], None]:
-    def read() -> None:
-        values = checkpoint.read(name)
-        if values.is_floating_point() and not values.float().isfinite().all():
-            raise QuantkitError(f"{name} holds NaN or infinite values")
-        _look(name, values, zeros)
-
-    return read
+def _read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    values = checkpoint.read(name)
+    if values.is_floating_point() and not values.float().isfinite().all():
+        raise QuantkitError(f"{name} holds NaN or infinite values")
+    return values
 
 
-def _model_reader(
-    skeleton: Skeleton, name: str, parameter: torch.Tensor, zeros: list[str]
-) -> Callable[[], None]:
-    return lambda: _look(skeleton.stored_name(name), skeleton.read(name, parameter), zeros)
-
-
-def _look(name: str, values: torch.Tensor, zeros: list[str]) -> None:
+def _look(name: str, read: Callable[[], torch.Tensor], zeros: list[str]) -> None:
     """Add `name` to `zeros` if the matrix says nothing; a vector of zeros is a bias, or a norm of Gemma's."""
+    values = read()
     if values.ndim > 1 and not values.any():
         zeros.append(name)
 

@@ -8,8 +8,8 @@ block again up to each site and holds one batch's activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
 import greenlet
@@ -127,20 +127,23 @@ def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> No
         )
 
 
-@contextmanager
-def gathering(block: nn.Module, statistics: Mapping[Site, Statistics]) -> Iterator[None]:
-    """Add the inputs of each site to its statistics while the block runs."""
-    handles = [
-        block.get_submodule(site.linears[0]).register_forward_pre_hook(
-            lambda module, args, sums=sums: sums.add(args[0])
-        )
-        for site, sums in statistics.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def gather(
+    block: nn.Module,
+    sites: Iterable[Site],
+    needs: Collection[str],
+    device: torch.device,
+    forward: Callable[[], object],
+) -> dict[Site, Statistics]:
+    """Sums over the inputs of every site while `forward` runs the block on all batches."""
+    gathered = {}
+    with ExitStack() as stack:
+        for site in sites:
+            linear = block.get_submodule(site.linears[0])
+            gathered[site] = sums = Statistics(linear.in_features, device, needs)
+            hook = linear.register_forward_pre_hook(lambda module, args, sums=sums: sums.add(args[0]))
+            stack.callback(hook.remove)
+        forward()
+    return gathered
 
 
 class SuspendedForward:
@@ -194,6 +197,7 @@ class SuspendedForward:
         """Give up what is in flight, with the activations it holds; the linears are themselves again."""
         for linear in self._suspended:
             del linear.forward
+        self._suspended = []
         with torch.no_grad():
             for flight in self._flights:
                 flight.throw()

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_device, free_memory
+from quantkit.models.device import free_memory
 from quantkit.models.llamacpp import imatrix, tensors
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import importance, linears, plan
 from quantkit.quantize.importance import Importance
-from quantkit.quantize.job import Request, base_name, check_run, open_skeleton
+from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.timings import Timings
-from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
 
 
@@ -72,19 +71,17 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
             exit_code=UNSUPPORTED,
         )
     stored = {name: target.name for target in tensors.of_checkpoint(checkpoint) for name in target.stored}
-    device = choose_device(request.run.device)
-    torch.set_num_threads(request.run.threads or torch.get_num_threads())
-    skeleton = open_skeleton(checkpoint, request.run.dtype, device)
+    skeleton = open_skeleton(checkpoint, request.run)
     rows = linears.linears(skeleton)
-    progress.phase("reading the calibration text")
-    calibrated = calibration.load(checkpoint, request.calibration, request.offline)
-    if calibrated.warning:
-        progress.warn(calibrated.warning)
+    calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
     batches = list(tokens.split(request.run.batch_size or plan.default_batch_size(tokens.shape[1])))
     need = plan.forward_memory(skeleton, rows, tokens.numel(), batches[0].numel())
     plan.check_memory(
-        need, free_memory(device), "fewer --samples, shorter --seqlen or a smaller --batch-size", device
+        need,
+        free_memory(skeleton.device),
+        "fewer --samples, shorter --seqlen or a smaller --batch-size",
+        skeleton.device,
     )
     names = {row.name: stored[f"{row.name}.weight"] for row in rows}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)

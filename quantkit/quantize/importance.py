@@ -1,7 +1,7 @@
 """How much each input of a linear counts: its mean square over calibration text, in the unquantized model.
 
-The hidden states flow block by block as in the loop (`pipeline`), through blocks that stay as they are: one
-block is in memory at a time.
+The hidden states flow block by block as in the loop, through blocks that stay as they are: one block is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
-from quantkit.quantize.capture import PROBE_TOKENS, Statistics, find_sites, gathering, refuse_not_finite
+from quantkit.quantize import capture, walk
 from quantkit.quantize.linears import linears
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics
@@ -51,7 +50,6 @@ def gather(
     with timings("load"):
         skeleton.load_rest()
     states = embedded(batches, skeleton.embed, skeleton.device)
-    skeleton.embed(batches[0][:1, :PROBE_TOKENS])  # records the arguments of the probe
     names = {(row.block, row.local): row.name for row in linears(skeleton)}
     sums: dict[str, Tensor] = {}
     progress.start(len(skeleton.blocks), 0)
@@ -66,19 +64,15 @@ def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
 ) -> dict[str, Tensor]:
     """Σx² by name inside block `index`; `states` become the block's outputs."""
-    probe = states[0][:1, :PROBE_TOKENS]
-    sites = find_sites(block, lambda: skeleton.run_block(index, probe))
-    gathered = {
-        site: Statistics(block.get_submodule(site.linears[0]).in_features, skeleton.device, ("square",))
-        for site in sites
-    }
-    with timings("forward"), gathering(block, gathered):
-        for k, hidden in enumerate(states):
-            states[k] = skeleton.run_block(index, hidden)
+    probe = states[0][:1, : capture.PROBE_TOKENS]
+    sites = capture.find_sites(block, lambda: skeleton.run_block(index, probe))
+    outputs = (skeleton.run_block(index, hidden) for hidden in states)
+    with timings("forward"):
+        gathered = capture.gather(block, sites, {"square"}, skeleton.device, lambda: states.advance(outputs))
     found = {}
     for site, sums in gathered.items():
-        name = skeleton.stored_name(skeleton.block_names(index)[f"{site.linears[0]}.weight"])
-        refuse_not_finite(sums.finish(), name.removesuffix(".weight"), str(skeleton.dtype)[6:])
+        name = skeleton.names.stored_of(index, f"{site.linears[0]}.weight")
+        capture.refuse_not_finite(sums.finish(), name.removesuffix(".weight"), str(skeleton.dtype)[6:])
         found |= dict.fromkeys(site.linears, sums.square_sums().float())
     return found
 
@@ -88,12 +82,9 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor]) -> SiteStatistics:
 
     What lies outside the blocks is loaded. Raises QuantkitError for activations that are not finite.
     """
-    states = embedded(batches, skeleton.embed, skeleton.device)
-    for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
-        for k, hidden in enumerate(states):
-            states[k] = skeleton.run_block(index, hidden)
+    states = walk.through(skeleton, batches, decoded=True)
     head = skeleton.model.get_output_embeddings()
-    sums = Statistics(head.in_features, skeleton.device, ("hessian",))
+    sums = capture.Statistics(head.in_features, skeleton.device, ("hessian",))
 
     def record(module: nn.Module, inputs: tuple[Tensor]) -> None:
         sums.add(inputs[0])
@@ -108,7 +99,7 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor]) -> SiteStatistics:
     finally:
         handle.remove()
     statistics = sums.finish()
-    refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
+    capture.refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
     return statistics
 
 

@@ -22,10 +22,11 @@ from quantkit.layouts import LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton, check_complete
+from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import linears, methods, plan
 from quantkit.quantize.methods import Method
+from quantkit.quantize.outputs import Material
 from quantkit.quantize.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
@@ -77,13 +78,11 @@ class Job:
         """The whole fingerprint: waits for the source's hash."""
         return self.fingerprint | {"source_sha256": self.source_sha256.result()}
 
-    def is_packed(self, row: LinearSpec) -> bool:
-        """Whether the source holds this linear as packed codes."""
-        return self.checkpoint.is_quantized(f"{row.name}.weight")
-
-    def block_specs(self, index: int) -> list[LinearSpec]:
-        """The linears of one block."""
-        return [row for row in self.specs if row.block == index]
+    @property
+    def material(self) -> Material:
+        """What the output is made of."""
+        shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs
+        return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
 
 def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
@@ -94,34 +93,15 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     module = methods.load(request.method)
     module.check(request.options)
     check_run(request.run)
-    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
-    if checkpoint.quantized:
-        if not request.run.allow_requantize:
-            raise QuantkitError(
-                f"{request.source} is quantized already",
-                hint="start from the original checkpoint: quantizing twice adds the errors of both "
-                "(--allow-requantize does it all the same)",
-                exit_code=UNSUPPORTED,
-            )
-        progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
-    output = output_of(request)
-    if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
-        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
-    staging = Staging(output)
-    if not dry_run:
-        staging.check(request.resume, request.overwrite)
-    stored = staging.stored_fingerprint() if request.resume else None
-    if request.resume and not stored:
-        progress.warn(f"nothing is staged for {output}: it begins at the first block")
-    adopted = stored["execution"] if stored else {}
+    checkpoint = _open(request, progress)
+    staging = _staging(request, checkpoint, dry_run)
+    staged = staging.stored_fingerprint() if request.resume else None
+    if request.resume and not staged:
+        progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
+    adopted = staged["execution"] if staged else {}
     source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
 
-    device = choose_device(
-        adopted.get("device", "auto") if request.run.device == "auto" else request.run.device
-    )
-    torch.set_num_threads(request.run.threads or adopted.get("threads") or torch.get_num_threads())
-    asked = request.run.dtype if request.run.dtype != "auto" else adopted.get("dtype", "auto")
-    skeleton = open_skeleton(checkpoint, asked, device)
+    skeleton = open_skeleton(checkpoint, request.run, adopted)
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
     for note in method.notes:
         progress.warn(note)
@@ -131,36 +111,50 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
             "transformers loads it"
         )
-    calibrated = None
-    if method.needs:
-        progress.phase("reading the calibration text")
-        calibrated = calibration.load(checkpoint, request.calibration, request.offline)
-        if calibrated.warning:
-            progress.warn(calibrated.warning)
+    calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
     execution, peak = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
     job_plan = plan.plan(checkpoint, specs, method, execution, peak)
     fingerprint = {}
     if not dry_run:
-        plan.check_disk(output.absolute(), job_plan.disk_bytes)
-        if stored or job_plan.source_bytes < HASHED_BESIDE:
+        plan.check_disk(staging.output.absolute(), job_plan.disk_bytes)
+        if staged or job_plan.source_bytes < HASHED_BESIDE:
             progress.phase("hashing the source")
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan)
+    batches = list(tokens.split(execution.batch_size))
     return Job(
-        request=request,
-        checkpoint=checkpoint,
-        method=method,
-        skeleton=skeleton,
-        specs=specs,
-        plan=job_plan,
-        calibration=calibrated,
-        batches=list(tokens.split(job_plan.execution.batch_size)),
-        staging=staging,
-        fingerprint=fingerprint,
-        source_sha256=source_sha256,
-    )
+        request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
+        source_sha256,
+    )  # fmt: skip
+
+
+def _open(request: Request, progress: Progress) -> Checkpoint:
+    """The source. Raises QuantkitError if it is quantized already and nobody allowed that."""
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    if not checkpoint.quantized:
+        return checkpoint
+    if not request.run.allow_requantize:
+        raise QuantkitError(
+            f"{request.source} is quantized already",
+            hint="start from the original checkpoint: quantizing twice adds the errors of both "
+            "(--allow-requantize does it all the same)",
+            exit_code=UNSUPPORTED,
+        )
+    progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
+    return checkpoint
+
+
+def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging:
+    """The place of the output. Raises QuantkitError if it may not be written."""
+    output = output_of(request)
+    if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
+        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
+    staging = Staging(output)
+    if not dry_run:
+        staging.check(request.resume, request.overwrite)
+    return staging
 
 
 def check_run(run: RunOptions) -> None:
@@ -174,14 +168,30 @@ def check_run(run: RunOptions) -> None:
         raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
 
 
-def open_skeleton(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Skeleton:
-    """The skeleton in the precision asked for, of a model that is whole and understood."""
+def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:
+    """The skeleton of a model that is whole and understood, on the device and in the precision asked for.
+
+    adopted: the execution of the job being resumed, which says what `run` does not. Sets torch's threads.
+    """
+    adopted = adopted or {}
+    device = choose_device(adopted.get("device", "auto") if run.device == "auto" else run.device)
+    torch.set_num_threads(run.threads or adopted.get("threads") or torch.get_num_threads())
+    asked = run.dtype if run.dtype != "auto" else adopted.get("dtype", "auto")
     dtypes = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
-    skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(dtype, common, device)), device)
+    skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
     linears.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
-    check_complete(skeleton)
+    skeleton.names.check_complete()
     return skeleton
+
+
+def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> CalibrationSet:
+    """The calibration text that was asked for, as tokens."""
+    progress.phase("reading the calibration text")
+    calibrated = calibration.load(checkpoint, request.calibration, request.offline)
+    if calibrated.warning:
+        progress.warn(calibrated.warning)
+    return calibrated
 
 
 def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearSpec]:

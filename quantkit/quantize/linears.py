@@ -71,13 +71,13 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
     """Every linear of every block, without a grid."""
     specs = []
     for index, block in enumerate(skeleton.blocks):
-        names = skeleton.block_names(index)
         for local, module in block.named_modules():
             if isinstance(module, nn.Linear):
-                name = skeleton.stored_name(names[f"{local}.weight"]).removesuffix(".weight")
+                name = skeleton.names.of_block(index, f"{local}.weight")
+                stored = skeleton.names.stored[name].removesuffix(".weight")
                 shape = module.out_features, module.in_features
-                conv1d = skeleton.is_conv1d(names[f"{local}.weight"])
-                specs.append(LinearSpec(name, index, local, *shape, grid=None, conv1d=conv1d))
+                conv1d = name in skeleton.names.transposed
+                specs.append(LinearSpec(stored, index, local, *shape, grid=None, conv1d=conv1d))
     return specs
 
 
@@ -121,7 +121,7 @@ def refuse_uncovered(skeleton: Skeleton) -> None:
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
         uncovered = [n for n, p in block.named_parameters() if p.ndim >= 2 and n not in linears]
-        lost += [f"{skeleton.blocks_name}.{index}.{name}" for name in uncovered]
+        lost += [f"{skeleton.names.blocks}.{index}.{name}" for name in uncovered]
     if lost:
         raise QuantkitError(
             "these weights belong to no linear that a site covers (fused experts, convolutions): "

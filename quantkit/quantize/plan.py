@@ -200,14 +200,14 @@ def _memory(
 
 def _rest(skeleton: Skeleton) -> int:
     """Parameters outside the blocks."""
-    inside = skeleton.blocks_name + "."
+    inside = skeleton.names.blocks + "."
     outside = (p for name, p in skeleton.model.named_parameters() if not name.startswith(inside))
     return sum(parameter.numel() for parameter in outside)
 
 
 def _largest_outside(skeleton: Skeleton) -> int:
     """Bytes of the largest stored tensor that belongs to no block."""
-    inside = re.compile(rf"(^|\.){re.escape(skeleton.blocks_name.rpartition('.')[2])}\.\d+\.")
+    inside = re.compile(rf"(^|\.){re.escape(skeleton.names.blocks.rpartition('.')[2])}\.\d+\.")
     infos = skeleton.checkpoint.infos.values()
     return max((info.nbytes for info in infos if not inside.search(info.name)), default=0)
 

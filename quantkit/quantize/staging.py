@@ -135,9 +135,17 @@ class Staging:
         path = self._block(index)
         return path.is_file() and path.with_suffix(".json").is_file()
 
-    def record(self, index: int) -> list[dict]:
-        """What was recorded about a staged block's linears."""
-        return json.loads(self._block(index).with_suffix(".json").read_text())
+    def records(self) -> list[dict]:
+        """What was recorded about the linears of all staged blocks."""
+        return [row for path in self._staged() for row in json.loads(path.with_suffix(".json").read_text())]
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Places of all staged blocks' tensors, by stored name."""
+        headers = [safetensors_folder.read_header(path) for path in self._staged()]
+        return {name: info for header in headers for name, info in header.items()}
+
+    def _staged(self) -> list[Path]:
+        return sorted(self.folder.glob("block-*.safetensors"))
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
         """Places of a staged block's tensors, by stored name."""

@@ -65,6 +65,12 @@ class States:
         self._here.pop(k, None)
         self._kept[k].copy_(hidden, non_blocking=True)
 
+    def advance(self, outputs: Iterable[Tensor]) -> None:
+        """Replace all batches by a block's outputs, which may be made of them one by one."""
+        for k, hidden in enumerate(outputs):
+            self[k] = hidden
+        assert k + 1 == len(self), "as many outputs as batches"
+
     def __iter__(self) -> Iterator[Tensor]:
         return (self[k] for k in range(len(self)))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from quantkit.models.device import synchronize
 
@@ -31,3 +32,13 @@ class Timings:
         if wait:
             synchronize(self.device)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def waiting(self, stage: str, batches: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The same batches; the seconds until each is there count for the stage."""
+        source = iter(batches)
+        while True:
+            with self(stage, wait=False):
+                batch = next(source, None)
+            if batch is None:
+                return
+            yield batch

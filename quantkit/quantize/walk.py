@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import is_accelerator
 from quantkit.models.skeleton import FetchedBlock, Skeleton
+from quantkit.quantize.states import States, embedded
 from quantkit.quantize.timings import Timings
 
 # Where a block is read from (None: the skeleton's own checkpoint), and `decoded`: see `Skeleton.load_block`.
@@ -19,7 +20,7 @@ Source = tuple[Checkpoint | None, bool]
 
 def blocks(
     skeleton: Skeleton,
-    source: Callable[[int], Source] = lambda index: (None, False),
+    source: Callable[[int], Source],
     timings: Timings | None = None,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Every block with its index, loaded for as long as the caller looks at it and freed then.
@@ -37,6 +38,23 @@ def blocks(
                 reader.begin(index + 1, source(index + 1))
             yield index, block
             skeleton.free_block(index)
+
+
+def through(
+    skeleton: Skeleton,
+    batches: Sequence[Tensor],
+    decoded: bool = False,
+    entered: Callable[[int], None] = lambda index: None,
+) -> States:
+    """Final hidden states of every batch of ids `[batch, tokens]`; what lies outside the blocks is loaded.
+
+    entered: may change a block, by its index, once it is loaded. decoded: see `Skeleton.load_block`.
+    """
+    states = embedded(batches, skeleton.embed, skeleton.device)
+    for index, _ in blocks(skeleton, lambda index: (None, decoded)):
+        entered(index)
+        states.advance(skeleton.run_block(index, hidden) for hidden in states)
+    return states
 
 
 class _Reader:

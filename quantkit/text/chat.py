@@ -47,7 +47,14 @@ class ChatTemplate:
         Raises QuantkitError when the model has no template or its template refuses the messages.
         Templates that print today's date print TODAY.
         """
-        template = self._template()
+        try:
+            template = self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise QuantkitError(
+                "the model has no chat template",
+                hint="put its chat_template.jinja beside its tokenizer, or give plain text, without --chat",
+                exit_code=USAGE,
+            ) from error
         if self.sha256 is None:
             self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
@@ -62,16 +69,6 @@ class ChatTemplate:
             raise QuantkitError(
                 f"{conversation.where} does not fit the model's chat template: {first_line(error)}",
                 hint="leave such rows out, or give their text under another column",
-                exit_code=USAGE,
-            ) from error
-
-    def _template(self) -> str:
-        try:
-            return self.tokenizer.get_chat_template()
-        except ValueError as error:
-            raise QuantkitError(
-                "the model has no chat template",
-                hint="put its chat_template.jinja beside its tokenizer, or give plain text, without --chat",
                 exit_code=USAGE,
             ) from error
 

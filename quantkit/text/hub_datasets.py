@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +26,30 @@ IN_PART = {"allenai/c4": "en/*.00000-of-*"}  # files enough to calibrate on; the
 
 
 @dataclass(frozen=True)
-class DatasetId:
-    """`org/name[@config][:split[:column]]`, parsed; None where the text says nothing."""
+class Dataset:
+    """`org/name[@config][:split[:column]]`, None where the text says nothing; once a split was opened, all it
+    takes to open it again. revision: the commit."""
 
     repo: str
     config: str | None
     split: str
     column: str | None
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """A split that was opened: all it takes to open it again."""
-
-    repo: str
-    config: str
-    split: str
-    column: str
-    revision: str  # the commit
+    revision: str | None = None
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.config}:{self.split}:{self.column}"
 
 
-def parse(text: str) -> DatasetId | None:
+def parse(text: str) -> Dataset | None:
     """The dataset `text` names, by alias or hub id; None if it has not the form of one."""
     match = ID.fullmatch(ALIASES.get(text, text))
     if match is None:
         return None
-    return DatasetId(match["repo"], match["config"], match["split"] or "train", match["column"])
+    return Dataset(match["repo"], match["config"], match["split"] or "train", match["column"])
 
 
 def open_rows(
-    wanted: DatasetId, default_column: str, column: str, revision: str | None, seed: int, offline: bool
+    wanted: Dataset, default_column: str, column: str, revision: str | None, seed: int, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
     """The dataset as it was found, and its rows as (place, value of the column), fetched as they are taken.
 
@@ -73,7 +64,11 @@ def open_rows(
         library.logging.set_verbosity_error()  # their warnings speak of caches and cards, to their authors
     offline = offline or datasets.config.HF_HUB_OFFLINE
     with _explained(wanted.repo):
-        builder, commit = _cached(wanted, revision) if offline else _remote(wanted, revision)
+        if offline:
+            builder, commit = _cached(wanted, revision)
+        else:  # given the commit, datasets asks neither for it again nor the dataset viewer, another host
+            commit = hub.dataset_revision(wanted.repo, revision)
+            builder = _builder(wanted, wanted.repo, commit)
         splits = builder.as_streaming_dataset()
         if wanted.split not in splits:
             raise QuantkitError(
@@ -90,7 +85,7 @@ def open_rows(
             hint=f"name one: {wanted.repo}:{wanted.split}:COLUMN",
             exit_code=USAGE,
         )
-    opened = Dataset(wanted.repo, builder.config.name, wanted.split, found, commit)
+    opened = replace(wanted, config=builder.config.name, column=found, revision=commit)
     return opened, _rows(stream, opened, seed)
 
 
@@ -106,13 +101,7 @@ def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]
                 yield f"{dataset.repo}:{dataset.split}, row {number} read", row.get(dataset.column)
 
 
-def _remote(wanted: DatasetId, revision: str | None) -> tuple[Any, str]:
-    commit = hub.dataset_revision(wanted.repo, revision)
-    # Given the commit, datasets neither looks it up again nor asks the dataset viewer, a host of its own.
-    return _builder(wanted, wanted.repo, commit), commit
-
-
-def _cached(wanted: DatasetId, revision: str | None) -> tuple[Any, str]:
+def _cached(wanted: Dataset, revision: str | None) -> tuple[Any, str]:
     """From files fetched with `hf download`, else from what `datasets.load_dataset` prepared. No request."""
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
@@ -148,7 +137,7 @@ def _cached(wanted: DatasetId, revision: str | None) -> tuple[Any, str]:
     ) from absent
 
 
-def _builder(wanted: DatasetId, place: str, commit: str | None) -> Any:
+def _builder(wanted: Dataset, place: str, commit: str | None) -> Any:
     """What reads the dataset at `place`: its hub id or a folder. Data files only; no script is ever run."""
     import datasets
 

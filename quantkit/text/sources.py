@@ -42,7 +42,8 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
     Raises QuantkitError when it is none of these or cannot be read, also while documents are taken.
     """
     named, column, revision = options.calibration, options.text_column, options.calibration_revision
-    wanted = hub_datasets.parse(named) if named and _may_be_hub_id(named) else None
+    is_file = not named or Path(named).exists() or named.endswith(FILES)
+    wanted = None if is_file else hub_datasets.parse(named)
     if revision is not None and wanted is None:
         raise QuantkitError(
             "--calibration-revision is for datasets of the hub", "leave it out for a file", USAGE
@@ -51,10 +52,8 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
         dataset, rows = hub_datasets.open_rows(
             wanted, DEFAULT_COLUMN, column, revision, options.seed, offline
         )
-        if dataset.repo in hub_datasets.LINES:
-            documents = _joined(rows, dataset.column)
-        else:
-            documents = _documents(rows, dataset.column)
+        documents_of = _joined if dataset.repo in hub_datasets.LINES else _documents
+        documents = documents_of(rows, dataset.column)
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
     if named is None:
         return Source("shipped", _all_shuffled(_shipped(), options.seed))
@@ -63,10 +62,6 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
         return Source(path.name, _shuffled(_parquet(path, column, options.seed), options.seed))
     documents = _json_lines(path, column) if path.suffix in JSON_LINES else _text(path)
     return Source(path.name, _all_shuffled(documents, options.seed))
-
-
-def _may_be_hub_id(named: str) -> bool:
-    return not Path(named).exists() and not named.endswith(FILES)
 
 
 def _shipped() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import megabytes
@@ -57,46 +58,46 @@ def estimate(record: dict | None, sign: str = "") -> str:
     return f"{value:{sign}{'.3g' if large else '.3f'}} ± {error}"
 
 
-def _bits(path: str) -> Callable[[dict], str]:
-    def cell(model: dict) -> str:
-        value = look_up(model, f"size.{path}")
-        return NOTHING if value is None else f"{value:.2f}"
-
-    return cell
+def bits(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}"
 
 
-def _kld(part: str) -> Callable[[dict], str]:
-    return lambda model: number(look_up(model, f"metrics.kld.{part}"))
+def _at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
+    """The cell of what stands at a path of a model's record."""
+    return lambda model: write(look_up(model, path))
 
 
+KLD = "metrics.kld"
 COLUMNS = (  # what people choose by comes first: narrow terminals cut a table in two
-    Column("size", "bytes of all tensors", lambda m: megabytes(m["size"]["weight_bytes"]), floor=False),
-    Column("bits/weight", "over the whole model", _bits("bits_per_weight"), floor=False),
+    Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes), floor=False),
+    Column("bits/weight", "over the whole model", _at("size.bits_per_weight", bits), floor=False),
     Column(
         "quantized",
         "bits per weight of all that is stored quantized, an embedding too, scales and all",
-        _bits("bits_per_quantized_weight"),
+        _at("size.bits_per_quantized_weight", bits),
         floor=False,
     ),
-    Column("perplexity", "± standard error", lambda m: estimate(look_up(m, "metrics.ppl")), floor=False),
+    Column("perplexity", "± standard error", _at("metrics.ppl", estimate), floor=False),
     Column(
         "Δ perplexity",
         "from the first model, ± standard error of paired tokens",
-        lambda m: estimate(look_up(m, "metrics.dppl"), "+"),
+        _at("metrics.dppl", lambda found: estimate(found, "+")),
         "dppl",
     ),
-    Column("KL divergence", "mean over tokens, from the first model, in nats", _kld("mean"), "kld"),
+    Column(
+        "KL divergence", "mean over tokens, from the first model, in nats", _at(f"{KLD}.mean", number), "kld"
+    ),
     Column(
         "top-1",
         "tokens for which the same next token is likeliest as for the first model",
-        lambda m: percent(look_up(m, "metrics.top1")),
+        _at("metrics.top1", percent),
         "top1",
     ),
 )
 DISTRIBUTION = (
-    Column("KL median", "of the tokens' KL divergences", _kld("median"), "kld"),
-    Column("KL 99 %", "99th percentile of the tokens' KL divergences", _kld("p99"), "kld"),
-    Column("KL max", "of the tokens' KL divergences", _kld("max"), "kld"),
+    Column("KL median", "of the tokens' KL divergences", _at(f"{KLD}.median", number), "kld"),
+    Column("KL 99 %", "99th percentile of the tokens' KL divergences", _at(f"{KLD}.p99", number), "kld"),
+    Column("KL max", "of the tokens' KL divergences", _at(f"{KLD}.max", number), "kld"),
 )
 
 
@@ -112,26 +113,23 @@ def columns(record: dict) -> list[Column]:
         lambda model: "yes" if model["source"] in front else "",
         floor=False,
     )
-    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
-    return [*(column for column in shown if column.needs in measured), *_tasks(record)]
-
-
-def _tasks(record: dict) -> list[Column]:
-    """One for each metric of each task that any model has."""
-    found = dict.fromkeys(
+    tasks = dict.fromkeys(  # each metric of each task that any model has
         (task, metric)
         for model in record["models"]
         for task, metrics in (model["tasks"] or {}).items()
         for metric in metrics
     )
-    return [
-        Column(" ".join(key), "of lm-evaluation-harness, ± standard error", _task(*key), floor=False)
-        for key in found
-    ]
+    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
+    return [*(column for column in shown if column.needs in measured), *map(_task, tasks)]
 
 
-def _task(task: str, metric: str) -> Callable[[dict], str]:
-    return lambda model: estimate((model["tasks"] or {}).get(task, {}).get(metric))
+def _task(key: tuple[str, str]) -> Column:
+    task, metric = key
+
+    def cell(model: dict) -> str:
+        return estimate((model["tasks"] or {}).get(task, {}).get(metric))
+
+    return Column(f"{task} {metric}", "of lm-evaluation-harness, ± standard error", cell, floor=False)
 
 
 def rows(record: dict) -> list[Row]:

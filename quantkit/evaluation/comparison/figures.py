@@ -1,13 +1,14 @@
-"""What the plots show, as data: drawn as SVG for the page, and by matplotlib for PNG."""
+"""What the plots show, as data."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
 from quantkit.evaluation.comparison.gates import look_up
+from quantkit.inspection import names
 from quantkit.tables import megabytes
 
 KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
@@ -85,11 +86,11 @@ def quality(record: dict) -> Figure | None:
     if len(record["models"]) < 2:
         return None
     loss, front = record["pareto"]["loss"], set(record["pareto"]["models"])
-    kld, names = loss == KLD, label_by_source(record)
+    kld, labels = loss == KLD, label_by_source(record)
     series, absent, lines = [], [], []
     for position, model in enumerate(record["models"]):
-        size, value = model["size"]["weight_bytes"], look_up(model, loss)
-        name = names[model["source"]]
+        size, value = float(model["size"]["weight_bytes"]), look_up(model, loss)
+        name = labels[model["source"]]
         if kld and position == 0:
             lines.append(Line(f"{name}, {megabytes(size)}", "x", size))
         elif value is None or (kld and value <= 0):
@@ -132,73 +133,58 @@ def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, f
 
 def by_position(record: dict) -> Figure | None:
     """KL divergence against how many tokens of the window a prediction was given."""
-    names, series = label_by_source(record), []
-    for position, model in enumerate(record["models"]):
-        buckets = look_up(model, "metrics.kld.by_position") or []
-        points = tuple(
-            Point(
-                (row["first"] * row["last"]) ** 0.5,
-                row["mean"],
-                note=f"{names[model['source']]}, {_span(row['first'], row['last'])} tokens of context: "
-                f"{number(row['mean'])} over {row['tokens']} tokens",
-            )
-            for row in buckets
-            if row["mean"] is not None and row["mean"] > 0 and row["first"] > 0
-        )
-        if points:
-            series.append(Series(names[model["source"]], points, position, True))
+
+    def points(model: dict, name: str) -> Iterator[Point]:
+        for row in look_up(model, "metrics.kld.by_position") or ():
+            first, last, mean = row["first"], row["last"], row["mean"]
+            if mean is not None and mean > 0 and first > 0:
+                span = first if first == last else f"{first}-{last}"
+                note = f"{name}, {span} tokens of context: {number(mean)} over {row['tokens']} tokens"
+                yield Point((first * last) ** 0.5, mean, note=note)
+
     return Figure(
         key="position",
         title="KL divergence by position in the window",
         caption="Means over all windows, by the number of tokens a prediction was given.",
         x=Axis("tokens of context", "whole", log=True),
         y=Axis(KLD_AXIS, log=True),
-        series=tuple(series),
+        series=_curves(record, points),
     )
 
 
 def by_layer(record: dict) -> list[Figure]:
     """Error of the quantized linears, block by block; outputs and weights are different scales."""
-    names = label_by_source(record)
-    made = []
-    for measure, meaning in MEASURES.items():
-        series = []
-        for position, model in enumerate(record["models"]):
-            layers = model["layers"]
-            if layers and layers["measure"] == measure:
-                name = names[model["source"]]
-                points = tuple(
-                    Point(block, mean, note=f"{name}, block {block}: {number(mean)}")
-                    for block, mean in _block_means(layers["linears"])
-                    if mean > 0
-                )
-                series.append(Series(name, points, position, True))
-        made.append(
-            Figure(
-                key=f"layers-{measure}",
-                title="Error by block" if measure == "output" else "Weight error by block",
-                caption=f"Mean {meaning} of a block's quantized linears, as the checkpoint was made.",
-                x=Axis("block", "whole"),
-                y=Axis("relative squared error", log=True),
-                series=tuple(one for one in series if one.points),
-            )
+
+    def points(measure: str, model: dict, name: str) -> Iterator[Point]:
+        layers = model["layers"]
+        if layers and layers["measure"] == measure:
+            blocks: dict[int, list[float]] = {}
+            for linear, error in layers["linears"].items():
+                if error is not None and (block := names.split(linear)[0]) is not None:
+                    blocks.setdefault(block, []).append(error)
+            for block, errors in sorted(blocks.items()):
+                if (mean := sum(errors) / len(errors)) > 0:
+                    yield Point(float(block), mean, note=f"{name}, block {block}: {number(mean)}")
+
+    return [
+        Figure(
+            key=f"layers-{measure}",
+            title="Error by block" if measure == "output" else "Weight error by block",
+            caption=f"Mean {meaning} of a block's quantized linears, as the checkpoint was made.",
+            x=Axis("block", "whole"),
+            y=Axis("relative squared error", log=True),
+            series=_curves(record, partial(points, measure)),
         )
-    return made
+        for measure, meaning in MEASURES.items()
+    ]
 
 
-def block_of(linear: str) -> tuple[int, str] | None:
-    """Index of its block and its name there: `(0, "mlp.up_proj")` of `model.layers.0.mlp.up_proj`."""
-    found = re.search(r"(?:^|\.)(\d{1,6})\.(.+)$", linear)
-    return (int(found[1]), found[2]) if found else None
-
-
-def _block_means(linears: dict[str, float | None]) -> Sequence[tuple[int, float]]:
-    blocks: dict[int, list[float]] = {}
-    for name, error in linears.items():
-        if (place := block_of(name)) and error is not None:
-            blocks.setdefault(place[0], []).append(error)
-    return [(index, sum(errors) / len(errors)) for index, errors in sorted(blocks.items())]
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+def _curves(record: dict, points_of: Callable[[dict, str], Iterator[Point]]) -> tuple[Series, ...]:
+    """A line for every model that has points."""
+    labels = label_by_source(record)
+    found = (tuple(points_of(model, labels[model["source"]])) for model in record["models"])
+    return tuple(
+        Series(labels[model["source"]], points, position, True)
+        for position, (model, points) in enumerate(zip(record["models"], found, strict=True))
+        if points
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.comparison import page, png, svg, table
+from quantkit.evaluation.comparison import table
 from quantkit.evaluation.comparison.figures import figures
 
 
@@ -33,38 +34,36 @@ class Outputs:
             raise QuantkitError(
                 f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE
             )
-        if self.plot and self.plot.suffix == ".png":
-            png.check_available()
 
     def write(self, record: dict) -> list[Path]:
         """Write all that is wanted; the paths of page and plots."""
+        from quantkit.evaluation.comparison import drawing, page
+
         written = []
         if self.summary:
-            _write(self.summary, lambda path: _append(path, table.markdown(record)))
+            with _writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
+                file.write(table.markdown(record))
         if self.html:
-            _write(self.html, lambda path: path.write_text(page.page(record), encoding="utf-8"))
+            with _writing(self.html):
+                self.html.write_text(page.page(record), encoding="utf-8")
             written.append(self.html)
         for position, figure in enumerate(figures(record) if self.plot else ()):
             path = self.plot
             if position:
                 path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
-            if path.suffix == ".png":
-                _write(path, lambda path, figure=figure: png.write(figure, path))
-            else:
-                text = svg.document(figure)
-                _write(path, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+            with _writing(path):
+                if path.suffix == ".png":
+                    drawing.png(figure, path)
+                else:
+                    path.write_text(drawing.document(figure), encoding="utf-8")
             written.append(path)
         return written
 
 
-def _append(path: Path, text: str) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        write(path)
+        yield
     except OSError as error:
         raise _unwritable(path, f"cannot be written: {error.strerror}") from error
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from quantkit.errors import GATE, USAGE, QuantkitError
 
-OPERATORS = {"<=": operator.le, ">=": operator.ge}
-SIGNS = {"<=": "≤", ">=": "≥"}
+OPERATORS = {"<=": (operator.le, "≤"), ">=": (operator.ge, "≥")}
 NAMES = {  # metric -> its name, and whether it is written as a percentage
     "dppl.relative": ("perplexity increase", True),
     "dppl.value": ("perplexity increase", False),
@@ -35,7 +34,7 @@ class Gate:
     limit: float
 
     def passes(self, value: float | None) -> bool:
-        return value is not None and OPERATORS[self.op](value, self.limit)
+        return value is not None and OPERATORS[self.op][0](value, self.limit)
 
 
 def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | None) -> list[Gate]:
@@ -117,7 +116,7 @@ def in_words(verdict: dict) -> tuple[str, str, str]:
             return "not a number"
         return f"{100 * value:.4g} %" if share else f"{value:.4g}"
 
-    return name, written(verdict["value"]), f"{SIGNS[verdict['op']]} {written(verdict['limit'])}"
+    return name, written(verdict["value"]), f"{OPERATORS[verdict['op']][1]} {written(verdict['limit'])}"
 
 
 def describe(verdict: dict, label: str) -> str:

@@ -116,16 +116,14 @@ def _check_protocol(one: str, ours: dict, other: str, theirs: dict) -> None:
 
 
 def _check_base(one: str, ours: dict, other: str, theirs: dict) -> None:
-    losses = [model["metrics"]["nll"]["value"] for model in (ours, theirs)]
-    sizes = [model["size"]["weight_bytes"] for model in (ours, theirs)]
-    alike = losses[0] == losses[1] or (None not in losses and abs(losses[0] - losses[1]) <= SAME_NLL)
-    if not alike or sizes[0] != sizes[1]:
-        found = [
-            f"{m['source']} (nll {loss}, {size} bytes)"
-            for m, loss, size in zip((ours, theirs), losses, sizes, strict=True)
-        ]
+    (loss, size), (other_loss, other_size) = (
+        (model["metrics"]["nll"]["value"], model["size"]["weight_bytes"]) for model in (ours, theirs)
+    )
+    alike = loss == other_loss or (None not in (loss, other_loss) and abs(loss - other_loss) <= SAME_NLL)
+    if not alike or size != other_size:
         raise QuantkitError(
-            f"{one} and {other} compare to different models: {found[0]} and {found[1]}",
+            f"{one} and {other} compare to different models: {ours['source']} (nll {loss}, {size} bytes) and "
+            f"{theirs['source']} (nll {other_loss}, {other_size} bytes)",
             hint="divergences from different models cannot be compared: make two reports",
             exit_code=UNSUPPORTED,
         )

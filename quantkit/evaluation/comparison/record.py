@@ -13,7 +13,7 @@ from quantkit import __version__
 from quantkit.evaluation.comparison.gates import Gate, judge, look_up
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.evaluate import Evaluation, Result
+    from quantkit.evaluation.evaluate import Evaluation
     from quantkit.evaluation.metrics import Metrics
     from quantkit.evaluation.windows import Protocol
 
@@ -30,7 +30,9 @@ def record(
     tasks: what the tasks' figures depend on, where some were run.
     """
     floor = evaluation.floor
-    models = _finite([_model(result, chosen) for result in evaluation.results])
+    models = _finite(
+        [asdict(result) | {"metrics": _metrics(result.metrics, chosen)} for result in evaluation.results]
+    )
     return {
         "schema": SCHEMA,
         "data": asdict(protocol) | {"dtype": _name(dtype)},
@@ -65,8 +67,8 @@ def pareto(models: Sequence[dict]) -> dict:
 
     The loss is the KL divergence, 0 for the base, or the perplexity where no divergence was measured.
     """
-    known = (path for path in LOSSES if any(look_up(model, path) is not None for model in models))
-    loss = next(known, LOSSES[-1])
+    diverging = any(look_up(model, LOSSES[0]) is not None for model in models)
+    loss = LOSSES[0] if diverging else LOSSES[1]
     points = []
     for position, model in enumerate(models):
         value = 0.0 if position == 0 and loss == LOSSES[0] else look_up(model, loss)
@@ -78,16 +80,6 @@ def pareto(models: Sequence[dict]) -> dict:
 
 def _beats(one: tuple, other: tuple) -> bool:
     return one[:2] != other[:2] and one[0] <= other[0] and one[1] <= other[1]
-
-
-def _model(result: Result, chosen: frozenset[str]) -> dict:
-    return {
-        "source": result.source,
-        "size": asdict(result.size),
-        "metrics": _metrics(result.metrics, chosen),
-        "layers": result.layers and asdict(result.layers),
-        "tasks": result.tasks,
-    }
 
 
 def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:

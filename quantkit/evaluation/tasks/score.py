@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,7 @@ def score(model: StreamedModel, requests: Sequence[Request], longest: int, liste
         rows.append(_Row(place, ids[:-1], targets))
     rows.sort(key=lambda row: len(row.ids), reverse=True)
     found: dict[int, Score] = {}
-    for batches in _rounds(list(_batches(rows, longest))):
+    for batches in _rounds(_batches(rows, longest)):
         states = model.states([ids for ids, _ in batches], listen)
         for (_, inside), hidden in zip(batches, states, strict=True):
             found |= _scores(model, inside, hidden)
@@ -75,7 +75,7 @@ def _batches(rows: Sequence[_Row], longest: int) -> Iterator[Batch]:
         start += len(inside)
 
 
-def _rounds(batches: Sequence[Batch]) -> Iterator[list[Batch]]:
+def _rounds(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
     """Batches that pass through the blocks together."""
     together: list[Batch] = []
     for batch in batches:

@@ -2,6 +2,10 @@
 
 A block of 32 weights has one scale; a super-block of 256 has a float16 scale for the small integer scales
 of its sub-blocks. `quantize` chooses what ggml's own encoder does; `fit` and `round` serve error feedback.
+
+Begin with `params.py` (what is stored) and `block.py` (what a block type is, but for its encoder). Then the
+encoders: `legacy.py`, the plainest, `kquants.py`, `iq4.py`. They choose scales with `search.py`, ggml's own
+searches to the bit, or `fast.py`, others in a third of the steps. `refit.py` is error feedback's alone.
 """
 
 from __future__ import annotations

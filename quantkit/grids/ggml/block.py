@@ -2,75 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import fast, search
+from quantkit.grids.ggml import params as stored
+from quantkit.grids.ggml.refit import refit
 from quantkit.grids.grid import by_rows, group, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
-from quantkit.grids.parallel import elements_at_once, for_each
-
-T = TypeVar("T")
-HALF_MAX = 65504.0
-HALF_MIN = 2.0**-24  # smallest positive float16 (subnormal)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """d: float16 values in float32, `[rows]` for one block or `[out, blocks]` for a matrix."""
-
-    d: Tensor
-
-    def sub_block(self, k: int | slice) -> tuple[Tensor, Tensor | None]:
-        """Step between neighbouring values and what is subtracted from them (None: nothing), of
-        sub-block k `[rows]`, or of several `[rows, sub-blocks]`."""
-        return self.d[..., None][..., k], None
-
-
-@dataclass(frozen=True)
-class ScaleAndMin:
-    """d, m: as above; m is added to every value."""
-
-    d: Tensor
-    m: Tensor
-
-    def sub_block(self, k: int | slice) -> tuple[Tensor, Tensor | None]:
-        return self.d[..., None][..., k], -self.m[..., None][..., k]
-
-
-@dataclass(frozen=True)
-class SubScales:
-    """d: as above. scales: signed integers in float32, `[..., sub-blocks]`. The step is their product."""
-
-    d: Tensor
-    scales: Tensor
-
-    def sub_block(self, k: int | slice) -> tuple[Tensor, Tensor | None]:
-        return _product(self.d, self.scales, k), None
-
-
-@dataclass(frozen=True)
-class SubScalesAndMins:
-    """d, dmin: as above. scales, mins: unsigned integers in float32, `[..., sub-blocks]`; dmin times
-    a sub-block's min is subtracted from its values."""
-
-    d: Tensor
-    dmin: Tensor
-    scales: Tensor
-    mins: Tensor
-
-    def sub_block(self, k: int | slice) -> tuple[Tensor, Tensor | None]:
-        return _product(self.d, self.scales, k), _product(self.dmin, self.mins, k)
-
-
-def _product(unit: Tensor, multiples: Tensor, k: int | slice) -> Tensor:
-    return multiples[..., k] * (unit if isinstance(k, int) else unit[..., None])
+from quantkit.grids.parallel import by_chunks
 
 
 @dataclass(frozen=True)
@@ -96,37 +40,21 @@ def join(x: Tensor, blocks: int) -> Tensor:
     return x.unflatten(1, (-1, blocks)).transpose(0, 1).reshape(-1, blocks)
 
 
-def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
-    """`work` on the rows of `weight [rows, in]`, a cacheful or all at a time, in order.
-
-    On a CPU torch's threads each take chunks, instead of sharing in every one of a thousand short passes.
-    """
-    rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
-    parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
-    found: list = [None] * len(parts)
-
-    def put(place: int) -> None:
-        found[place] = work(parts[place])
-
-    for_each(put, [(place,) for place in range(len(parts))])
-    return found
-
-
 @dataclass(frozen=True)
 class BlockGrid(WholeLevels):
     """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
-    bits. exact: search as ggml does, to the bit, or faster.
+    bits. exact: search as ggml does, to the bit, or faster. scale_range: the least and the largest scale of
+    a sub-block, for types whose sub-blocks have their own. (What is a field here stands in manifests.)
     """
 
     name: str
     bits: int
     group_size: int
-    sub_size: int
+    sub_size: int = 32
     offset: int = 0
     exact: bool = True
-    spans_matrix = False
     weighted = True
-    clip = False
+    scale_range = 0, 0
 
     @property
     def _search(self) -> ModuleType:
@@ -178,10 +106,6 @@ class BlockGrid(WholeLevels):
         """Parameters `[out, groups]` for `weight [out, in]`."""
         return self.quantize(weight, importance)[1]
 
-    def plain(self) -> BlockGrid:
-        """Itself: ggml has no encoder without a search."""
-        return self
-
     def describe(self) -> str:
         """`Q4_K, blocks of 256`."""
         return f"{self.name}, blocks of {self.group_size}"
@@ -194,12 +118,12 @@ class BlockGrid(WholeLevels):
             level = (rows.unflatten(1, (-1, self.sub_size)) + low[..., None]) / step[..., None]
             return self._nearest(level).flatten(1)
 
-        step, low = self._steps(params)
-        return by_rows(work, codes, weight, divisor(step), low)
+        step, low = params.steps()
+        return by_rows(work, codes, weight, torch.where(step == 0, torch.inf, step), low)
 
     def steps(self, params: Any) -> tuple[Tensor, Tensor]:
         """Step, and what is subtracted from its multiples by a code, `[sub-blocks, rows]`."""
-        return self.in_levels(*(part.t() for part in self._steps(params)))
+        return self.in_levels(*(part.t() for part in params.steps()))
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
         """The same for values `step * (code - offset) - low`."""
@@ -207,8 +131,6 @@ class BlockGrid(WholeLevels):
 
     def refit(self, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
         """Parameters whose sub-block k suits `weight [sub_size, rows]`; the others stay."""
-        from quantkit.grids.ggml.refit import refit
-
         return refit(self, weight, params, k, importance)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
@@ -219,39 +141,12 @@ class BlockGrid(WholeLevels):
             level = self._level(rows.float()).unflatten(1, (-1, self.sub_size))
             return level.mul_(step[..., None]).sub_(low[..., None]).flatten(1)
 
-        return by_rows(work, values, codes, *self._steps(params))
-
-    def _steps(self, params: Any) -> tuple[Tensor, Tensor]:
-        """Step and low of every sub-block, `[rows, sub-blocks]`."""
-        step, low = params.sub_block(slice(None))
-        return step, step.new_zeros(step.shape) if low is None else low
-
-    def nearest(self, weight: Tensor, params: Any) -> Tensor:
-        """`decode(round(weight, params), params)`."""
-        return self.decode(self.round(weight, params), params)
+        return by_rows(work, values, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
-        """d, dmin and m times `factor [rows]`, rounded to float16."""
-        return replace(params, **{name: half(part * factor) for name, part in _halves(params)})
+        """Float16 parameters times `factor [rows]`."""
+        return stored.scaled(params, factor)
 
     def clipped(self, params: Any) -> int:
-        """How many scales lie at the end of float16's range, where weights may be lost."""
-        return sum(
-            int(((part.abs() >= HALF_MAX) | (part.abs() == HALF_MIN)).sum()) for _, part in _halves(params)
-        )
-
-
-def half(x: Tensor) -> Tensor:
-    """Rounded to float16, in float32."""
-    return x.half().float()
-
-
-def _halves(params: Any) -> list[tuple[str, Tensor]]:
-    """The parameters that are stored in float16."""
-    fields = [field.name for field in dataclasses.fields(params)]
-    return [(name, getattr(params, name)) for name in fields if name in ("d", "dmin", "m")]
-
-
-def divisor(step: Tensor) -> Tensor:
-    """step, or infinity for 0: every code has the same value there, that of level 0 is as good as any."""
-    return torch.where(step == 0, torch.inf, step)
+        """Of the float16 parameters."""
+        return stored.clipped(params)

@@ -7,8 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, SubScales, half, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
 from quantkit.grids.ggml.kquants import error_weights
+from quantkit.grids.ggml.params import Scale, SubScales, half
 from quantkit.grids.ggml.search import EPSILON, extreme, over, total
 from quantkit.grids.levels import TableLevels, usable
 
@@ -96,6 +97,8 @@ class Iq4NlGrid(TableGrid):
 class Iq4XsGrid(TableGrid):
     """IQ4_XS: eight signed 6-bit scales for 256 weights. C rounds on d before that becomes a float16."""
 
+    scale_range = -32, 31
+
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, BLOCK)
@@ -109,6 +112,6 @@ class Iq4XsGrid(TableGrid):
 
 
 GRIDS = {
-    "IQ4_NL": Iq4NlGrid("IQ4_NL", 4, BLOCK, BLOCK),
-    "IQ4_XS": Iq4XsGrid("IQ4_XS", 4, 256, BLOCK),
+    "IQ4_NL": Iq4NlGrid("IQ4_NL", 4, BLOCK),
+    "IQ4_XS": Iq4XsGrid("IQ4_XS", 4, 256),
 }

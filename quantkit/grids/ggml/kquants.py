@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantkit.grids.ggml import search
-from quantkit.grids.ggml.block import BlockGrid, Blocks, SubScales, SubScalesAndMins, half, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.params import SubScales, SubScalesAndMins, half
 from quantkit.grids.ggml.search import (
     EPSILON,
     WITH_IMPORTANCE,
@@ -49,6 +50,10 @@ class MinGrid(SuperBlockGrid):
     plan: Plan = Plan(-0.5, 0.1, 15)
     power: float = 2.0
 
+    @property
+    def scale_range(self) -> tuple[int, int]:
+        return 0, self.scale_max
+
     def _encode(self, blocks: Blocks) -> tuple[SubScalesAndMins, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
@@ -77,15 +82,12 @@ class MinGrid(SuperBlockGrid):
 
     def _own_weights(self, x: Tensor) -> Tensor:
         """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
-        weights = x.abs()
-        return (
-            weights
-            if self.bits == 2
-            else weights.add_(square_root(self._search.total(x * x) / self.sub_size))
-        )
+        if self.bits == 2:
+            return x.abs()
+        return x.abs().add_(square_root(self._search.total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit and integers for `parts [sub-blocks, blocks]`, the largest part being scale_max units."""
+        """Unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest integer."""
         largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
         factor = finite(over(self.scale_max, largest))
         return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
@@ -128,12 +130,14 @@ def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor
 class Q3KGrid(SignedGrid):
     """Q3_K."""
 
+    scale_range = -32, 31
+
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None and self.exact:
             scale, codes = search.make_q3(x, self.offset)
-            d, scales, largest = signed_multiples(scale.view(-1, n), -32)
+            d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
             return self._finish(x, d, scales, lambda columns: codes[:, columns])
@@ -153,12 +157,14 @@ class Q3KGrid(SignedGrid):
 class Q6KGrid(SignedGrid):
     """Q6_K."""
 
+    scale_range = -128, 127
+
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
         scale, searched = self._make_qx(x, weights)
-        d, scales, largest = signed_multiples(scale.view(-1, n), -128)
+        d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
         empty = largest.abs() < EPSILON
         params, codes = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
         return params, clear(codes, empty)
@@ -167,7 +173,7 @@ class Q6KGrid(SignedGrid):
 GRIDS = {
     "Q2_K": MinGrid("Q2_K", 2, SUPER_BLOCK, 16, scale_max=15, plan=Plan(-0.5, 0.1, 15, True), power=1.0),
     "Q3_K": Q3KGrid("Q3_K", 3, SUPER_BLOCK, 16, offset=4),
-    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, 32, plan=Plan(-1.0, 0.1, 20)),
-    "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK, 32),
+    "Q4_K": MinGrid("Q4_K", 4, SUPER_BLOCK, plan=Plan(-1.0, 0.1, 20)),
+    "Q5_K": MinGrid("Q5_K", 5, SUPER_BLOCK),
     "Q6_K": Q6KGrid("Q6_K", 6, SUPER_BLOCK, 16, offset=32),
 }

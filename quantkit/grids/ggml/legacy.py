@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks, Scale, ScaleAndMin, half
+from quantkit.grids.ggml.block import BlockGrid, Blocks
 from quantkit.grids.ggml.kquants import error_weights
+from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, lowest, over, total
 
 BLOCK = 32
@@ -76,9 +77,9 @@ class Q8Grid(BlockGrid):
 
 
 GRIDS = {
-    "Q4_0": ScaleGrid("Q4_0", 4, BLOCK, BLOCK, offset=8),
-    "Q4_1": ScaleAndMinGrid("Q4_1", 4, BLOCK, BLOCK),
-    "Q5_0": ScaleGrid("Q5_0", 5, BLOCK, BLOCK, offset=16),
-    "Q5_1": ScaleAndMinGrid("Q5_1", 5, BLOCK, BLOCK),
-    "Q8_0": Q8Grid("Q8_0", 8, BLOCK, BLOCK, offset=128),
+    "Q4_0": ScaleGrid("Q4_0", 4, BLOCK, offset=8),
+    "Q4_1": ScaleAndMinGrid("Q4_1", 4, BLOCK),
+    "Q5_0": ScaleGrid("Q5_0", 5, BLOCK, offset=16),
+    "Q5_1": ScaleAndMinGrid("Q5_1", 5, BLOCK),
+    "Q8_0": Q8Grid("Q8_0", 8, BLOCK, offset=128),
 }

@@ -8,28 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, SubScales, SubScalesAndMins, divisor
+from quantkit.grids.ggml.params import SubScalesAndMins
+from quantkit.grids.grid import Grid
 
 SPAN = 1  # neighbours of the scale on either side that are tried
-SCALES = {
-    "Q2_K": (0, 15),
-    "Q3_K": (-32, 31),
-    "Q4_K": (0, 63),
-    "Q5_K": (0, 63),
-    "Q6_K": (-128, 127),
-    "IQ4_XS": (-32, 31),
-}
 
 
-def refit(grid: BlockGrid, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
+def refit(grid: Grid, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
     """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size, rows]`.
 
     Of the present scale and its neighbours the one with the least squared error, by importance
     `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
     """
-    if not isinstance(params, (SubScales, SubScalesAndMins)):
-        return params
-    lowest, highest = SCALES[grid.name]
+    lowest, highest = grid.scale_range
     present = params.scales[:, k]
     scales = torch.stack([present + change for change in range(-SPAN, SPAN + 1)]).clamp_(lowest, highest)
     fitted = {"scales": scales}
@@ -38,7 +29,8 @@ def refit(grid: BlockGrid, weight: Tensor, params: Any, k: int, importance: Tens
     if isinstance(params, SubScalesAndMins):  # codes for the present min, then the min for those codes
         low = params.dmin * params.mins[:, k]
         above = importance @ _errors(grid, weight, steps, low) / importance.sum() + low
-        fitted["mins"] = (above / divisor(params.dmin)).round_().clamp_(0, highest)
+        unit = torch.where(params.dmin == 0, torch.inf, params.dmin)
+        fitted["mins"] = (above / unit).round_().clamp_(0, highest)
         low = (params.dmin * fitted["mins"])[:, None]
     best = (importance @ _errors(grid, weight, steps, low).square_()).argmin(0, keepdim=True)
     fields = {}
@@ -48,7 +40,7 @@ def refit(grid: BlockGrid, weight: Tensor, params: Any, k: int, importance: Tens
     return replace(params, **fields)
 
 
-def _errors(grid: BlockGrid, weight: Tensor, step: Tensor, low: Tensor) -> Tensor:
+def _errors(grid: Grid, weight: Tensor, step: Tensor, low: Tensor) -> Tensor:
     """What the nearest values lie above `weight`, `[candidates, sub_size, rows]`."""
     unit, bottom = grid.in_levels(step, low)
     level = (weight + bottom).div(unit)

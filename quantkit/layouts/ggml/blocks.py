@@ -14,15 +14,10 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
-from quantkit.grids.ggml.block import (
-    BlockGrid,
-    Scale,
-    ScaleAndMin,
-    SubScales,
-    SubScalesAndMins,
-    by_chunks,
-)
+from quantkit.grids.ggml.block import BlockGrid
+from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubScales, SubScalesAndMins
 from quantkit.grids.grid import flat, matrix
+from quantkit.grids.parallel import by_chunks
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -24,7 +24,7 @@ from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.llamacpp import configuration, rope, tensors
 from quantkit.models.llamacpp.tensors import Target
-from quantkit.models.skeleton import TORCH_DTYPES
+from quantkit.models.skeleton.loading import TORCH_DTYPES
 
 PLAIN = ("F32", "F16", "BF16")
 NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none

@@ -22,7 +22,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.llamacpp import architectures, rope
 from quantkit.models.llamacpp.architectures import Architecture, kv_heads
-from quantkit.models.skeleton import checked
+from quantkit.models.skeleton.loading import checked
 
 if TYPE_CHECKING:
     from quantkit.models.checkpoint import Checkpoint

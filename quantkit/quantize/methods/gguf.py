@@ -141,6 +141,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         metadata=metadata.assemble(checkpoint, targets, file_type, tokenizer),
         imatrix=_imatrix(Path(given), targets) if given not in ("auto", "none") else None,
         gathers=given == "auto",
+        origin="gathered by quantkit" if given == "auto" else given,
         exact=options.exact,
     )
     notes += configuration.notes(checkpoint.config)

@@ -5,14 +5,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from quantkit.layouts import Layout, LinearSpec
-    from quantkit.models.checkpoint import Checkpoint
-    from quantkit.quantize.finish import Summary
-    from quantkit.quantize.job import Job
-    from quantkit.quantize.progress import Progress
+from torch import Tensor
+
+from quantkit.layouts import Layout, LinearSpec
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import Solver
+from quantkit.quantize.staging import Staging
+
+Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
+
+
+@dataclass(frozen=True)
+class Material:
+    """What an output is made of: the source, and the linears of it that lie staged in `layout`.
+
+    shard_bytes: size of a file, where there are several. output_errors: whether errors of linears are those
+    of their outputs on calibration text.
+    """
+
+    skeleton: Skeleton
+    specs: Sequence[LinearSpec]
+    layout: Layout
+    staging: Staging
+    shard_bytes: int
+    output_errors: bool
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.skeleton.checkpoint
+
+    def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
+        """The source's tensors without weights that are staged, quantized or packed before; of one block
+        alone, if given."""
+        rows = (row for row in self.specs if block in (None, row.block))
+        names = (f"{row.name}.weight" for row in rows if row.grid or self.is_packed(row))
+        staged = {stored for name in names for stored in self.checkpoint.stored_as(name)}
+        return {name: info for name, info in self.checkpoint.infos.items() if name not in staged}
+
+    def is_packed(self, row: LinearSpec) -> bool:
+        """Whether the source holds this linear as packed codes."""
+        return self.checkpoint.is_quantized(f"{row.name}.weight")
+
+    def with_block(self, index: int) -> Checkpoint:
+        """The checkpoint as it is once block `index` is staged: readable like any other."""
+        return self.checkpoint.with_tensors(self.untouched(index) | self.staging.infos(index), self.layout)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. steps_down: what it did to
+    get along with less memory than planned."""
+
+    source: str
+    output: str
+    source_bytes: int
+    output_bytes: int
+    bits_per_weight: float
+    bits_per_weight_model: float
+    linears: int
+    kept: int
+    error: float | None
+    rtn_error: float | None
+    fallbacks: dict[str, str]
+    notes: dict[str, list[str]]
+    outlier_columns: dict[str, int]
+    seconds: dict[str, float]
+    steps_down: list[str]
 
 
 class Output(Protocol):
@@ -26,16 +89,16 @@ class Output(Protocol):
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """What will be written, exact from shapes."""
 
-    def planned(self, job: Job) -> list[Planned]:
+    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """What becomes of every matrix."""
 
-    def install_rest(self, job: Job, progress: Progress) -> None:
+    def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """Let what lies outside the blocks compute as it will be stored, before the first block runs."""
 
-    def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
-        """Write it all at `place`, where nothing is yet; `records` are what is known of each linear."""
+    def write(self, material: Material, place: Path, manifest: dict) -> None:
+        """Write it all at `place`, where nothing is yet; the manifest says how it came to be."""
 
-    def describe(self, job: Job, place: Path, summary: Summary) -> None:
+    def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """Add what people read beside the tensors, once those have been verified."""
 
 

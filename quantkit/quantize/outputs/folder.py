@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from quantkit.models.checkpoint import MANIFEST
+from quantkit.layouts import Layout, LinearSpec
+from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
-from quantkit.quantize.finish import TIMINGS, Summary, manifest, merged
-from quantkit.quantize.outputs import Planned, Sizes, model_card
+from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import Solver
 
-if TYPE_CHECKING:
-    from quantkit.layouts import Layout, LinearSpec
-    from quantkit.models.checkpoint import Checkpoint
-    from quantkit.quantize.job import Job
-    from quantkit.quantize.progress import Progress
+TIMINGS = "quantkit-timings.json"
 
 
 class FolderOutput:
@@ -33,7 +30,7 @@ class FolderOutput:
         quantized = sum(layout.nbytes(spec) for spec in rows)
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
 
-    def planned(self, job: Job) -> list[Planned]:
+    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """The linears of the blocks."""
         return [
             Planned(
@@ -42,29 +39,31 @@ class FolderOutput:
                 (row.out_features, row.in_features),
                 row.grid.describe() if row.grid else f"16 bit ({row.kept})",
             )
-            for row in job.specs
+            for row in specs
         ]
 
-    def install_rest(self, job: Job, progress: Progress) -> None:
+    def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """It is stored as it was read."""
 
-    def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
+    def write(self, material: Material, place: Path, manifest: dict) -> None:
         """The folder without what `describe` adds."""
         place.mkdir()
-        shard_bytes = int(job.request.run.max_shard_gb * 1e9)
-        safetensors_folder.write_folder(place, merged(job).values(), shard_bytes, job.checkpoint.data)
-        job.checkpoint.write_companions(place)
-        config = dict(job.checkpoint.raw_config, quantization_config=job.method.layout.config(job.specs))
+        checkpoint, layout, specs = material.checkpoint, material.layout, material.specs
+        infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
+        infos |= material.staging.tensors()
+        safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
+        checkpoint.write_companions(place)
+        config = dict(checkpoint.raw_config, quantization_config=layout.config(specs))
         _write_json(place / "config.json", config)
-        for name, content in job.method.layout.files(job.specs).items():
+        for name, content in layout.files(specs).items():
             _write_json(place / name, content)
-        _write_json(place / MANIFEST, manifest(job, records))
+        _write_json(place / MANIFEST, manifest)
 
-    def describe(self, job: Job, place: Path, summary: Summary) -> None:
+    def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """Timings, which are outside the promise of equal bytes, and the model card."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
-        (place / "README.md").write_text(model_card.render(job, summary))
+        (place / "README.md").write_text(model_card.render(material, manifest, summary))
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -12,30 +12,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.grids.ggml import TYPES, named
+from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.quantize import staging
-from quantkit.quantize.finish import manifest
 from quantkit.quantize.importance import of_head
-from quantkit.quantize.outputs import Planned, Sizes
+from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
-
-if TYPE_CHECKING:
-    from quantkit.layouts import Layout, LinearSpec
-    from quantkit.models.checkpoint import Checkpoint
-    from quantkit.quantize.finish import Summary
-    from quantkit.quantize.job import Job
-
+from quantkit.quantize.solvers import SiteStatistics, Solver
 
 TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
 
@@ -45,7 +40,8 @@ class GgufOutput:
     """See `outputs.Output`. chosen: the type of every target, by its name; metadata: that of the file.
 
     imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
-    is to be found out by calibration text first. exact: encode byte for byte as ggml does.
+    is to be found out by calibration text first; origin: where it comes from. exact: encode byte for byte as
+    ggml does.
     """
 
     targets: tuple[Target, ...]
@@ -53,6 +49,7 @@ class GgufOutput:
     metadata: Mapping[str, Any]
     imatrix: Imatrix | None = None
     gathers: bool = False
+    origin: str = ""
     exact: bool = True
 
     @property
@@ -88,9 +85,9 @@ class GgufOutput:
             weights=sum(row.weights for row in rows if row),
         )
 
-    def planned(self, job: Job) -> list[Planned]:
+    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """All matrices, by their names in the file."""
-        types = self.types(job.checkpoint, job.specs)
+        types = self.types(checkpoint, specs)
         rows = []
         for target in self.targets:
             if len(target.shape) == 2:
@@ -99,119 +96,119 @@ class GgufOutput:
                 rows.append(Planned(name, index, target.shape, types[target.name]))
         return rows
 
-    def install_rest(self, job: Job, progress: Progress) -> None:
+    def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
-        types = self.types(job.checkpoint, job.specs)
-        model = job.skeleton.model
+        skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
+        types, model = self.types(checkpoint, material.specs), skeleton.model
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
-        if not job.staging.rest():
-            blobs = {t.name: _encoded(t, job, [types[t.name]], None)[0] for t in rest}
+        if not staged.rest():
+            blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0] for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring what enters the output matrix")
-                blobs[head.name] = _solved(head, types[head.name], job, progress)
-            job.staging.write_rest(blobs)
+                statistics = of_head(skeleton, batches)
+                blobs[head.name] = _solved(head, types[head.name], statistics, material, solver, progress)
+            staged.write_rest(blobs)
         ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
         for target in rest:
-            blob = staging.load(job.staging.rest()[target.name])
+            blob = staging.load(staged.rest()[target.name])
             values = decode_rows(types[target.name], blob, target.shape[1])
-            values = nn.Parameter(values.to(job.skeleton.device, job.skeleton.dtype), requires_grad=False)
+            values = nn.Parameter(values.to(skeleton.device, skeleton.dtype), requires_grad=False)
             (name,) = target.parameters
             twins = {a for pair in ties.items() if name in pair for a in pair} - own
             for place in (name, *twins):
                 owner, _, leaf = place.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, values)
 
-    def write(self, job: Job, place: Path, records: Sequence[dict]) -> None:
+    def write(self, material: Material, place: Path, manifest: dict) -> None:
         """The file, from what is staged and what is not."""
-        _write([(job, place)], records, None, Progress())
+        self.encode([File(self, material, place, manifest)], None, Progress())
 
-    def encode(self, files: Sequence[tuple[Job, Path]], imatrix: Imatrix | None, progress: Progress) -> None:
-        """Several files of one model in one pass over the source, none of whose linears is staged."""
-        _write(files, (), imatrix, progress)
+    def encode(self, files: Sequence[File], imatrix: Imatrix | None, progress: Progress) -> None:
+        """Files of one model in one pass over the source; what is staged, of one file alone, lies there."""
+        material = files[0].material
+        types = [one.output.types(one.material.checkpoint, one.material.specs) for one in files]
+        importance = imatrix.values() if imatrix else {}
+        staged = self._staged(material)
+        with ExitStack() as stack:
+            writers = []
+            for one, chosen in zip(files, types, strict=True):
+                entries = [Entry(target.name, chosen[target.name], target.shape) for target in self.targets]
+                writer = GgufWriter(one.place, one.output._metadata(one.manifest, imatrix), entries)
+                writers.append(stack.enter_context(writer))
+            for position, target in enumerate(self.targets):
+                progress.counting("writing tensors", position, len(self.targets))
+                if target.name in staged:
+                    found = [staging.load(staged[target.name])]
+                else:
+                    wanted = [chosen[target.name] for chosen in types]
+                    found = self._encoded(target, material.checkpoint, wanted, importance.get(target.name))
+                for writer, rows in zip(writers, found, strict=True):
+                    moved = rows if target.index is None else rows.index_select(0, target.index)
+                    writer.write(target.name, [moved.contiguous().numpy()])
+            progress.counting("writing tensors", len(self.targets), len(self.targets))
 
-    def describe(self, job: Job, place: Path, summary: Summary) -> None:
+    def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """The file says it all."""
 
+    def _encoded(
+        self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
+    ) -> list[Tensor]:
+        """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
+        values = target.read(checkpoint)
+        if target.shift:
+            values = target.to_gguf(values)
+        rows = values if values.ndim == 2 else values[:, None]
+        return [encode_rows(name, rows, importance, self.exact) for name in types]
 
-def _write(
-    files: Sequence[tuple[Job, Path]],
-    records: Sequence[dict],
-    imatrix: Imatrix | None,
+    def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
+        """The file's metadata, and how it came to be."""
+        used = imatrix.metadata(self.origin) if imatrix else {}
+        return {**self.metadata, **used, "quantkit.manifest": json.dumps(manifest, ensure_ascii=False)}
+
+    def _staged(self, material: Material) -> dict[str, TensorInfo]:
+        """Where tensors lie that are encoded already, by their names in the file."""
+        names, infos = self.linears, material.staging.rest()
+        for name, info in material.staging.tensors().items():
+            linear, _, part = name.rpartition(".")
+            if part == material.layout.marker:
+                infos[names[linear]] = info
+        return infos
+
+
+class File(NamedTuple):
+    """One of several that are made together."""
+
+    output: GgufOutput
+    material: Material
+    place: Path
+    manifest: dict
+
+
+def _solved(
+    head: Target,
+    type_name: str,
+    statistics: SiteStatistics,
+    material: Material,
+    solver: Solver,
     progress: Progress,
-) -> None:
-    job = files[0][0]
-    targets = job.method.output.targets
-    types = [one.method.output.types(one.checkpoint, one.specs) for one, _ in files]
-    importance = imatrix.values() if imatrix else {}
-    staged = _staged(job)
-    with ExitStack() as stack:
-        writers = []
-        for (one, place), chosen in zip(files, types, strict=True):
-            entries = [Entry(target.name, chosen[target.name], target.shape) for target in targets]
-            writers.append(stack.enter_context(GgufWriter(place, _metadata(one, records, imatrix), entries)))
-        for position, target in enumerate(targets):
-            progress.counting("writing tensors", position, len(targets))
-            if target.name in staged:
-                found = [staging.load(staged[target.name])]
-            else:
-                wanted = [chosen[target.name] for chosen in types]
-                found = _encoded(target, job, wanted, importance.get(target.name))
-            for writer, rows in zip(writers, found, strict=True):
-                moved = rows if target.index is None else rows.index_select(0, target.index)
-                writer.write(target.name, [moved.contiguous().numpy()])
-        progress.counting("writing tensors", len(targets), len(targets))
-
-
-def _encoded(target: Target, job: Job, types: Sequence[str], importance: Tensor | None) -> list[Tensor]:
-    """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
-    values = target.read(job.checkpoint)
-    if target.shift:
-        values = target.to_gguf(values)
-    rows = values if values.ndim == 2 else values[:, None]
-    return [encode_rows(name, rows, importance, job.method.output.exact) for name in types]
-
-
-def _solved(head: Target, type_name: str, job: Job, progress: Progress) -> Tensor:
+) -> Tensor:
     """The output matrix by error feedback, uint8 `[out, bytes]`: as many rows at a time as a block's largest
     linear has weights.
 
     Where it is the embedding, too, errors count in both places: as much again for every column alike.
     """
-    statistics = of_head(job.skeleton, job.batches)
-    weight, grid, solver = head.read(job.checkpoint), named(type_name), job.method.solver
+    weight, grid, layout = head.read(material.checkpoint), named(type_name), material.layout
     if head.name == EMBEDDING:
         solver = replace(solver, damp=TIED)
-    rows = max(1, max(row.weights for row in job.specs) // head.shape[1])
+    rows = max(1, max(row.weights for row in material.specs) // head.shape[1])
     blobs = []
     for part in weight.split(rows):
-        values = part.to(job.skeleton.device, torch.float32)
+        values = part.to(statistics.hessian.device, torch.float32)
         (solved,) = solver.solve([values], [grid], statistics)
         if solved.fallback:
             progress.warn(f"{head.name}: {solved.fallback}")
-        blobs.append(job.method.layout.encode(solved.weight)[job.method.layout.marker].cpu())
+        blobs.append(layout.encode(solved.weight)[layout.marker].cpu())
     return torch.cat(blobs)
-
-
-def _metadata(job: Job, records: Sequence[dict], imatrix: Imatrix | None) -> dict[str, Any]:
-    """The file's metadata, and how it came to be."""
-    output = job.method.output
-    origin = "gathered by quantkit" if output.gathers else job.request.options.imatrix
-    used = imatrix.metadata(origin) if imatrix else {}
-    record = json.dumps(manifest(job, records), ensure_ascii=False)
-    return {**output.metadata, **used, "quantkit.manifest": record}
-
-
-def _staged(job: Job) -> dict[str, TensorInfo]:
-    """Where tensors lie that are encoded already, by their names in the file."""
-    infos = job.staging.rest()
-    linears = job.method.output.linears
-    for index in range(len(job.skeleton.blocks)):
-        if job.staging.is_done(index):
-            for name, info in job.staging.infos(index).items():
-                linear, _, part = name.rpartition(".")
-                if part == job.method.layout.marker:
-                    infos[linears[linear]] = info
-    return infos

@@ -7,15 +7,16 @@ from pathlib import Path
 from quantkit import __version__
 from quantkit.errors import count
 from quantkit.models import hub
+from quantkit.quantize.outputs import Material, Summary
 
 
-def render(job, summary) -> str:
+def render(material: Material, manifest: dict, summary: Summary) -> str:
     """A model card for the hub: how it was made, what it cost, how to load it."""
     name = Path(summary.output).name
     local = Path(summary.source).exists() or not hub.is_id(summary.source)
     source = Path(summary.source).name if local else summary.source
-    measured = "output" if "hessian" in job.method.needs else "weight"
-    layout = job.method.layout.config(job.specs)
+    measured = "output" if material.output_errors else "weight"
+    layout, made = material.layout.config(material.specs), manifest["job"]["calibration"]
     lines = [
         "---",
         f"base_model: {source}",
@@ -33,16 +34,15 @@ def render(job, summary) -> str:
         "",
         "| option | value |",
         "| --- | --- |",
-        *(f"| {key} | {value} |" for key, value in job.fingerprint["options"].items()),
+        *(f"| {key} | {value} |" for key, value in manifest["job"]["options"].items()),
         "",
         f"Mean relative {measured} error of a linear: {summary.error:.3g}"
         + (f" (round to nearest: {summary.rtn_error:.3g})." if summary.rtn_error is not None else "."),
     ]
-    if job.calibration:
-        made = job.calibration.provenance
+    if made:
         lines.append(
-            f"Calibrated on {made.samples} sequences of {made.seqlen} tokens of {made.source} text "
-            f"(sha256 {made.sha256[:16]}…)."
+            f"Calibrated on {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text "
+            f"(sha256 {made['sha256'][:16]}…)."
         )
     if summary.kept:
         lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")

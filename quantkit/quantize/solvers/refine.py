@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
-from quantkit.quantize.solvers.sweep import RUN, Chosen
+from quantkit.quantize.solvers.columns import RUN, Chosen
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -48,10 +48,10 @@ class _Visit:
     ):
         self.grid, self.chosen, self.groups = grid, chosen, groups
         where = slice(groups.start, None, groups.step)
-        own = [x.unflatten(0, (-1, grid.group_size))[where] for x in (target, chosen.delta, chosen.codes)]
+        own = [x.unflatten(0, (-1, grid.group_size))[where] for x in (target, chosen.E, chosen.codes)]
         self.target, self.delta, self.codes = own
         rows = hessian.unflatten(0, (-1, grid.group_size))[where]
-        self.residual = (rows.flatten(0, 1) @ chosen.delta).view(self.target.shape)  # r_j / H_jj
+        self.residual = (rows.flatten(0, 1) @ chosen.E).view(self.target.shape)  # r_j / H_jj
         # [groups, size, groups, size], and what columns of the same group are to each other
         self.hessian = rows.unflatten(2, (-1, grid.group_size))[:, :, where].contiguous()
         self.own = self.hessian.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()

@@ -11,15 +11,20 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, flat
 from quantkit.grids.grid import rows as rows_of
-from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import by_chunks
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping
 from quantkit.quantize.solvers.clip import clipped_ranges
 from quantkit.quantize.solvers.loss import loss
 
 
-def quantize(weight: Tensor, grid: Grid, importance: Tensor | None = None) -> QuantizedWeight:
-    """`weight [out, in]` float32 on `grid`; `importance [in]` weighs the search of the ranges."""
-    return nearest(weight, grid, grid.fit_matrix(weight, importance))
+def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
+    """`weight [out, in]` float32 on `grid`."""
+    return nearest(weight, grid, grid.fit_matrix(weight))
+
+
+def fitted(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
+    """Parameters `[out, groups]`; a weighted grid takes the mean square of its inputs into account."""
+    return grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
 
 
 def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
@@ -31,14 +36,13 @@ def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
 def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
     """`Ŵ - W`, `[out, in]`, of `nearest`."""
     delta = torch.empty_like(weight)
-    rows = max(1, elements_at_once(weight.device) // weight.shape[1])
 
     def work(part: slice) -> None:
         values = weight[part].reshape(-1, grid.group_size).clone()
         values = grid.nearest(values, flat(rows_of(params, part))).view_as(weight[part])
         torch.sub(values, weight[part], out=delta[part])
 
-    for_each(work, [(slice(start, start + rows),) for start in range(0, len(weight), rows)])
+    by_chunks(work, weight)
     return delta
 
 
@@ -62,8 +66,7 @@ class RtnSolver:
         """Without second moments there are no errors: no inputs are known to weigh them with."""
         if self.weighted:
             return [_weighted(w, grid, statistics.hessian) for w, grid in zip(weights, grids, strict=True)]
-        solved = []
-        outliers = None
+        solved, outliers = [], None
         if self.threshold is not None:
             outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
         for weight, grid in zip(weights, grids, strict=True):
@@ -75,7 +78,7 @@ class RtnSolver:
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
     """Rounded with clipped ranges if the grid is to be clipped and the outputs gain by it."""
     scale = max(loss(weight, hessian), 1e-30)
-    plain = quantize(weight, grid.plain())
+    plain = nearest(weight, grid, fitted(weight, grid, hessian))
     plain_error = loss(plain.values() - weight, hessian) / scale
     if grid.clip:
         clipped = nearest(weight, grid, clipped_ranges(weight, grid.plain(), hessian))

@@ -15,15 +15,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 from quantkit.quantize.capture import Site
 from quantkit.quantize.solvers.loss import row_losses
 from quantkit.quantize.transforms import BlockView, Transformed
-from quantkit.quantize.transforms.fold import Producer, find_producer
+from quantkit.quantize.transforms.fold import Producer, assign, find_producer
+from quantkit.quantize.transforms.stored import divided, in_float32
 
 ROWS = 512  # rows looked at together, at least
 SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
@@ -38,13 +38,12 @@ class AwqTransform:
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
-        original = _in_float32(view.block)
-        wanted = [site for site in view.sites if site in view.statistics]
-        producers = {site: find_producer(view, site) for site in wanted}
         result = Transformed(statistics=dict(view.statistics))
-        for site, producer in producers.items():
-            self._scale(view, site, producer, result)
-        _back_in_place(view, original, result.changed)
+        with in_float32(view, result.changed):
+            wanted = [site for site in view.sites if site in view.statistics]
+            producers = {site: find_producer(view, site) for site in wanted}
+            for site, producer in producers.items():
+                self._scale(view, site, producer, result)
         return result
 
     def _scale(self, view: BlockView, site: Site, producer: Producer | None, result: Transformed) -> None:
@@ -61,17 +60,13 @@ class AwqTransform:
         scale = search(losses, producer.tied(statistics.magnitude), self.n_grid)
         if scale is None:
             return
-        scale, stored = _as_stored(view, producer, scale)
+        scale, new = divided(view, producer, scale)
         if not losses.of(scale, limit=sum(losses.plain)) < sum(losses.plain):
             return
-        for name, tensor in stored.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(view.block.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
-            result.changed.add(name)
-        for name in site.linears:
-            linear = view.block.get_submodule(name)
-            linear.weight = nn.Parameter(linear.weight * scale, requires_grad=False)
-            result.changed.add(f"{name}.weight")
+        new |= {f"{name}.weight": view.block.get_submodule(name).weight * scale for name in site.linears}
+        for name, tensor in new.items():
+            assign(view.block, name, tensor)
+        result.changed.update(new)
         result.statistics[site] = replace(
             statistics, hessian=statistics.hessian / scale / scale[:, None], magnitude=None
         )
@@ -80,7 +75,8 @@ class AwqTransform:
 class Losses:
     """`tr(dW H dWᵀ)` of a site's linears under scales of its inputs, `dW = Q(W s) / s - W`.
 
-    weights: `[out_k, in]` float32. plain: the loss of each linear as it is, without a scale.
+    weights: `[out_k, in]` float32. plain: the loss of each linear as it is, without a scale. Groups are
+    fitted one by one, also where they depend on one another (double quantization).
     Rows lose independently and never less than nothing, so a scale is given up once the rows looked at
     have lost more than a limit: those that lose most come first.
     """
@@ -135,50 +131,3 @@ def candidate(magnitude: Tensor, alpha: float) -> Tensor:
     """`s = mean|x|^α`, normalised so that its largest and smallest value are each other's inverse."""
     scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
     return scale / (scale.max() * scale.min()).sqrt()
-
-
-def _as_stored(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The scale that a producer's 16-bit weights really have when divided by `scale`, and these weights.
-
-    A norm's weight is rounded first, and the columns then take what is left: `w / w_stored`. Rows of a
-    linear have no single factor once rounded; they are quantized, or lose what 16 bit lose.
-    """
-    module = view.block.get_submodule(producer.name)
-    before = {name: parameter.clone() for name, parameter in module.named_parameters(recurse=False)}
-    if module.weight.ndim == 1:
-        extra = 1.0 if producer.one_plus else 0.0
-        acting = module.weight.float() + extra
-        exact = acting / (view.stored(f"{producer.name}.weight", acting / scale - extra).float() + extra)
-        usable = torch.isfinite(exact) & (exact > 0)
-        scale = torch.where(usable, exact, 1.0)
-    producer.divide(view.block, scale)
-    stored = {
-        f"{producer.name}.{name}": parameter.detach()
-        for name, parameter in module.named_parameters(recurse=False)
-    }
-    for name, parameter in before.items():
-        setattr(module, name, nn.Parameter(parameter, requires_grad=False))
-    return scale, stored
-
-
-def _in_float32(block: nn.Module) -> dict[str, torch.dtype]:
-    """Hold the block's parameters in float32 for a while; their own dtypes by name."""
-    dtypes = {name: parameter.dtype for name, parameter in block.named_parameters()}
-    block.float()
-    return dtypes
-
-
-def _back_in_place(view: BlockView, dtypes: dict[str, torch.dtype], changed: set[str]) -> None:
-    """Parameters that stay in 16 bit are rounded as they will be stored; quantized ones wait in float32."""
-    for name in list(changed):
-        linear = name.removesuffix(".weight")
-        if view.grids.get(linear):
-            changed.discard(name)
-    for name, dtype in dtypes.items():
-        owner, _, leaf = name.rpartition(".")
-        if view.grids.get(owner) and leaf == "weight":
-            continue
-        module = view.block.get_submodule(owner)
-        tensor = getattr(module, leaf).detach()
-        tensor = view.stored(name, tensor) if name in changed else tensor
-        setattr(module, leaf, nn.Parameter(tensor.to(dtype), requires_grad=False))

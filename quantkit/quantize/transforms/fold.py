@@ -21,7 +21,8 @@ from quantkit.quantize.capture import Site
 from quantkit.quantize.transforms import BlockView
 
 TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms that store w - 1 round
-GRANULES = {4096: 16, 1 << 62: 64}  # rows of a fused linear tried together, by its size: heads are multiples
+GRANULES = 16, 64  # rows of a fused linear tried together, up to LARGE and beyond: heads are multiples
+LARGE = 4096
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Producer:
         sums = values.new_zeros(count).index_add_(0, rows, values)
         return (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows].to(channels.device)
 
-    def divide(self, block: nn.Module, scale: Tensor) -> None:
-        """Divide what the producer produces by `scale [in]`, equal on channels that share a row."""
+    def divided(self, block: nn.Module, scale: Tensor) -> dict[str, Tensor]:
+        """The producer's parameters, float32, by their names in the block, for products divided by `scale
+        [in]`, equal on channels that share a row."""
         module = block.get_submodule(self.name)
         factor = torch.ones(len(module.weight), dtype=torch.float32, device=scale.device)
         factor[self.rows] = 1 / scale
@@ -54,9 +56,10 @@ class Producer:
             weight = weight * factor[:, None]
         else:
             weight = (1 + weight) * factor - 1 if self.one_plus else weight * factor
-        _assign(module, "weight", weight)
+        found = {f"{self.name}.weight": weight}
         if getattr(module, "bias", None) is not None:
-            _assign(module, "bias", module.bias.float() * factor)
+            found[f"{self.name}.bias"] = module.bias.float() * factor
+        return found
 
 
 def find_producer(view: BlockView, site: Site) -> Producer | None:
@@ -125,10 +128,10 @@ def _proven(view: BlockView, site: Site, producer: Producer, before: _Observatio
     exponents = torch.randint(-1, 2, (count,), generator=generator).to(producer.rows.device)
     scale = torch.exp2(exponents.float())[producer.rows]
     with _restored(view.block, [producer.name, *site.linears]):
-        producer.divide(view.block, scale)
-        for name in site.linears:
-            linear = view.block.get_submodule(name)
-            _assign(linear, "weight", linear.weight * scale.to(linear.weight.dtype))
+        new = producer.divided(view.block, scale)
+        new |= {f"{name}.weight": view.block.get_submodule(name).weight * scale for name in site.linears}
+        for name, tensor in new.items():
+            assign(view.block, name, tensor)
         after = _observe(view)
     if not _alike(after.inputs[site] * scale, before.inputs[site]):
         return False
@@ -151,8 +154,7 @@ def _followed_rows(
     Rows that act on nothing but single channels are found by halving; which of them a channel follows
     is then read off bit by bit: with bit k of their number set, rows are doubled, and channels with them.
     """
-    size = next(value for limit, value in GRANULES.items() if out_features <= limit)
-    granule = math.gcd(out_features, size)
+    granule = math.gcd(out_features, GRANULES[out_features > LARGE])
     everything = torch.arange(out_features, device=before.output.device)
     if _response(view, site, name, everything, before) is _UNMOVED:
         return None
@@ -201,7 +203,7 @@ def _response(view: BlockView, site: Site, name: str, rows: Tensor, before: _Obs
             if getattr(module, part, None) is not None:
                 changed = getattr(module, part).detach().clone()
                 changed[rows] *= 2
-                _assign(module, part, changed)
+                assign(view.block, f"{name}.{part}", changed)
         after = _observe(view).inputs[site].flatten(0, -2)
     expected = before.inputs[site].flatten(0, -2)
     doubled = (after * expected).sum(0) > 1.5 * expected.square().sum(0)
@@ -223,6 +225,9 @@ def _restored(block: nn.Module, names: Sequence[str]) -> Iterator[None]:
                 setattr(module, name, parameter)
 
 
-def _assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    dtype = getattr(module, name).dtype
-    setattr(module, name, nn.Parameter(tensor.to(dtype), requires_grad=False))
+def assign(block: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter of the block in place, in the dtype that it has."""
+    owner, _, leaf = name.rpartition(".")
+    module = block.get_submodule(owner)
+    dtype = getattr(module, leaf).dtype
+    setattr(module, leaf, nn.Parameter(tensor.detach().to(dtype), requires_grad=False))

@@ -1,0 +1,146 @@
+"""The model without its blocks' weights: embeddings, final norm and head are real, blocks come and go.
+
+transformers builds the model on the meta device. The decoder blocks are then replaced by stubs that record
+the arguments they are called with (`recording`); a block is later run by itself with what its stub recorded,
+so masks and rotary embeddings are the model's own, whatever the architecture. There is no table of
+architectures: the blocks are the ModuleList as long as the configuration says the model is deep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from quantkit.layouts import Layout
+from quantkit.models import meta_model
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
+from quantkit.models.skeleton.names import Names
+from quantkit.models.skeleton.recording import Recorder
+
+
+class Skeleton:
+    """A checkpoint as a model whose decoder blocks are loaded one at a time.
+
+    `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
+    `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
+    those of the whole model.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self.model = meta_model.build(checkpoint, dtype, device)
+        name, container = meta_model.find_blocks(self.model, checkpoint)
+        self.names = Names(self.model, name, meta_model.replace_conv1d(self.model), checkpoint)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.blocks = list(container)
+        self._recorder = Recorder(self.model, container, device)
+        self._reader = Reader(self.names, checkpoint, dtype, device)
+        self._installer = Installer(dtype, device)
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """Every parameter that the checkpoint holds, by its name in the model; values may be on meta."""
+        inside = {
+            self.names.of_block(index, local): parameter
+            for index, block in enumerate(self.blocks)
+            for local, parameter in block.named_parameters()
+        }
+        everything = inside | dict(self.model.named_parameters())
+        return {name: everything[name] for name in everything if name in self.names.stored}
+
+    def read(self, name: str, expected: Tensor) -> Tensor:
+        """Values of the model's tensor `name` on the host, as it computes with them; see `Reader.read`."""
+        return self._reader.read(name, expected)
+
+    def load_rest(self) -> None:
+        """Load everything outside the blocks; tied tensors stay one tensor, unless they are stored unlike.
+
+        Raises QuantkitError for an architecture whose blocks cannot be run by themselves.
+        """
+        tensors, stored = self.model.state_dict(), self.names.stored
+        state = {
+            name: self.read(name, tensor).to(self.device)
+            for name, tensor in tensors.items()
+            if name in stored and not name.startswith(self.names.blocks + ".")
+        }
+        self.model.load_state_dict(state, strict=False, assign=True)
+        self.model.tie_weights(missing_keys=tensors.keys() - stored.keys(), recompute_mapping=False)
+        self.model.requires_grad_(False)
+        self._recorder.learn()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`."""
+        return self._recorder.embed(ids)
+
+    def run_block(self, index: int, hidden: Tensor) -> Tensor:
+        """Hidden states after block `index`, in their own precision, which must be the block's."""
+        call = self._recorder.call(index, tuple(hidden.shape[:2]))
+        if hidden.dtype != self.dtype:
+            call = tree_map(lambda part: part.to(hidden.dtype) if _is_float(part) else part, call)
+        args, kwargs = call
+        with torch.no_grad():
+            out = self.blocks[index](hidden, *args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
+
+        The model's own code runs what follows the blocks: norm, head, soft-capping, scaling.
+        """
+        return self._recorder.logits(hidden)
+
+    def fetch_block(
+        self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False
+    ) -> FetchedBlock:
+        """Read block `index` into the host's memory; see `load_block`. May run beside the device's work."""
+        reader = replace(self._reader, checkpoint=checkpoint or self.checkpoint)
+        return reader.block(index, self.blocks[index], decoded)
+
+    def load_block(
+        self,
+        index: int,
+        checkpoint: Checkpoint | None = None,
+        decoded: bool = False,
+        fetched: FetchedBlock | None = None,
+    ) -> nn.Module:
+        """Load the weights of block `index`, from `checkpoint` instead of the skeleton's own if given, or as
+        they were `fetched` before.
+
+        Packed linears compute as `install` says; `decoded`: with the decoded weight alone, whatever the
+        layout does to activations.
+        """
+        self._installer.load(self.blocks[index], fetched or self.fetch_block(index, checkpoint, decoded))
+        return self.blocks[index]
+
+    def install(
+        self, index: int, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
+    ) -> Tensor:
+        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`,
+        and return the decoded weight `[out, in]`.
+
+        That is the decoded weight, or the layout's own module where activations are quantized, too.
+        """
+        return self._installer.install(self.blocks[index], local, layout, parts, stored)
+
+    def free_block(self, index: int) -> None:
+        """Give the memory of block `index` back to the system; its parameters return to meta."""
+        self._installer.free(self.blocks[index])
+
+    def stored_dtype(self, index: int, local: str) -> torch.dtype:
+        """The precision in which a parameter of block `index` is stored; if packed, the model's own."""
+        return self._reader.stored_dtype(self.names.stored_of(index, local))
+
+    def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
+        """Stored name of a parameter of block `index`, and its present values as they are stored."""
+        tensor = self.blocks[index].get_parameter(local).to(self.stored_dtype(index, local))
+        transposed = self.names.of_block(index, local) in self.names.transposed
+        return self.names.stored_of(index, local), tensor.t() if transposed else tensor
+
+
+def _is_float(part: object) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point()

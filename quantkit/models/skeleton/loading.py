@@ -1,0 +1,129 @@
+"""Loading: tensors of the checkpoint as the model computes with them; into a block, and out of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import QuantkitError
+from quantkit.grids.grid import is_finite
+from quantkit.layouts import Layout
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import pinned
+from quantkit.models.heap import return_freed_pages
+from quantkit.models.skeleton.names import Names
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class FetchedBlock:
+    """A block in the host's memory. tensors: by name inside the block; parts: of its packed linears, which
+    lie in `layout`; stored: their stored names."""
+
+    tensors: dict[str, Tensor]
+    parts: dict[str, dict[str, Tensor]]
+    stored: dict[str, str]
+    layout: Layout | None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the model's tensors from `checkpoint`, for a model that computes in `dtype` on `device`."""
+
+    names: Names
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self, name: str, expected: Tensor) -> Tensor:
+        """Values of the model's tensor `name`; Conv1D weights are `[out, in]`.
+
+        Raises QuantkitError unless they have the shape of `expected` and are finite.
+        """
+        stored = self.names.stored[name]
+        tensor = self.checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
+        if name in self.names.transposed and not self.checkpoint.is_quantized(stored):
+            tensor = tensor.t().contiguous()
+        return checked(tensor, expected.shape, stored)
+
+    def block(self, index: int, block: nn.Module, decoded: bool) -> FetchedBlock:
+        """All of block `index`; packed linears as they lie there, unless they are to be `decoded`."""
+        full = {name: self.names.of_block(index, name) for name in block.state_dict()}
+        stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
+        packed = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and not decoded}
+        tensors = {
+            name: pinned(self.read(full[name], tensor), self.device)
+            for name, tensor in block.state_dict().items()
+            if name in stored and name not in packed
+        }
+        parts = {name: self.checkpoint.parts(key) for name, key in packed.items()}
+        return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
+
+    def stored_dtype(self, stored: str) -> torch.dtype:
+        """The precision in which a parameter is stored; if packed, the model's own."""
+        if self.checkpoint.is_quantized(stored):
+            declared = self.checkpoint.config.dtype
+            return declared if isinstance(declared, torch.dtype) else self.dtype
+        return TORCH_DTYPES.get(self.checkpoint.infos[stored].dtype, self.dtype)
+
+
+class Installer:
+    """Fills blocks that lie on the meta device, in `dtype` on `device`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self._dtype = dtype
+        self._device = device
+        self._replaced: dict[tuple[nn.Module, str], nn.Module] = {}  # linears whose place was given away
+
+    def load(self, block: nn.Module, fetched: FetchedBlock) -> None:
+        """Put in all that was fetched."""
+        state = {name: tensor.to(self._device, non_blocking=True) for name, tensor in fetched.tensors.items()}
+        block.load_state_dict(state, strict=False, assign=True)
+        block.requires_grad_(False)
+        for name, parts in fetched.parts.items():
+            for part, tensor in parts.items():
+                parts[part] = tensor.to(self._device)
+            self.install(block, name.removesuffix(".weight"), fetched.layout, parts, fetched.stored[name])
+
+    def install(
+        self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
+    ) -> Tensor:
+        """See `Skeleton.install`."""
+        linear = block.get_submodule(local)
+        layout = layout.at(stored.removesuffix(".weight"))
+        values = layout.values(parts).to(self._dtype)
+        values = checked(values, linear.weight.shape, stored).to(self._device)
+        module = layout.module(parts, linear.bias)
+        if module is None:
+            linear.weight = nn.Parameter(values, requires_grad=False)
+        else:
+            self._replaced[block, local] = linear
+            block.set_submodule(local, module.to(self._device))
+        return values
+
+    def free(self, block: nn.Module) -> None:
+        """Give its memory back to the system; its parameters return to meta."""
+        for key in [key for key in self._replaced if key[0] is block]:
+            block.set_submodule(key[1], self._replaced.pop(key))
+        state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
+        block.load_state_dict(state, strict=False, assign=True)
+        return_freed_pages()
+
+
+def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
+    """The tensor itself. Raises QuantkitError unless it has this shape and is finite."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise QuantkitError(
+            f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",
+            hint="config.json and weights belong to different models",
+        )
+    if tensor.is_floating_point() and not is_finite(tensor):
+        raise QuantkitError(
+            f"{stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
+            hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
+        )
+    return tensor

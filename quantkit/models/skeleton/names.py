@@ -1,0 +1,65 @@
+"""Names: which tensor of the checkpoint is which parameter of the model, and whether all are there."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quantkit.errors import QuantkitError, count, name_all
+from quantkit.models import meta_model
+from quantkit.models.checkpoint import Checkpoint
+
+
+class Names:
+    """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
+    shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`."""
+
+    def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self.blocks = blocks
+        self.transposed = transposed
+        self.stored = meta_model.resolve_names(model, checkpoint.names)
+        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self._tied = model.all_tied_weights_keys
+
+    def of_block(self, index: int, local: str) -> str:
+        """Name in the model of what block `index` calls `local`."""
+        return f"{self.blocks}.{index}.{local}"
+
+    def stored_of(self, index: int, local: str) -> str:
+        """Name in the checkpoint of what block `index` calls `local`."""
+        return self.stored[self.of_block(index, local)]
+
+    def missing(self) -> list[str]:
+        """Parameters of the model that the checkpoint does not hold and no tie provides."""
+        ties = self._tied.items()  # either of two tied names provides the other
+        provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
+        return sorted(set(self._twice) - (provided | self.stored.keys() | self._tied.keys()))
+
+    def misshapen(self) -> list[str]:
+        """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.
+        Those of packed linears are known once they are decoded."""
+        found = []
+        for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
+            stored = self.stored.get(name)
+            if stored is None or self._checkpoint.is_quantized(stored):
+                continue
+            shape = list(self._checkpoint.infos[stored].shape)
+            shape = shape[::-1] if name in self.transposed else shape
+            if shape != self.shapes[name]:
+                found.append(f"{stored} is {shape}, the configuration says {self.shapes[name]}")
+        return found
+
+    def check_complete(self) -> None:
+        """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape."""
+        if missing := self.missing():
+            raise QuantkitError(
+                f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
+                hint="the download is incomplete, config.json belongs to another model, or the architecture "
+                "fuses tensors while loading (mixtures of experts), which quantkit does not read yet",
+            )
+        if misshapen := self.misshapen():
+            raise QuantkitError(
+                "; ".join(misshapen[:8]) + (f"; and {len(misshapen) - 8} more" if misshapen[8:] else ""),
+                hint="config.json and weights belong to different models",
+            )

@@ -1,0 +1,126 @@
+"""The columns of GPTQ's sweep, fast: brought up to date in batches, chosen in units of their group's step.
+
+Works on `Wᵀ`, where a column is contiguous. When its turn comes column j wants to be
+`t_j = w_j + Σ_{k<j} E_k U_kj`. In a run of columns r.. of one step `E_k = w_k + low - step * level_k`, and
+
+    (t_j + low) / step = (Σ_{k<r} E_k U_kj + Σ_{r<=k<=j} (w_k + low) U_kj) / step - Σ_{r<=k<j} level_k U_kj
+
+of which one matrix product is enough for all but the last sum. What is left for a column is a matrix-vector
+product with the levels chosen before it, and a rounding that knows no parameters: three launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.grid import Grid
+from quantkit.grids.parallel import elements_at_once
+
+BATCH = 128  # columns between two lazy updates; the paper's B
+RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product: at least, at most
+LONG_RUN = 128
+TEMPORARIES = 4  # of the size of a run
+
+
+@dataclass
+class Chosen:
+    """What was chosen for the columns of a site, in the order of the solver.
+
+    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; of a column to come, `Σ E_k U_kj` over those it has
+    learned of. params: of each group. lost: `e H eᵀ` of every row with the damped H, `[out]`.
+    """
+
+    codes: Tensor
+    E: Tensor
+    params: list
+    lost: Tensor
+
+
+class Columns:
+    """Columns `Wt [in, out]` on their way through the sweep; U `[in, in]`, D `[in]`: H is `U D Uᵀ`.
+
+    What a run works on stays where it is, and so do the views of it.
+    """
+
+    def __init__(self, Wt: Tensor, U: Tensor, D: Tensor, grid: Grid):
+        self.Wt, self.U, self.D, self.grid = Wt, U, D, grid
+        codes = torch.empty(Wt.shape, dtype=torch.uint8, device=Wt.device)
+        self.chosen = Chosen(codes, torch.zeros_like(Wt), [], Wt.new_zeros(Wt.shape[1]))
+        self.known = [0] * len(Wt)  # how many columns' errors each has learned of
+        size = grid.group_size
+        self.span = max(size, BATCH // size * size)  # what is updated at once: whole groups, or parts of one
+        rows = Wt.shape[1]
+        self.width = min(max(elements_at_once(Wt.device, TEMPORARIES) // rows, RUN), LONG_RUN)
+        self.wanted, self.levels = Wt.new_empty(2, self.width, rows)
+        self.feed = Wt.new_empty(self.width, self.width)
+        befores, feeds = self.levels.t(), self.feed.unbind()
+        self.views = [
+            (k, wanted, level, befores[:, :k], feeds[k][:k])
+            for k, (wanted, level) in enumerate(zip(self.wanted, self.levels, strict=True))
+        ]
+
+    def update(self, columns: slice) -> None:
+        """Columns that have learned of the same errors learn of all before them; where they begin a batch,
+        all of it does (section 3.3, step 2)."""
+        low, high = columns.start, columns.stop
+        first = low // self.span * self.span
+        if (low - first) % BATCH == 0:
+            high = max(high, min(low + BATCH, first + self.span, len(self.Wt)))
+        since = self.known[low]
+        if since < low:
+            E = self.chosen.E
+            E[low:high].addmm_(self.U[since:low, low:high].t(), E[since:low])
+        self.known[low:high] = [low] * (high - low)
+
+    def free(self, columns: slice) -> Tensor:
+        """Where `columns` would go, given the errors before them, if they could take any value."""
+        Wt = self.Wt[columns]
+        if not columns.start:
+            return Wt
+        own = self.U[columns, columns]
+        identity = torch.eye(len(own), device=own.device)
+        inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
+        return torch.addmm(Wt, inverse.t(), self.chosen.E[columns])
+
+    def choose(self, group: slice, params: Any, refit: bool) -> None:
+        """Codes, errors and loss of a group's columns, and its parameters; sub-blocks behind the first get
+        new ones, once their columns know of the errors before them, if `refit`."""
+        size = self.grid.sub_size
+        for k, low in enumerate(range(group.start, group.stop, size)):
+            part = slice(low, low + size)
+            if k and refit:
+                self.update(part)
+                params = self.grid.refit(self.free(part), params, k, self.D[part])
+            self._choose(part, *(found[k] for found in self.grid.steps(params)))
+        self.chosen.params.append(params)
+
+    def _choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
+        """Codes, errors and loss of `columns`, which share `step` and `low [out]`."""
+        for run in self._runs(columns):
+            self.update(run)
+            U, chosen = self.U[run, run], self.chosen
+            wanted, levels, E = self.wanted[: len(U)], self.levels[: len(U)], chosen.E[run]
+            self.feed[: len(U), : len(U)].copy_(U.t())
+            raised = self.Wt[run] + low
+            torch.addmm(E, U.t(), raised, out=wanted).div_(step)
+            snap = self.grid.snap
+            for k, column, level, before, feed in self.views[: len(U)]:
+                if k:
+                    column.addmv_(before, feed, alpha=-1)
+                snap(column, level)
+            self.grid.codes(levels, chosen.codes[run])
+            torch.addcmul(raised, levels, step, value=-1, out=E)
+            squares = wanted.sub_(levels).mul_(step).square_()
+            chosen.lost.addmv_(squares.t(), self.D[run])
+
+    def _runs(self, columns: slice) -> Iterator[slice]:
+        """Parts of at most `width`, of one batch each."""
+        for batch in range(columns.start, columns.stop, BATCH):
+            end = min(batch + BATCH, columns.stop)
+            for low in range(batch, end, self.width):
+                yield slice(low, min(low + self.width, end))

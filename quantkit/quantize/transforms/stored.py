@@ -1,0 +1,45 @@
+"""A block while a transform is at work on it: in float32, and afterwards as it will be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.quantize.transforms import BlockView
+from quantkit.quantize.transforms.fold import Producer
+
+
+@contextmanager
+def in_float32(view: BlockView, changed: set[str]) -> Iterator[None]:
+    """Hold the block's parameters in float32. Afterwards those that stay in 16 bit are rounded as they will
+    be stored, if they are `changed`; weights to be quantized wait in float32, and leave `changed`."""
+    dtypes = {name: parameter.dtype for name, parameter in view.block.named_parameters()}
+    view.block.float()
+    yield
+    quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
+    changed -= quantized
+    for name in dtypes.keys() - quantized:
+        owner, _, leaf = name.rpartition(".")
+        module = view.block.get_submodule(owner)
+        tensor = getattr(module, leaf).detach()
+        tensor = view.stored(name, tensor) if name in changed else tensor
+        setattr(module, leaf, nn.Parameter(tensor.to(dtypes[name]), requires_grad=False))
+
+
+def divided(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scale `[in]` that a producer's 16-bit weights really have when divided by `scale`, and its
+    parameters, float32, by their names in the block.
+
+    A norm's weight is rounded first, and the columns then take what is left: `w / w_stored`. Rows of a
+    linear have no single factor once rounded; they are quantized, or lose what 16 bit lose.
+    """
+    weight = view.block.get_submodule(producer.name).weight
+    if weight.ndim == 1:
+        extra = 1.0 if producer.one_plus else 0.0
+        acting = weight.float() + extra
+        exact = acting / (view.stored(f"{producer.name}.weight", acting / scale - extra).float() + extra)
+        scale = torch.where(torch.isfinite(exact) & (exact > 0), exact, 1.0)
+    return scale, producer.divided(view.block, scale)
