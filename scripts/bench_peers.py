@@ -53,12 +53,12 @@ class Bench:
 
     def tokens(self, model: Path, samples: int, seqlen: int) -> Path:
         """The same block for every tool, cut as quantkit cuts it."""
-        from quantkit.models.checkpoint import Checkpoint
+        from quantkit.models.open import open_checkpoint
         from quantkit.options import CalibrationOptions
         from quantkit.text import calibration
 
         options = CalibrationOptions(self.args.calibration, samples=samples, seqlen=seqlen)
-        rows = calibration.load(Checkpoint.open(str(model)), options).tokens.tolist()
+        rows = calibration.load(open_checkpoint(str(model)), options).tokens.tolist()
         path = self.folder / f"tokens-{samples}-{seqlen}.json"
         path.write_text(json.dumps(rows))
         return path
@@ -183,10 +183,10 @@ def bench_quality(bench: Bench) -> None:
     from quantkit.errors import QuantkitError
     from quantkit.evaluation import evaluate
     from quantkit.evaluation import windows as windows_of
-    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.open import open_checkpoint
 
     model = demo_model(bench)
-    base = Checkpoint.open(str(model))
+    base = open_checkpoint(str(model))
     tokens = bench.tokens(model, *(8, 128) if bench.args.quick else (128, 256))
     windows = windows_of.load(base, bench.args.text, 256, None, 2048 if bench.args.quick else 40960)
     cases = [("llmcompressor", {}), ("gptqmodel", {}), ("gptqmodel", {"mse": 2.4}), ("quantkit", {})]
@@ -197,7 +197,7 @@ def bench_quality(bench: Bench) -> None:
             label = f"{tool}{', mse' if options else ''}, {bits} bit"
             try:
                 measured, out = bench.run(tool, model, tokens, method="gptq", bits=bits, **options)
-                written = Checkpoint.open(str(out))
+                written = open_checkpoint(str(out))
                 device = torch.device("cpu")
                 result = evaluate.evaluate([base, written], windows, torch.float32, device).results[1]
             except (Failed, QuantkitError) as error:

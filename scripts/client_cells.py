@@ -86,10 +86,10 @@ def own_logits(folder: Path, ids: list[int]):
     """Logits `[tokens, vocabulary]` of quantkit's own decode in float32."""
     import torch
 
-    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.open import open_checkpoint
     from quantkit.models.skeleton import Skeleton
 
-    skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     skeleton.load_rest()
     hidden = skeleton.embed(torch.tensor([ids]))
     for index in range(len(skeleton.blocks)):

@@ -22,7 +22,7 @@ import numpy as np
 from llamacpp_library import Library
 
 from quantkit.models.llamacpp import mixtures
-from quantkit.models.llamacpp.file_types import FILE_TYPES, Model
+from quantkit.models.llamacpp.file_types import FILE_TYPES, Model, number
 
 LLAMA = {
     "attn_q.weight": [2, 256],
@@ -200,7 +200,7 @@ def compare(library: Library, folder: Path) -> tuple[dict, list[str], int]:
         rows = []
         for file_type, imatrix, wishes in jobs:
             data = {"none": np.ones(1)} if imatrix else {}  # that there is one is what counts
-            done = library.quantize(source, target, FILE_TYPES[file_type].number, data, **wishes)
+            done = library.quantize(source, target, number(file_type), data, **wishes)
             expected = types(target) if done else None
             chosen = ours(shape, file_type, imatrix, wishes)
             if expected is None:  # it has nothing to stand in for blocks of 32, or for what a user wishes

@@ -99,11 +99,11 @@ def own_perplexity(folder: Path) -> float:
 def write_inputs(folder: Path) -> tuple[Path, list[list[int]]]:
     """The calibration tokens every tool is given, and the windows every client is measured on."""
     from quantkit.evaluation import windows as windows_of
-    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.open import open_checkpoint
     from quantkit.options import CalibrationOptions
     from quantkit.text import calibration
 
-    base = Checkpoint.open(str(DEMO))
+    base = open_checkpoint(str(DEMO))
     tokens = folder / "tokens.json"
     rows = calibration.load(base, CalibrationOptions(samples=SAMPLES, seqlen=SEQLEN)).tokens.tolist()
     tokens.write_text(json.dumps(rows))

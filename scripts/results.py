@@ -23,8 +23,8 @@ from client_runs import ROOT, write_section
 from quantkit.evaluation import evaluate
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.comparison import record as records
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device
+from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
 from quantkit.quantize.progress import Progress
@@ -82,7 +82,7 @@ def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple
     """The Markdown table of the model and what the jobs make of it, and the KL divergence of each."""
     with tempfile.TemporaryDirectory() as folder:
         made = [quantize(model, Path(folder), name, one) for name, one in jobs.items()]
-        checkpoints = [Checkpoint.open(source) for source in (model, *made)]
+        checkpoints = [open_checkpoint(source) for source in (model, *made)]
         windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
         device, chosen = choose_device("auto"), frozenset({"kld"})
         measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, chosen=chosen)

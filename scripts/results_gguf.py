@@ -23,7 +23,7 @@ from client_runs import ROOT, write_section
 from transformers import AutoModelForCausalLM
 
 from quantkit.evaluation import windows as windows_of
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 
 sys.path.insert(0, str(ROOT / "tests"))
 from llama_cpp import Llama  # noqa: E402
@@ -75,7 +75,7 @@ def decoded(model: str, files: list[Path], args: argparse.Namespace) -> dict[Pat
 
 def computed(model: str, files: list[Path], args: argparse.Namespace) -> dict[Path, float]:
     """KL divergence of every file from the original as llama.cpp computes it, over the same tokens."""
-    windows = windows_of.load(Checkpoint.open(model), args.text, args.ctx, None, args.limit)
+    windows = windows_of.load(open_checkpoint(model), args.text, args.ctx, None, args.limit)
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = [original(ids[None]).logits[0].log_softmax(-1) for ids in windows.ids]

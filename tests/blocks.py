@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.capture import Site, find_sites, gather
 from quantkit.quantize.solvers import SiteStatistics
@@ -50,7 +50,7 @@ class Bench:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, index: int = 1, shape=(1, 8)) -> Bench:
     """Block `index` of the model in `folder`, behind the blocks before it."""
-    skeleton = Skeleton(Checkpoint.open(str(folder)), dtype, torch.device("cpu"))
+    skeleton = Skeleton(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
     skeleton.load_rest()
     ids = torch.randint(500, shape, generator=torch.Generator().manual_seed(0))
     hidden = skeleton.embed(ids)

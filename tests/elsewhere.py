@@ -7,7 +7,7 @@ import sys
 
 from quantkit import cli
 from quantkit.errors import QuantkitError
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 
@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> dict:
 def calibrate(model: str, offline: bool = False, **options) -> dict:
     """The record and the tokens of a calibration set."""
     try:
-        found = calibration.load(Checkpoint.open(model), CalibrationOptions(**options), offline)
+        found = calibration.load(open_checkpoint(model), CalibrationOptions(**options), offline)
     except QuantkitError as error:
         return {"message": error.message, "hint": error.hint, "code": error.exit_code}
     return {**found.record(), "tokens": found.tokens.tolist(), "warning": found.warning}

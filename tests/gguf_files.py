@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import metadata, tensors
+from quantkit.models.open import open_checkpoint
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types
 
@@ -38,7 +38,7 @@ def export(folder: Path, path: Path, type: str = "F32", extra: dict | None = Non
 
     Quantized types are those that the gguf package encodes itself. `extra` goes into the metadata.
     """
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     targets = tensors.of_checkpoint(checkpoint)
     keys = metadata.assemble(checkpoint, targets, type, vocabulary(checkpoint.config.vocab_size))
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from quantkit.layouts.awq import AwqLayout
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.quantize import staging
 from quantkit.quantize.staging import Staging
 
@@ -38,7 +38,7 @@ def dequantized_logits(source, written=None) -> torch.Tensor:
     """By transformers: the source model with the tensors of `written`, packed ones decoded."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     if written:
-        checkpoint = Checkpoint.open(str(written))
+        checkpoint = open_checkpoint(str(written))
         for name, parameter in model.named_parameters():
             if name in checkpoint.names:
                 parameter.copy_(checkpoint.read(name, torch.float32))

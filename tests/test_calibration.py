@@ -10,6 +10,7 @@ from families import sentences
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
@@ -22,7 +23,7 @@ LONG = "\n".join(sentences(2500, seed=2)) + "\n"
 
 @pytest.fixture
 def checkpoint(tiny_model):
-    return Checkpoint.open(str(tiny_model("llama", tokenizer=True)))
+    return open_checkpoint(str(tiny_model("llama", tokenizer=True)))
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(checkpoint,
 
 @pytest.mark.parametrize("name", [None, "text.txt", "rows.jsonl"])
 def test_every_sequence_begins_with_bos_where_the_tokenizer_says_so(tiny_model, write, name):
-    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer="bos")))
+    checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
     content = jsonl([SHORT]) if name == "rows.jsonl" else SHORT
     found = load(checkpoint, name and write(content, name), samples=6, seqlen=64)
     assert found.tokens.shape == (6, 64)
@@ -143,14 +144,14 @@ def test_the_provenance_names_the_tokens(checkpoint, write):
     [(4096, None, 2048, 512), (256, None, 256, 256), (256, 300, 256, 256), (256, 100, 100, 100)],
 )
 def test_the_length_of_sequences(tiny_model, write, context, asked, of_a_file, of_the_shipped):
-    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer=True, max_position_embeddings=context)))
+    checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer=True, max_position_embeddings=context)))
     own, shipped = (load(checkpoint, path, samples=2, seqlen=asked) for path in (write(LONG), None))
     assert own.tokens.shape == (2, own.provenance.seqlen) == (2, of_a_file)
     assert shipped.tokens.shape == (2, shipped.provenance.seqlen) == (2, of_the_shipped)
 
 
 def test_a_model_without_a_limit_takes_any_length(tiny_model, write):
-    checkpoint = Checkpoint.open(str(tiny_model("bloom", tokenizer=True)))
+    checkpoint = open_checkpoint(str(tiny_model("bloom", tokenizer=True)))
     assert load(checkpoint, write(LONG), samples=1, seqlen=5000).tokens.shape == (1, 5000)
 
 
@@ -261,7 +262,7 @@ def test_the_shipped_text_shares_nothing_with_the_held_out_text():
 
 
 def test_the_shipped_text_is_what_a_job_gets_by_default(demo_model):
-    checkpoint = Checkpoint.open(str(demo_model))
+    checkpoint = open_checkpoint(str(demo_model))
     found = load(checkpoint)
     assert found.provenance.source == "shipped"
     assert found.provenance.seqlen == 512 == found.tokens.shape[1]

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 
 import gguf_files
 import pytest
@@ -13,8 +14,9 @@ from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
 from quantkit.errors import QuantkitError
 from quantkit.layouts import bitsandbytes
-from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import open_contents
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job as jobs
 from quantkit.quantize import methods
@@ -231,12 +233,10 @@ def test_shapes_that_no_header_tells_are_those_of_the_family(rewrite):
     from quantkit.capacity import quantized
 
     whole, found, _ = rewrite(*LAYOUTS["nf4"])
-    folder = found.name
-    config = json.loads((source.Path(folder) / "config.json").read_text())
-    infos = list(source.safetensors_folder.read_folder(source.Path(folder)).values())
-    entries = quantized.entries("org/name", config, infos, None)
+    contents = replace(open_contents(found.name), path=None)
+    entries = quantized.entries(contents)
     assert {e.name: e.shape for e in entries} == {t.name: t.shape for t in whole.parameters.tensors}
-    strange = quantized.entries("org/name", config | {"model_type": "strange"}, infos, None)
+    strange = quantized.entries(replace(contents, config=contents.config | {"model_type": "strange"}))
     assert sum(torch.Size(entry.shape).numel() for entry in strange) == whole.parameters.count
     assert parameters.from_headers(strange, whole.settings).linears == []
 

@@ -8,6 +8,7 @@ import torch
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 from quantkit.text.chat import SHAREGPT_ROLES, column_of
@@ -24,7 +25,7 @@ def chat_model(tiny_model):
         folder = tiny_model("llama", tokenizer="bos" if bos else True, name=f"llama-{bos}")
         if template is not None:
             (folder / "chat_template.jinja").write_text(template)
-        return Checkpoint.open(str(folder))
+        return open_checkpoint(str(folder))
 
     return make
 

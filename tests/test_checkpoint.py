@@ -17,7 +17,6 @@ from stand_in_hub import SHA, TOKEN, environment
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
 from quantkit.models import hub
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.safetensors_folder import (
     INDEX,
     SINGLE,
@@ -25,6 +24,7 @@ from quantkit.models.containers.safetensors_folder import (
     read_header,
     write_folder,
 )
+from quantkit.models.open import open_checkpoint
 
 OLDER = "f" * 40
 TENSORS = {  # every size of element, a scalar, an empty tensor, and names whose order is not alphabetical
@@ -109,7 +109,7 @@ def test_shards_read_like_one_file(tmp_path):
 
 def test_a_checkpoint_reads_values_names_and_context(tiny_model):
     folder = tiny_model("gpt2", dtype="bfloat16")
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     stored = load_file(folder / SINGLE)
     assert sorted(checkpoint.names) == sorted(stored)
     name = "transformer.h.1.mlp.c_fc.weight"
@@ -123,14 +123,14 @@ def test_a_checkpoint_reads_values_names_and_context(tiny_model):
 
 def test_the_hash_is_of_configuration_and_weights(tiny_model, tmp_path):
     folder = tiny_model("llama")
-    first = Checkpoint.open(str(folder)).sha256()
+    first = open_checkpoint(str(folder)).sha256()
     (folder / "README.md").write_text("not part of the model")
     copy = shutil.copytree(folder, tmp_path / "copy")
-    assert Checkpoint.open(str(copy)).sha256() == first
+    assert open_checkpoint(str(copy)).sha256() == first
     data = bytearray((copy / SINGLE).read_bytes())
     data[-1] ^= 1
     (copy / SINGLE).write_bytes(data)
-    assert Checkpoint.open(str(copy)).sha256() != first
+    assert open_checkpoint(str(copy)).sha256() != first
 
 
 # Writing
@@ -261,7 +261,7 @@ def test_a_truncated_checkpoint_is_refused_before_loading(tiny_model, part):
     folder = tiny_model("llama")
     data = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(data[: int(len(data) * part)])
-    assert f"the file has {int(len(data) * part)}" in error_of(Checkpoint.open, str(folder)).message
+    assert f"the file has {int(len(data) * part)}" in error_of(open_checkpoint, str(folder)).message
 
 
 ONE = {"a.safetensors": {"x": torch.zeros(2)}, "b.safetensors": {"y": torch.zeros(2)}}
@@ -308,7 +308,7 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
 def test_pickles_are_refused_with_the_way_out(tiny_model):
     folder = tiny_model("llama")
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
-    error = error_of(Checkpoint.open, str(folder))
+    error = error_of(open_checkpoint, str(folder))
     assert error.exit_code == UNSUPPORTED
     assert "pytorch_model.bin" in error.message and "save_pretrained" in error.hint
 
@@ -316,7 +316,7 @@ def test_pickles_are_refused_with_the_way_out(tiny_model):
 def test_a_folder_without_weights_is_refused(tiny_model):
     folder = tiny_model("llama")
     (folder / SINGLE).unlink()
-    error = error_of(Checkpoint.open, str(folder))
+    error = error_of(open_checkpoint, str(folder))
     assert (error.exit_code, error.message) == (NOT_FOUND, f"{folder} holds no {SINGLE} and no {INDEX}")
 
 
@@ -341,15 +341,15 @@ def test_configurations_that_do_not_serve(tiny_model, text, words, code):
     if text is not None:
         (folder / "config.json").write_text(text)
     with pytest.raises(QuantkitError, match=words) as caught:
-        Checkpoint.open(str(folder))
+        open_checkpoint(str(folder))
     assert caught.value.exit_code == code and caught.value.hint
 
 
 def test_a_checkpoint_without_tokenizer_says_so(tiny_model):
-    checkpoint = Checkpoint.open(str(tiny_model("llama")))
+    checkpoint = open_checkpoint(str(tiny_model("llama")))
     error = error_of(lambda: checkpoint.tokenizer)
     assert error.exit_code == NOT_FOUND and "tokenizer.json" in error.hint
-    assert Checkpoint.open(str(tiny_model("llama", tokenizer=True))).tokenizer.vocab_size == 512
+    assert open_checkpoint(str(tiny_model("llama", tokenizer=True))).tokenizer.vocab_size == 512
 
 
 # The hub
@@ -381,7 +381,7 @@ def test_a_file_is_no_checkpoint(tiny_model):
 
 
 def test_no_token_is_taken_from_an_argument():
-    for function in (hub.resolve, Checkpoint.open):
+    for function in (hub.resolve, open_checkpoint):
         assert "token" not in inspect.signature(function).parameters
 
 
@@ -402,7 +402,7 @@ def cache(tmp_path, tiny_model, monkeypatch):
 
 @pytest.mark.parametrize(("revision", "blocks"), [(None, 3), ("main", 3), ("v1", 2), (OLDER, 2)])
 def test_the_hub_cache_opens_offline(cache, revision, blocks):
-    checkpoint = Checkpoint.open("org/name", revision=revision, offline=True)
+    checkpoint = open_checkpoint("org/name", revision=revision, offline=True)
     assert checkpoint.folder.parent == cache / "snapshots"
     assert checkpoint.config.num_hidden_layers == blocks
     assert len([name for name in checkpoint.names if "up_proj" in name]) == blocks
@@ -410,7 +410,7 @@ def test_the_hub_cache_opens_offline(cache, revision, blocks):
 
 @pytest.mark.parametrize(("source", "revision"), [("org/other", None), ("org/name", "v2")])
 def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revision):
-    error = error_of(Checkpoint.open, source, revision=revision, offline=True)
+    error = error_of(open_checkpoint, source, revision=revision, offline=True)
     assert error.exit_code == NOT_FOUND
     assert f"{source} is no local folder and is not in the local cache" in error.message
     assert f"hf download {source}" in error.hint
@@ -465,7 +465,7 @@ def test_a_hub_id_is_fetched_once_and_then_opens_offline(stand_in, tmp_path):
     stand_in.seen.clear()
     offline = resolve_elsewhere(tmp_path, stand_in.url, [{"source": "org/name", "offline": True}])
     assert offline == [online] and not stand_in.seen  # not one request
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     assert checkpoint.tokenizer.vocab_size == 512 and checkpoint.config.num_hidden_layers == 3
 
 

@@ -23,7 +23,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import evaluate, metrics, stream
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.evaluate import read_layer_errors
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def measure(
 
 
 def evaluation(folders: list, windows: windows_of.Windows, dtype=torch.float32, chosen=ALL, trials=()):
-    checkpoints = [Checkpoint.open(str(folder)) for folder in folders]
+    checkpoints = [open_checkpoint(str(folder)) for folder in folders]
     return evaluate.evaluate(checkpoints, windows, dtype, CPU, trials=trials, chosen=chosen)
 
 
@@ -85,7 +85,7 @@ def refused(code: int, call, *arguments) -> tuple[str, str]:
 def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
     """nll, its standard error, and KL divergence from whole logits in float64."""
     copy = perturbed(demo_model, tmp_path / "copy")
-    windows = windows_of.load(Checkpoint.open(str(demo_model)), HELDOUT, 128, None, 400)
+    windows = windows_of.load(open_checkpoint(str(demo_model)), HELDOUT, 128, None, 400)
     results = measure([demo_model, copy], windows)
     assert windows.ids.shape == (3, 128) and windows.protocol.tokens == 3 * 127
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model)
@@ -127,7 +127,7 @@ def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
 def test_windows_are_a_literal_sliding_window(tiny_model, text, bos, ctx, stride):
     """Every text token in reach is scored once, given all the tokens its window holds before it."""
     folder = tiny_model("llama", tokenizer="bos" if bos else True)
-    windows = windows_of.load(Checkpoint.open(str(folder)), text, ctx, stride, 200)
+    windows = windows_of.load(open_checkpoint(str(folder)), text, ctx, stride, 200)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text.read_text(), add_special_tokens=False)["input_ids"][:200]
     body = ctx - bos
@@ -153,7 +153,7 @@ def test_long_windows_are_measured_in_chunks(tiny_model, text, monkeypatch):
     """Neither the size of a chunk of logits nor of a batch of windows changes what is measured."""
     folder = tiny_model("llama", tokenizer=True)
     other = perturbed(folder, folder.with_name("other"))
-    windows = windows_of.load(Checkpoint.open(str(folder)), text, 64, 48, 400)
+    windows = windows_of.load(open_checkpoint(str(folder)), text, 64, 48, 400)
     whole = measure([folder, other], windows)
     monkeypatch.setattr(stream, "CHUNK_BYTES", 4 * 512 * 7)
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", 3 * 64)
@@ -171,7 +171,7 @@ def test_several_models_are_compared_to_the_first(tiny_model, text):
     base = tiny_model("llama", tokenizer=True, dtype="bfloat16")
     near, far = (perturbed(base, base.with_name(f"{share}"), share) for share in (0.1, 0.5))
     shutil.copytree(base, copy := base.with_name("copy"))
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 300)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 64, None, 300)
     results = measure([base, near, copy, far], windows)
     assert [Path(result.source).name for result in results] == ["llama", "0.1", "copy", "0.5"]
     of_base, of_near, of_copy, of_far = (result.metrics for result in results)
@@ -192,12 +192,12 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
     small = f"--group-size 32 --samples 2 --seqlen 32 --threads 1 --calibration {text} -o {packed}"
     done = CliRunner().invoke(cli.app, ["gptq", str(base), *small.split(), *options.split()])
     assert done.exit_code == 0, done.exception
-    checkpoint = Checkpoint.open(str(packed))
+    checkpoint = open_checkpoint(str(packed))
     shutil.copytree(base, dense)
     tensors = {name: checkpoint.read(name) for name in checkpoint.names}
-    assert tensors.keys() == Checkpoint.open(str(base)).infos.keys() < set(tensors) | set(checkpoint.infos)
+    assert tensors.keys() == open_checkpoint(str(base)).infos.keys() < set(tensors) | set(checkpoint.infos)
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 300)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 64, None, 300)
     of_base, of_packed, of_dense = measure([base, packed, dense], windows)
     assert of_packed.metrics == of_dense.metrics and of_packed.metrics.kld.mean > 0
     assert (
@@ -219,7 +219,7 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
 
 def test_sixteen_bit_passes_are_the_models_own(tiny_model, text):
     folder = tiny_model("llama", tokenizer=True)
-    windows = windows_of.load(Checkpoint.open(str(folder)), text, 64, None, 128)
+    windows = windows_of.load(open_checkpoint(str(folder)), text, 64, None, 128)
     half = measure([folder], windows, torch.bfloat16)[0].metrics.nll.value
     with torch.no_grad():
         logs = log_softmax(load(folder, torch.bfloat16)(windows.ids).logits[:, :-1].float(), -1)
@@ -235,7 +235,7 @@ def test_the_noise_floor_is_the_base_in_the_other_precision(tiny_model, text, mo
     shutil.copytree(base, copy := base.with_name("copy"))
     monkeypatch.setattr(evaluate, "FLOOR_TOKENS", 130)
     monkeypatch.setattr(evaluate, "BATCH_TOKENS", 64)
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, 24, 400)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 32, 24, 400)
     found = evaluation([base, copy], windows, dtype)
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
     assert found.floor.dtype == other and found.floor.tokens == 31 + 3 * 24
@@ -257,7 +257,7 @@ def test_the_noise_floor_is_the_base_in_the_other_precision(tiny_model, text, mo
 def test_only_what_is_chosen_is_measured(tiny_model, text):
     base = tiny_model("llama", tokenizer=True)
     other = perturbed(base, base.with_name("other"))
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 200)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 200)
     whole = measure([base, other], windows)[1].metrics
     for chosen in ({"ppl"}, {"dppl"}, {"kld"}, {"top1"}):
         found = measure([base, other], windows, chosen=frozenset(chosen))[1].metrics
@@ -271,7 +271,7 @@ def test_a_trial_measures_like_what_it_would_write(tiny_model, text):
     written = base.with_name("written")
     done = CliRunner().invoke(cli.app, ["nf4", str(base), "-o", str(written), "--dtype", "float32"])
     assert done.exit_code == 0, done.exception
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 200)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 200)
     found = evaluation([base, written], windows, chosen=NO_FLOOR, trials=["nf4"]).results
     assert found[2].source == f"{base} as nf4"
     assert found[2].metrics == found[1].metrics
@@ -287,11 +287,11 @@ def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
     path = tmp_path / "demo.gguf"
     words = f"gguf {demo_model} -t Q8_0 --solver rtn --imatrix none -o {path} -q --json"
     assert CliRunner().invoke(cli.app, words.split()).exit_code == 0
-    windows = windows_of.load(Checkpoint.open(str(demo_model)), HELDOUT, 128, None, 256)
+    windows = windows_of.load(open_checkpoint(str(demo_model)), HELDOUT, 128, None, 256)
     found = evaluation([demo_model, path], windows, chosen=NO_FLOOR).results[1]
     assert 0 < found.metrics.kld.mean < 0.001
     assert found.size.bits_per_quantized_weight == 8.5 and found.size.disk_bytes == path.stat().st_size
-    checkpoint = Checkpoint.open(str(path))
+    checkpoint = open_checkpoint(str(path))
     assert json.loads(checkpoint.manifest())["linears"] == [] and found.layers is None  # rtn measures none
     row = {"name": "model.layers.0.mlp.up_proj", "error": 0.5, "rtn_error": 0.6}
     metadata = {**checkpoint.metadata, "quantkit.manifest": json.dumps({"linears": [row, {"kept": "asked"}]})}
@@ -306,7 +306,7 @@ def test_a_broken_manifest_is_refused_before_the_work(tiny_model, text, content)
     base = tiny_model("llama", tokenizer=True)
     shutil.copytree(base, other := base.with_name("other"))
     (other / "quantkit.json").write_text(content)
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 200)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 200)
     message, hint = refused(1, measure, [base, other], windows)
     assert f"the quantkit.json of {other} is not a manifest" in message and hint
 
@@ -336,7 +336,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
             "ctx": 32,
             "stride": 16,
             "bos": True,
-            "tokenizer": tokenizer_sha256(Checkpoint.open(str(copy)).tokenizer),
+            "tokenizer": tokenizer_sha256(open_checkpoint(str(copy)).tokenizer),
             "dtype": "float32",
         },
         "models": [
@@ -416,7 +416,7 @@ def test_a_model_that_broke_is_recorded_and_fails_its_gates(tiny_model, text):
 
 def test_the_protocol_follows_the_model_unless_told(tiny_model, text):
     def protocol(folder: Path, *arguments) -> tuple:
-        made = windows_of.load(Checkpoint.open(str(folder)), text, *arguments).protocol
+        made = windows_of.load(open_checkpoint(str(folder)), text, *arguments).protocol
         return made.ctx, made.stride, made.bos, made.tokens
 
     text.write_text("\n".join(families.sentences()) * 3)
@@ -465,7 +465,7 @@ def test_different_tokenizers_are_refused(tiny_model, text, change, difference):
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (base, other))
     sample = text.read_text()
     assert (ours(sample)["input_ids"] != theirs(sample)["input_ids"]) == (change is not one_more_token)
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, None)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, None)
     message, _ = refused(UNSUPPORTED, measure, [base, other], windows)
     assert message == f"{other} and {base} have different tokenizers: {difference}"
 
@@ -473,7 +473,7 @@ def test_different_tokenizers_are_refused(tiny_model, text, change, difference):
 @pytest.mark.parametrize("sizes", [(512, 576), (576, 512)])
 def test_different_vocabularies_are_refused(tiny_model, text, sizes):
     folders = [tiny_model("llama", tokenizer=True, name=f"{size}", vocab_size=size) for size in sizes]
-    windows = windows_of.load(Checkpoint.open(str(folders[0])), text, 32, None, 200)
+    windows = windows_of.load(open_checkpoint(str(folders[0])), text, 32, None, 200)
     message, _ = refused(UNSUPPORTED, measure, folders, windows)
     assert all(str(folder) in message for folder in folders) and all(str(size) in message for size in sizes)
 
@@ -481,9 +481,9 @@ def test_different_vocabularies_are_refused(tiny_model, text, sizes):
 def test_windows_longer_than_any_models_context_are_refused(tiny_model, text):
     base = tiny_model("gpt2", tokenizer=True)
     short = tiny_model("gpt2", tokenizer=True, name="short", max_position_embeddings=32)
-    message, hint = refused(USAGE, windows_of.load, Checkpoint.open(str(short)), text, 33, None, None)
+    message, hint = refused(USAGE, windows_of.load, open_checkpoint(str(short)), text, 33, None, None)
     assert "--ctx 33" in message and "context 32" in message and hint == "use --ctx 32"
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 64, None, 200)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 64, None, 200)
     message, hint = refused(USAGE, measure, [base, short], windows)
     assert "--ctx 64" in message and str(short) in message and hint == "use --ctx 32"
 
@@ -503,7 +503,7 @@ def test_windows_longer_than_any_models_context_are_refused(tiny_model, text):
     ],
 )
 def test_sizes_that_make_no_measurement(tiny_model, text, ctx, stride, limit, words):
-    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer=True)))
+    checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer=True)))
     message, hint = refused(USAGE, windows_of.load, checkpoint, text, ctx, stride, limit)
     assert words in message and hint
 
@@ -521,7 +521,7 @@ def test_texts_that_do_not_serve(tiny_model, tmp_path, content, code, words):
     path = tmp_path / "other.txt"
     if content is not None:
         path.write_bytes(content)
-    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer=True)))
+    checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer=True)))
     message, hint = refused(code, windows_of.load, checkpoint, path, None, None, None)
     assert "other.txt" in message and words in message and hint
 
@@ -531,6 +531,6 @@ def test_an_incomplete_model_is_refused(tiny_model, text):
     tensors = load_file(other / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    windows = windows_of.load(Checkpoint.open(str(base)), text, 32, None, 100)
+    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 100)
     message, _ = refused(1, measure, [base, other], windows)
     assert "model.layers.1.mlp.up_proj.weight" in message

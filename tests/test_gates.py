@@ -145,13 +145,13 @@ def test_gates_that_pass(run, tmp_path):
 @pytest.mark.parametrize("place", ["nowhere/summary.md", "."])
 def test_a_summary_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("quantkit.models.checkpoint.Checkpoint.open", None)  # nothing is opened before
+    monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)  # nothing is opened before
     code, out, err = run("--summary", place)
     assert (code, out) == (USAGE, "") and place in err
 
 
 def test_gates_are_checked_before_the_work(run, monkeypatch):
-    monkeypatch.setattr("quantkit.models.checkpoint.Checkpoint.open", None)
+    monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)
     for words in (["--max-kld", "much"], ["--metrics", "ppl", "--max-kld", "1"], ["--metrics", "pll"]):
         code, out, err = run(*words)
         assert (code, out) == (USAGE, "") and err.startswith("error: --m")

@@ -11,14 +11,14 @@ import transformers
 
 from quantkit.evaluation import generate, whole_model
 from quantkit.evaluation.generate import Settings
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 
 CPU = torch.device("cpu")
 PROMPT = "Badeku kobu ridoma"
 
 
 def made(folder, first=None, dtype=torch.float32, **settings) -> generate.Continuation:
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     return generate.continue_prompt(checkpoint, Settings(PROMPT, **settings), dtype, CPU, first)
 
 
@@ -58,7 +58,7 @@ def test_probabilities_are_those_of_a_forward_pass(tiny_model):
 def test_of_packed_weights_it_is_that_of_the_decoded_ones(tiny_model, tmp_path):
     source = tiny_model("llama", tokenizer="bos")
     jobs.quantize("gptq", source, tmp_path / "packed", {"solver": "rtn", "group_size": 32, "bits": 3})
-    packed = Checkpoint.open(str(tmp_path / "packed"))
+    packed = open_checkpoint(str(tmp_path / "packed"))
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     state = model.state_dict()
     state.update({name: packed.read(name, torch.float32) for name in packed.names})
@@ -75,7 +75,7 @@ def test_int8_rounds_its_activations(tiny_model, tmp_path):
 
     source = tiny_model("llama", tokenizer="bos")
     jobs.quantize("int8", source, tmp_path / "int8")
-    checkpoint = Checkpoint.open(str(tmp_path / "int8"))
+    checkpoint = open_checkpoint(str(tmp_path / "int8"))
     found = made(tmp_path / "int8", tokens=8)
     skeleton = Skeleton(checkpoint, torch.float32, CPU)
     skeleton.load_rest()
@@ -111,7 +111,7 @@ def test_sampling_is_seeded_and_bare(tiny_model):
 
 
 def test_top_k_and_top_p_leave_the_likeliest(tiny_model):
-    checkpoint = Checkpoint.open(str(tiny_model("llama", tokenizer="bos")))
+    checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
 
     def ids(**settings):
         asked = generate.Settings(PROMPT, 12, **settings)
@@ -155,7 +155,7 @@ def test_the_parting_is_the_first_token_that_differs(tiny_model):
 
 def test_characters_of_several_tokens_are_marked_whole(demo_model):
     """Hangul takes up to three tokens: what is marked is the first text that differs, never half of it."""
-    tokenizer = Checkpoint.open(str(demo_model)).tokenizer
+    tokenizer = open_checkpoint(str(demo_model)).tokenizer
 
     def continuation(text: str) -> generate.Continuation:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

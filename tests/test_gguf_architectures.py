@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from quantkit.inspection import contents, record
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.inspection import record
 from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.headers import open_contents
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 pytest.importorskip("xllamacpp")
@@ -146,7 +147,7 @@ def test_llama_cpp_computes_the_same(case):
 
 def test_the_file_read_back_computes_the_same(case):
     path, ids, expected, _ = case
-    checkpoint = Checkpoint.open(str(path))
+    checkpoint = open_checkpoint(str(path))
     assert not checkpoint.quantized
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     skeleton.names.check_complete()
@@ -161,7 +162,7 @@ def test_the_file_read_back_computes_the_same(case):
 def test_inspect_knows_what_transformers_makes_of_the_file(case):
     """Yes: it computes the same; no: it refuses, or computes something else; untold: that depends."""
     path, ids, expected, _ = case
-    rows = record.describe(contents.open_contents(str(path)))["clients"]
+    rows = record.describe(open_contents(str(path)))["clients"]
     loads = next(row["loads"] for row in rows if row["client"] == "transformers")
     if loads is None:
         return
@@ -185,7 +186,7 @@ def test_a_file_written_from_the_file_is_the_same(case, tmp_path):
     again = gguf_files.export(path, tmp_path / path.name)
     (metadata, infos), (expected, places) = read_header(again), read_header(path)
     assert metadata == expected and list(infos) == list(places)
-    shifted = {target.name for target in Checkpoint.open(str(path)).targets.values() if target.shift}
+    shifted = {target.name for target in open_checkpoint(str(path)).targets.values() if target.shift}
     for name, info in infos.items():
         found, wanted = (
             np.fromfile(i.file, "<f4", i.nbytes // 4, offset=i.offset) for i in (info, places[name])

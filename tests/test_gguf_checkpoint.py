@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from quantkit.errors import NOT_FOUND, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers.gguf_file import Entry, GgufWriter, read_header
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import tensors
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 
@@ -55,9 +56,9 @@ def test_every_tensor_is_what_the_file_says(tiny_model, family, type):
     changes = {"qk_layernorm": True} if family == "stablelm" else {}
     changes |= {"query_pre_attn_scalar": 16} if family == "gemma2" else {}
     folder = tiny_model(family, **changes)
-    original = Checkpoint.open(str(folder))
+    original = open_checkpoint(str(folder))
     path = gguf_files.export(folder, folder.with_suffix(".gguf"), type)
-    checkpoint = Checkpoint.open(str(path))
+    checkpoint = open_checkpoint(str(path))
     assert checkpoint.quantized == type.startswith("Q")
     assert set(checkpoint.names) == set(original.names)
     decoded = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
@@ -90,8 +91,8 @@ def test_configuration_of_a_file_by_llama_cpp_s_own_tools(tiny_model):
             "llama.rope.scaling.type": "none",
         }
 
-    checkpoint = Checkpoint.open(str(edited(path, change)))
-    config, original = checkpoint.config, Checkpoint.open(str(folder)).config
+    checkpoint = open_checkpoint(str(edited(path, change)))
+    config, original = checkpoint.config, open_checkpoint(str(folder)).config
     for name in ("hidden_size", "head_dim", "num_key_value_heads", "vocab_size", "rms_norm_eps",
                  "rope_parameters", "tie_word_embeddings", "max_position_embeddings"):  # fmt: skip
         assert getattr(config, name) == getattr(original, name), name
@@ -100,10 +101,10 @@ def test_configuration_of_a_file_by_llama_cpp_s_own_tools(tiny_model):
 
 
 def test_hash_and_name(llama_file, tmp_path):
-    checkpoint = Checkpoint.open(str(llama_file))
+    checkpoint = open_checkpoint(str(llama_file))
     other = edited(llama_file, lambda keys: keys.update({"general.name": "Other"}))
-    assert checkpoint.name == "llama" and Checkpoint.open(str(other)).name == "Other"
-    assert checkpoint.sha256() != Checkpoint.open(str(other)).sha256()
+    assert checkpoint.name == "llama" and open_checkpoint(str(other)).name == "Other"
+    assert checkpoint.sha256() != open_checkpoint(str(other)).sha256()
     seen = []
     assert checkpoint.sha256(seen.append) == checkpoint.sha256() and sum(seen) == llama_file.stat().st_size
 
@@ -111,9 +112,9 @@ def test_hash_and_name(llama_file, tmp_path):
 def test_a_file_is_known_by_its_content(llama_file, tmp_path):
     unnamed = tmp_path / "output"
     unnamed.write_bytes(llama_file.read_bytes())
-    assert Checkpoint.open(str(unnamed)).config.model_type == "llama"
+    assert open_checkpoint(str(unnamed)).config.model_type == "llama"
     (tmp_path / "text.txt").write_text("hello")
-    error = error_of(Checkpoint.open, str(tmp_path / "text.txt"))
+    error = error_of(open_checkpoint, str(tmp_path / "text.txt"))
     assert error.exit_code == NOT_FOUND and "or a GGUF file" in error.hint
 
 
@@ -155,7 +156,7 @@ WRONG = {  # what is done to the file -> what the error says
 def test_files_that_make_no_model_are_refused(llama_file, case):
     change, tensors_changed, why = WRONG[case]
     path = edited(llama_file, change, **tensors_changed)
-    assert why in error_of(Checkpoint.open, str(path)).message
+    assert why in error_of(open_checkpoint, str(path)).message
 
 
 def test_metadata_of_any_type_are_an_error_of_ours_or_harmless(llama_file):
@@ -165,7 +166,7 @@ def test_metadata_of_any_type_are_an_error_of_ours_or_harmless(llama_file):
     for _ in range(50):
         key, value = source.choice(names), source.choice(values)
         try:
-            checkpoint = Checkpoint.open(
+            checkpoint = open_checkpoint(
                 str(edited(llama_file, lambda keys, k=key, v=value: keys.update({k: v})))
             )
         except QuantkitError:
@@ -183,9 +184,9 @@ def test_weights_of_types_that_hold_none_are_refused(llama_file):
         path.write_bytes(content)
         return path
 
-    error = error_of(Checkpoint.open, str(type_of("blk.0.ffn_up.weight", gguf.GGMLQuantizationType.I32)))
+    error = error_of(open_checkpoint, str(type_of("blk.0.ffn_up.weight", gguf.GGMLQuantizationType.I32)))
     assert "blk.0.ffn_up.weight (I32)" in error.message
-    error = error_of(Checkpoint.open, str(type_of("output_norm.weight", gguf.GGMLQuantizationType.Q8_0)))
+    error = error_of(open_checkpoint, str(type_of("output_norm.weight", gguf.GGMLQuantizationType.Q8_0)))
     assert "output_norm.weight (Q8_0)" in error.message
 
 
@@ -225,7 +226,7 @@ def test_a_quantized_file_is_a_source_only_on_demand(tiny_model, tmp_path, monke
     error = error_of(jobs.quantize, "nf4", path, tmp_path / "out")
     assert "is quantized already" in error.message and not (tmp_path / "out").exists()
     jobs.quantize("nf4", path, tmp_path / "out", allow_requantize=True, exclude=("down_proj",))
-    written, source = Checkpoint.open(str(tmp_path / "out")), Checkpoint.open(str(path))
+    written, source = open_checkpoint(str(tmp_path / "out")), open_checkpoint(str(path))
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
         assert torch.equal(written.read(name), source.read(name)) and written.infos[name].dtype == "F32"
 
@@ -240,12 +241,12 @@ def test_a_skeleton_of_a_file_measures_what_the_quantized_weights_give(tiny_mode
     """The same logits as the model with the decoded weights put in by hand."""
     folder = tiny_model("llama")
     path = gguf_files.export(folder, folder.with_suffix(".gguf"), "Q4_0")
-    checkpoint = Checkpoint.open(str(path))
+    checkpoint = open_checkpoint(str(path))
     dequantized = tiny_model("llama", name="dequantized")
     jobs.rewrite(dequantized, lambda name, tensor: checkpoint.read(name))
     ids = torch.arange(20)[None]
     logits = []
-    for source in (checkpoint, Checkpoint.open(str(dequantized))):
+    for source in (checkpoint, open_checkpoint(str(dequantized))):
         skeleton = Skeleton(source, torch.float32, torch.device("cpu"))
         skeleton.load_rest()
         hidden = skeleton.embed(ids)

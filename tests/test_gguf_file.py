@@ -11,7 +11,8 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.models.containers import gguf_file
-from quantkit.models.containers.gguf_file import Entry, GgufWriter, read_header
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 
 METADATA = {
     "general.architecture": "llama",

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from quantkit import cli
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate, windows
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.llamacpp import imatrix
 from quantkit.models.llamacpp.file_types import FILE_TYPES
 from quantkit.models.llamacpp.tensors import of_checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.options import RunOptions
 from quantkit.quantize import imatrix_job, job, loop, staging
 from quantkit.quantize.outputs import Summary
@@ -61,14 +61,14 @@ def exported(demo_model, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def text(demo_model) -> windows.Windows:
     return windows.load(
-        Checkpoint.open(str(demo_model)), demo_model.parent / "heldout.txt", CTX, None, TOKENS
+        open_checkpoint(str(demo_model)), demo_model.parent / "heldout.txt", CTX, None, TOKENS
     )
 
 
 @pytest.mark.parametrize("name", FILE_TYPES)
 def test_llama_cpp_has_the_perplexity_that_eval_measures(exported, text, name):
     path = exported / f"{name}.gguf"
-    checkpoint = Checkpoint.open(str(path))
+    checkpoint = open_checkpoint(str(path))
     (result,) = evaluate.evaluate([checkpoint], text, torch.float32, torch.device("cpu")).results
     with Llama(path) as llama:
         theirs = llama.perplexity(text.ids.tolist(), text.first)
@@ -116,8 +116,8 @@ def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
     means = imatrix.read(tmp_path / "imatrix.gguf").values()
     _, floats = read_header(file)
     name = "blk.3.ffn_down.weight"
-    target = next(target for target in of_checkpoint(Checkpoint.open(str(demo_model))) if target.name == name)
-    values = target.to_gguf(target.read(Checkpoint.open(str(demo_model)), torch.float32))
+    target = next(target for target in of_checkpoint(open_checkpoint(str(demo_model))) if target.name == name)
+    values = target.to_gguf(target.read(open_checkpoint(str(demo_model)), torch.float32))
     expected = ggml_library.encode(infos[name].dtype, values, means[name])
     assert raw(file)[name].tobytes() == np.asarray(expected).tobytes()
 
@@ -127,7 +127,7 @@ def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
     model = hf.AutoModelForCausalLM.from_pretrained(
         exported, gguf_file=f"{name}.gguf", dtype=torch.float32
     ).state_dict()
-    ours = Checkpoint.open(str(exported / f"{name}.gguf"))
+    ours = open_checkpoint(str(exported / f"{name}.gguf"))
     for tensor in ours.names:
         torch.testing.assert_close(ours.read(tensor, torch.float32), model[tensor], rtol=0, atol=0)
 

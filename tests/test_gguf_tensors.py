@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.llamacpp import configuration, metadata, tensors
 from quantkit.models.llamacpp.architectures import TABLE
 from quantkit.models.llamacpp.tensors import Target
+from quantkit.models.open import open_checkpoint
 
 
 def error_of(function, *arguments, **options) -> QuantkitError:
@@ -26,7 +26,7 @@ def error_of(function, *arguments, **options) -> QuantkitError:
 
 def test_llama_quantize_s_order(tiny_model):
     names = [
-        t.name for t in tensors.of_checkpoint(Checkpoint.open(str(tiny_model("llama", num_hidden_layers=11))))
+        t.name for t in tensors.of_checkpoint(open_checkpoint(str(tiny_model("llama", num_hidden_layers=11))))
     ]
     leaves = (
         "attn_k",
@@ -49,7 +49,7 @@ def q4_0(rows: torch.Tensor) -> torch.Tensor:
 
 def test_what_stays_in_float32(tiny_model):
     """One-dimensional tensors, norms of whatever shape, positions; all else may be quantized."""
-    found = tensors.of_checkpoint(Checkpoint.open(str(tiny_model("gpt2"))))
+    found = tensors.of_checkpoint(open_checkpoint(str(tiny_model("gpt2"))))
     matrices = {target.name for target in found if not target.float32}
     leaves = ("attn_output", "attn_qkv", "ffn_down", "ffn_up")
     blocks = {f"blk.{index}.{leaf}.weight" for index in range(3) for leaf in leaves}
@@ -61,7 +61,7 @@ def test_what_stays_in_float32(tiny_model):
 def test_encoded_rows_change_places_as_values_do(tiny_model, family):
     """Blocks run along the rows: permuting before encoding or after makes no difference."""
     changes = {"multi_query": False} if family in ("falcon", "gpt_bigcode") else {}
-    checkpoint = Checkpoint.open(str(tiny_model(family, **changes)))
+    checkpoint = open_checkpoint(str(tiny_model(family, **changes)))
     moved = [target for target in tensors.of_checkpoint(checkpoint) if target.index is not None]
     assert moved
     for target in moved:
@@ -102,7 +102,7 @@ def test_tensors_the_model_does_not_have_are_refused_by_name(tiny_model):
     stored = load_file(folder / "model.safetensors")
     extra = {"model.layers.0.self_attn.sinks": torch.ones(4)}
     save_file(stored | extra, folder / "model.safetensors", metadata={"format": "pt"})
-    error = error_of(tensors.of_checkpoint, Checkpoint.open(str(folder)))
+    error = error_of(tensors.of_checkpoint, open_checkpoint(str(folder)))
     assert error.exit_code == UNSUPPORTED and "model.layers.0.self_attn.sinks" in error.message
 
 
@@ -111,7 +111,7 @@ def test_missing_tensors_are_named(tiny_model):
     stored = load_file(folder / "model.safetensors")
     del stored["model.layers.1.self_attn.k_proj.bias"]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    error = error_of(tensors.of_checkpoint, Checkpoint.open(str(folder)))
+    error = error_of(tensors.of_checkpoint, open_checkpoint(str(folder)))
     assert "model.layers.1.self_attn.k_proj.bias" in error.message
 
 
@@ -121,10 +121,10 @@ def test_a_stored_head_is_written_when_it_is_not_the_embedding(tiny_model, unlik
     stored = load_file(folder / "model.safetensors")
     head = stored["model.embed_tokens.weight"].clone() + unlike
     save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
-    found = {target.name: target for target in tensors.of_checkpoint(Checkpoint.open(str(folder)))}
+    found = {target.name: target for target in tensors.of_checkpoint(open_checkpoint(str(folder)))}
     assert ("output.weight" in found) == unlike
     if unlike:
-        assert torch.equal(found["output.weight"].read(Checkpoint.open(str(folder))), head)
+        assert torch.equal(found["output.weight"].read(open_checkpoint(str(folder))), head)
 
 
 def test_values_that_are_not_finite_are_refused(tiny_model):
@@ -132,7 +132,7 @@ def test_values_that_are_not_finite_are_refused(tiny_model):
         tiny_model("llama"),
         lambda name, t: t.fill_(float("nan")) if name.endswith("1.mlp.up_proj.weight") else None,
     )
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     target = next(t for t in tensors.of_checkpoint(checkpoint) if t.name == "blk.1.ffn_up.weight")
     assert "model.layers.1.mlp.up_proj.weight holds NaN" in error_of(target.read, checkpoint).message
 
@@ -185,7 +185,7 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_refused(tiny_model, c
     folder = tiny_model(family)
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
 
     def plan():
         return configuration.to_metadata(checkpoint.config), tensors.of_checkpoint(checkpoint)
@@ -198,7 +198,7 @@ def test_models_that_llama_cpp_would_compute_otherwise_are_refused(tiny_model, c
 
 def test_what_llama_cpp_leaves_out_is_told(tiny_model):
     def notes(family, **changes):
-        return configuration.notes(Checkpoint.open(str(tiny_model(family, **changes))).config)
+        return configuration.notes(open_checkpoint(str(tiny_model(family, **changes))).config)
 
     assert notes("mistral") == ["llama.cpp attends beyond the sliding window of 16 tokens"]
     assert notes("mistral", sliding_window=None) == notes("gemma2") == notes("qwen3") == notes("gpt2") == []
@@ -209,7 +209,7 @@ def test_what_llama_cpp_leaves_out_is_told(tiny_model):
 def test_general_metadata(tiny_model):
     folder = tiny_model("llama", name="Tiny-Llama")
     (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     targets = tensors.of_checkpoint(checkpoint)
     keys = metadata.assemble(checkpoint, targets, "Q4_K_M", {"tokenizer.ggml.model": "gpt2"})
     assert list(keys)[0] == "general.architecture" and list(keys)[-1] == "general.file_type"
@@ -222,7 +222,7 @@ def test_general_metadata(tiny_model):
 
 def test_a_name_like_phi_3_stays_only_with_phi_3_s_tokens(tiny_model):
     """llama.cpp looks for certain tokens in a model of that name and throws where they are absent."""
-    checkpoint = Checkpoint.open(str(tiny_model("phi3", name="my-Phi-3-mini")))
+    checkpoint = open_checkpoint(str(tiny_model("phi3", name="my-Phi-3-mini")))
     targets = tensors.of_checkpoint(checkpoint)
     for tokens, name in ((["a"], "my-Phi_3-mini"), (["<s>", "<unk>", "<|endoftext|>"], "my-Phi-3-mini")):
         keys = metadata.assemble(checkpoint, targets, "F16", {"tokenizer.ggml.tokens": tokens})

@@ -476,7 +476,7 @@ def test_files_that_are_absent_or_damaged(folder):
 def test_sentencepiece_files_that_are_damaged(tmp_path):
     path, whole = tmp_path / "tokenizer.model", proto()
     damaged = [whole[:length] for length in (0, 1, 7, 8, len(whole) // 2, len(whole) - 1)]
-    damaged += [b"\x0a\xff\xff\xff\xff\x0f" + whole, b"\x0b" + whole, b"\xff" * 40, b"\x08\x01" + whole]
+    damaged += [b"\x0a\xff\xff\xff\xff\x0f" + whole, b"\x0b" + whole, b"\xff" * 40]
     damaged += [whole.replace(b"<unk>", b"<\xff\xffk>"), b"\x0a\x02\x18\x09" + whole, b"\x0a\x03\x12\x01a"]
     for data in damaged:
         path.write_bytes(data)

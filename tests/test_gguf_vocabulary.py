@@ -26,11 +26,11 @@ from vocabularies import (
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.evaluate import check_comparable
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.llamacpp.pre_tokenizers import ROWS, by_name
 from quantkit.models.llamacpp.tokenizer import from_metadata
 from quantkit.models.llamacpp.vocabulary import metadata
+from quantkit.models.open import open_checkpoint
 from quantkit.models.tokenizer_hash import SAMPLE, tokenizer_sha256
 
 pytest.importorskip("xllamacpp")
@@ -212,13 +212,13 @@ def test_the_demo_model(demo_model, llama):
 
 def test_a_file_and_its_folder_are_comparable(tiny_model, tmp_path):
     folder = tiny_model("llama", tokenizer="bos", vocab_size=576)
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     file = gguf_files.export(folder, tmp_path / "same.gguf", extra=metadata(folder, 576))
-    read = Checkpoint.open(str(file))
+    read = open_checkpoint(str(file))
     check_comparable([checkpoint, read])
     assert_same(checkpoint.tokenizer, read.tokenizer)
     with Llama(file, 256) as llama:
         assert_same(checkpoint.tokenizer, llama)
     other = gguf_files.export(folder, tmp_path / "other.gguf", extra=metadata(folder, 576, "starcoder"))
     with pytest.raises(QuantkitError, match="different tokenizers"):
-        check_comparable([checkpoint, Checkpoint.open(str(other))])
+        check_comparable([checkpoint, open_checkpoint(str(other))])

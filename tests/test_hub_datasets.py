@@ -107,9 +107,9 @@ def calibrate(hub, model, process):
 
 @pytest.fixture
 def decode(model):
-    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.open import open_checkpoint
 
-    tokenizer = Checkpoint.open(str(model)).tokenizer
+    tokenizer = open_checkpoint(str(model)).tokenizer
     return lambda answer: tokenizer.decode([token for row in answer["tokens"] for token in row])
 
 

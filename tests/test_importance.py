@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 from quantkit import cli
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import gguf_file
+from quantkit.models.containers import gguf_writer
 from quantkit.models.llamacpp import imatrix
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions
 from quantkit.quantize import imatrix_job, importance
@@ -72,7 +72,7 @@ def literal(folder: Path, batches: list[torch.Tensor]) -> dict[str, torch.Tensor
 def test_means_are_those_of_a_literal_forward(tiny_model, family):
     folder = tiny_model(family)
     batches = [ids(3, 40), ids(2, 40), ids(1, 7)]
-    skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, CPU)
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
     found = importance.gather(skeleton, batches)
     expected = literal(folder, batches)
     assert found.tokens == 207 and found.sums.keys() == expected.keys()
@@ -83,7 +83,7 @@ def test_means_are_those_of_a_literal_forward(tiny_model, family):
 
 
 def test_one_block_is_in_memory_at_a_time(tiny_model):
-    skeleton = Skeleton(Checkpoint.open(str(tiny_model("llama"))), torch.float32, CPU)
+    skeleton = Skeleton(open_checkpoint(str(tiny_model("llama"))), torch.float32, CPU)
     loaded = []
 
     class Watch(Progress):
@@ -99,7 +99,7 @@ def test_a_gguf_file_of_the_model_has_the_same(tiny_model, tmp_path, family):
     folder = tiny_model(family)
     path = gguf_files.export(folder, tmp_path / "model.gguf")
     here, there = (
-        importance.gather(Skeleton(Checkpoint.open(str(source)), torch.float32, CPU), [ids(2, 24)])
+        importance.gather(Skeleton(open_checkpoint(str(source)), torch.float32, CPU), [ids(2, 24)])
         for source in (folder, path)
     )
     assert list(here.sums) == list(there.sums)
@@ -143,7 +143,7 @@ def test_the_file_has_llama_cpps_names_and_the_means(quantkit, tiny_model, small
     found = imatrix.read(Path("tiny.imatrix.gguf"))
     assert (found.datasets, found.chunk_count, found.chunk_size) == (("text.txt",), 5, 32)
     assert {counts.tolist()[0] for counts in found.counts.values()} == {160.0}
-    checkpoint = Checkpoint.open("tiny")
+    checkpoint = open_checkpoint("tiny")
     options = CalibrationOptions(calibration="text.txt", samples=5, seqlen=32)
     batches = calibration.load(checkpoint, options).tokens.split(2)
     expected = importance.gather(Skeleton(checkpoint, torch.float32, CPU), batches).means()
@@ -227,7 +227,7 @@ def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeyp
     def full(self, name, chunks):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf_file.GgufWriter, "write", full)
+    monkeypatch.setattr(gguf_writer.GgufWriter, "write", full)
     error = refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
     assert "is full" in error and "run the same command again" in error and "--resume" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]

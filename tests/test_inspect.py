@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from stand_in_hub import Elsewhere
 
 from quantkit.errors import QuantkitError
-from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.headers import open_contents
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -68,7 +68,7 @@ STORED = {
 def test_every_layout_is_told_from_its_headers(made, name):
     folder = made / name
     found, tensors = inspected(folder), jobs.tensors(folder)
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     quantization = found["quantization"]
     assert quantization["stored"] == STORED[name]
     assert quantization["linears"] == len(checkpoint.packed)
@@ -92,7 +92,7 @@ def test_every_layout_is_told_from_its_headers(made, name):
 
 @pytest.mark.parametrize("name", STORED)
 def test_the_tables_hold_every_weight_once(made, name):
-    found, checkpoint = inspected(made / name), Checkpoint.open(str(made / name))
+    found, checkpoint = inspected(made / name), open_checkpoint(str(made / name))
     told = {}
     for row in found["tensors"]:
         for block in row["blocks"] or [None]:
@@ -127,7 +127,7 @@ def test_provenance_is_the_manifests(made):
     found = inspected(made / "awq")["provenance"]
     manifest = json.loads((made / "awq" / "quantkit.json").read_text())
     assert found["tool"].startswith("quantkit ") and found["method"] == "awq"
-    assert found["source"] == {"name": "plain", "sha256": Checkpoint.open(str(made / "plain")).sha256()}
+    assert found["source"] == {"name": "plain", "sha256": open_checkpoint(str(made / "plain")).sha256()}
     assert found["calibration"]["sha256"] == manifest["job"]["calibration"]["sha256"]
     errors = [row["error"] for row in manifest["linears"]]
     assert found["error"] == sum(errors) / len(errors)
@@ -431,7 +431,7 @@ def test_what_is_rarely_meant_is_a_warning(copy, quantkit):
 
 
 def test_of_a_missing_shard_the_others_are_told(made, tmp_path, quantkit):
-    checkpoint = Checkpoint.open(str(made / "gptq"))
+    checkpoint = open_checkpoint(str(made / "gptq"))
     folder = tmp_path / "sharded"
     shutil.copytree(made / "gptq", folder)
     (folder / "model.safetensors").unlink()
@@ -453,7 +453,7 @@ def test_of_a_missing_shard_the_others_are_told(made, tmp_path, quantkit):
 
 
 def test_an_index_that_is_incomplete(made, tmp_path):
-    checkpoint = Checkpoint.open(str(made / "plain"))
+    checkpoint = open_checkpoint(str(made / "plain"))
     folder = tmp_path / "sharded"
     shutil.copytree(made / "plain", folder)
     (folder / "model.safetensors").unlink()
@@ -529,7 +529,7 @@ def test_a_model_that_transformers_cannot_build_is_read_as_it_is_stored(tiny_mod
 def test_the_difference_of_two(made, make):
     record = make("inspect", made / "plain", made / "gptq")
     found = record["weights"]
-    plain, gptq = (Checkpoint.open(str(made / name)) for name in ("plain", "gptq"))
+    plain, gptq = (open_checkpoint(str(made / name)) for name in ("plain", "gptq"))
     lost = norm = 0.0
     for row in found["differences"]:
         a, b = (checkpoint.read(row["name"], torch.float64) for checkpoint in (plain, gptq))

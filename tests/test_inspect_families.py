@@ -7,8 +7,8 @@ from families import FAMILIES, REFUSED
 from transformers import CONFIG_MAPPING
 
 from quantkit.inspection.architecture import UNTIED
-from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
+from quantkit.models.headers import open_contents
 
 GEMMA = dict.fromkeys(("gemma2", "gemma3"), {"query_pre_attn_scalar": 16})  # as llama.cpp computes it
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from quantkit.evaluation import evaluate
 from quantkit.evaluation import windows as windows_of
 from quantkit.layouts.bitsandbytes.linear import Int8Linear
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.quantize import loop
 from quantkit.quantize.progress import Progress
@@ -72,7 +72,7 @@ def test_the_split_keeps_what_plain_int8_loses(twin, written):
     config["quantization_config"]["llm_int8_threshold"] = 0.0
     (plain / "config.json").write_text(json.dumps(config))
 
-    checkpoints = [Checkpoint.open(str(folder)) for folder in (twin, plain, written)]
+    checkpoints = [open_checkpoint(str(folder)) for folder in (twin, plain, written)]
     windows = windows_of.load(checkpoints[0], HELDOUT, ctx=128, stride=None, limit=1024)
     results = evaluate.evaluate(checkpoints, windows, torch.float32, torch.device("cpu")).results
     plain, split = (result.metrics.kld.mean for result in results[1:])

@@ -100,7 +100,7 @@ def fails(monkeypatch, quantkit):
         def fail(*_, **__):
             raise error
 
-        monkeypatch.setattr("quantkit.inspection.contents.open_contents", fail)
+        monkeypatch.setattr("quantkit.models.headers.open_contents", fail)
         return quantkit("inspect", "x", *arguments)
 
     return run
@@ -146,11 +146,11 @@ def test_an_interrupt_says_so_in_one_line(fails):
 
 WAITS = """import sys, time
 from quantkit import cli
-from quantkit.inspection import contents
+from quantkit.models import headers
 def wait(*_):
     print("ready", flush=True)
     time.sleep(60)
-contents.open_contents = wait
+headers.open_contents = wait
 sys.argv = ["quantkit", "inspect", "x"]
 cli.main()"""
 JOB = """import sys, time

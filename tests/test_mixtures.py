@@ -62,10 +62,7 @@ def test_the_answers_cover_every_file_type():
     assert any(row[1] for shape in ANSWERS.values() for row in shape["answers"])
 
 
-def test_numbers_and_block_sizes_are_the_formats():
-    for name, chosen in FILE_TYPES.items():
-        prefix = "ALL_" if name == "F32" else "MOSTLY_"
-        assert chosen.number == gguf.LlamaFileType[prefix + name].value
+def test_block_sizes_are_the_formats():
     assert BLOCKS == {name: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] for name in BLOCKS}
     assert nbytes("Q4_K", [3, 512]) == 3 * 2 * 144
 

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.grids.affine import AffineGrid
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.quantize.solvers import rtn
 
 RTN = {"solver": "rtn", "group_size": 32, "mse": False}
@@ -122,7 +122,7 @@ def test_every_linear_decodes_to_its_own_grid(model, tmp_path, layout):
     other = (3, 16) if layout == "gptq" else (8, 16)
     overrides = (r"layers\.0\.mlp\.down_proj=8,-1", f"v_proj={other[0]},{other[1]}")
     jobs.quantize("gptq", model, tmp_path / "out", RTN | {"layout": layout}, override=overrides)
-    source, written = jobs.tensors(model), Checkpoint.open(str(tmp_path / "out"))
+    source, written = jobs.tensors(model), open_checkpoint(str(tmp_path / "out"))
     for name in grids(model, tmp_path / "dry"):
         expected = {"v_proj": other}.get(name.rpartition(".")[2], PLAIN)
         expected = (8, 128) if name == "model.layers.0.mlp.down_proj" else expected

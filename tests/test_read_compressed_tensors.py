@@ -11,7 +11,7 @@ from quantkit.errors import QuantkitError
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, detect
 from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear, rounded
 from quantkit.layouts.compressed_tensors.schemes import Numbers
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop
@@ -200,7 +200,7 @@ def test_a_checkpoint_computes_with_the_scheme_of_each_linear(tiny_model):
     """int8 with quantized inputs everywhere but in `down_proj`, which is 4 bit and packed."""
     folder = tiny_model("llama")
     stored = load_file(folder / "model.safetensors")
-    plain = Skeleton(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"))
+    plain = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     tensors = {}
     for name, tensor in stored.items():
         linear = name.removesuffix(".weight")
@@ -233,7 +233,7 @@ def test_a_checkpoint_computes_with_the_scheme_of_each_linear(tiny_model):
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 
-    checkpoint = Checkpoint.open(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     block = skeleton.load_block(0)
     assert isinstance(block.mlp.up_proj, QuantizedInputLinear)
@@ -254,7 +254,7 @@ def test_what_the_pipeline_writes_is_what_it_reads(tiny_model, tmp_path):
         output=tmp_path / "out",
     )
     summary = loop.run(job.prepare(request, Progress()), Progress())
-    plain, packed = Checkpoint.open(str(source)), Checkpoint.open(str(tmp_path / "out"))
+    plain, packed = open_checkpoint(str(source)), open_checkpoint(str(tmp_path / "out"))
     assert packed.names and set(packed.names) == set(plain.names)
     assert (summary.linears, summary.kept) == (18, 3)
     for name, bits, group_size in (("0.self_attn.q_proj", 4, 32), ("0.mlp.down_proj", 8, 128)):

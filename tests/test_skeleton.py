@@ -12,6 +12,7 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
 from quantkit.options import CalibrationOptions, RunOptions
@@ -67,7 +68,7 @@ def tokens(batch: int = 2, count: int = TOKENS, seed: int = 0) -> torch.Tensor:
 
 
 def open_skeleton(folder) -> Skeleton:
-    skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, CPU)
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
     skeleton.names.check_complete()
     skeleton.load_rest()
     return skeleton
@@ -224,7 +225,7 @@ def test_names_in_the_plan_are_the_stored_ones(tiny_model):
 def test_fused_experts_are_refused_by_name(tiny_model, family):
     folder = tiny_model(family)
     with pytest.raises(QuantkitError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj") as caught:
-        skeleton = Skeleton(Checkpoint.open(str(folder)), torch.float32, CPU)
+        skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
         resolve(skeleton, [])
     assert caught.value.exit_code == UNSUPPORTED
 

@@ -18,7 +18,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import tasks
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.evaluation.tasks import Tasks, score
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ def silent(source: str, done: int, total: int) -> None:
 
 
 def streamed(folder: Path) -> StreamedModel:
-    return StreamedModel.open(Checkpoint.open(str(folder)), torch.float32, torch.device("cpu"))
+    return StreamedModel.open(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])

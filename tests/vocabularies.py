@@ -21,7 +21,7 @@ from tokenizers import (
 )
 from transformers.tokenization_utils_base import generate_merges
 
-from quantkit.models.containers.gguf_file import Entry, GgufWriter
+from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp.pre_tokenizers import ROWS
 from quantkit.models.tokenizer_hash import SAMPLE
 

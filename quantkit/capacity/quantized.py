@@ -7,43 +7,30 @@ so that all that is computed of one holds for the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 from quantkit.capacity import templates
 from quantkit.capacity.families import FAMILIES
 from quantkit.capacity.parameters import DTYPE_BYTES, Entry
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import Contents
 
 FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
 
 
-def entries(
-    source: str, config: Mapping[str, Any], infos: Sequence[TensorInfo], folder: Path | None
-) -> list[Entry]:
-    """Every parameter, of its own shape. folder: where the files lie, None on the hub.
+def entries(contents: Contents) -> list[Entry]:
+    """Every parameter, of its own shape.
 
     Raises QuantkitError (exit code 4) naming what is stored in a way that is not understood.
     """
-    settings = Settings.of(config)
-    contents = Contents(
-        source=source,
-        container="safetensors",
-        files={},
-        config=dict(config),
-        infos={info.name: info for info in infos},
-        read=lambda name: None,
-        path=folder,
-    )
+    settings = Settings.of(contents.config)
     weights = weights_of(contents)
     if odd := [weight.name for weight in weights if not _understood(weight)]:
         raise QuantkitError(
-            f"how {source} stores {name_all(odd, 2)} is not understood",
+            f"how {contents.source} stores {name_all(odd, 2)} is not understood",
             hint="give the checkpoint it was made from, or --params beside its config.json",
             exit_code=UNSUPPORTED,
         )

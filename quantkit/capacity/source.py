@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.capacity import parameters, templates
-from quantkit.capacity.parameters import Parameters
+from quantkit.capacity.parameters import Entry, Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.models import hub
+from quantkit.layouts import quantization_of
 from quantkit.models.containers import safetensors_folder
-from quantkit.models.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
-from quantkit.models.hub_headers import Repository
+from quantkit.models.headers import Contents, open_contents
 
 QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
 AS_IF_PACKED = (
@@ -67,20 +66,16 @@ def read(
     a family that is not known where neither is there, and where both are.
     """
     path = Path(source).expanduser()
-    if path.is_file() and hub.is_gguf(path):
-        from quantkit.capacity import gguf_header  # it needs numpy, which takes a while to import
-
-        found = gguf_header.read(path)
-        _refuse(count, source)
-        made = parameters.from_headers(found.entries, found.settings)
-        notes = (QUANTIZED,) if made.quantized else ()
-        layout = "gguf" if made.quantized else None
-        return Source(source, found.settings, made, "the GGUF header", notes, layout)
-    config, infos, folder = _contents(source, path, revision, offline)
-    if infos is not None:
-        _refuse(count, source)
-        return _of_headers(source, config, infos, folder)
-    return _of_config(source, config, count)
+    if path.suffix == ".json" and path.is_file():
+        return _of_config(source, safetensors_folder.read_json(path), count)
+    contents = open_contents(source, revision, offline, strict=True, bare=True)
+    if not contents.infos and contents.container != "gguf":
+        return _of_config(source, contents.config, count)
+    if count is not None:
+        raise QuantkitError(
+            f"the headers of {source} say how many parameters it has", "leave out --params", USAGE
+        )
+    return _of_headers(contents)
 
 
 def of_count(count: Count) -> Source:
@@ -89,33 +84,22 @@ def of_count(count: Count) -> Source:
     return Source(None, None, None, "--params", (AS_IF_PACKED,), count=dense)
 
 
-def _contents(
-    source: str, path: Path, revision: str | None, offline: bool
-) -> tuple[Mapping[str, Any], list[TensorInfo] | None, Path | None]:
-    """config.json, what headers say (None: there are none), and the folder of both, if it is here."""
-    if path.suffix == ".json" and path.is_file():
-        return safetensors_folder.read_config(path), None, None
-    folder = hub.local(source)
-    if folder is None and not offline:
-        repository = Repository.open(source, revision)
-        config, found = safetensors_folder.read_config(repository.fetch("config.json")), repository.tensors()
-        return config, None if found is None else list(found.values()), None
-    folder = folder or hub.resolve(source, revision, offline)
-    config = safetensors_folder.read_config(folder / "config.json")
-    stored = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    return config, list(safetensors_folder.read_folder(folder).values()) if stored else None, folder
+def _of_headers(contents: Contents) -> Source:
+    settings, told = Settings.of(contents.config), contents.quantization
+    entries: Iterable[Entry] = contents.infos.values()
+    basis, layout = "safetensors headers", _layout(told)
+    if contents.container == "gguf":
+        from quantkit.capacity import gguf_header
 
-
-def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], folder: Path | None) -> Source:
-    settings, told = Settings.of(config), safetensors_folder.quantization_of(config)
-    if told:
+        entries, basis, layout = gguf_header.entries(contents, settings), "the GGUF header", "gguf"
+    elif told:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 
-        infos = quantized.entries(name, config, infos, folder)
-    found = parameters.from_headers(infos, settings)
+        entries = quantized.entries(contents)
+    found = parameters.from_headers(entries, settings)
     if not found.quantized:
-        return Source(name, settings, found, "safetensors headers")
-    return Source(name, settings, found, "safetensors headers", (QUANTIZED,), _layout(told))
+        return Source(contents.source, settings, found, basis)
+    return Source(contents.source, settings, found, basis, (QUANTIZED,), layout)
 
 
 def _layout(told: Mapping[str, Any]) -> str:
@@ -127,7 +111,7 @@ def _layout(told: Mapping[str, Any]) -> str:
 def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
     settings = Settings.of(config)
     notes = ("it is quantized already: all sizes are those of its original",)
-    notes = notes if safetensors_folder.quantization_of(config) else ()
+    notes = notes if quantization_of(config) else ()
     if count is None:
         if config.get("vision_config") or config.get("audio_config"):
             notes += ("of its parts only the language model is counted",)
@@ -142,13 +126,6 @@ def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Sou
 
 def _example(count: Count) -> str:
     return f"{count.total / 1e9:g}B-A{max(1, round(count.total / 2e10))}B"
-
-
-def _refuse(count: Count | None, source: str) -> None:
-    if count is not None:
-        raise QuantkitError(
-            f"the headers of {source} say how many parameters it has", "leave out --params", USAGE
-        )
 
 
 def parse_count(text: str) -> Count:

@@ -126,11 +126,11 @@ def command(
             from quantkit.evaluation.comparison.record import record
             from quantkit.evaluation.comparison.table import print_comparison
             from quantkit.evaluation.tasks import Tasks
-            from quantkit.models.checkpoint import Checkpoint
             from quantkit.models.device import choose_device
+            from quantkit.models.open import open_checkpoint
 
         checkpoints = [
-            Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
+            open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)
         ]
         precision, place = getattr(torch, dtype), choose_device(device)

@@ -59,13 +59,13 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
-            from quantkit.models.checkpoint import Checkpoint
             from quantkit.models.device import choose_device
+            from quantkit.models.open import open_checkpoint
 
         settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
         settings.check()
         checkpoints = [
-            Checkpoint.open(model, revision if position == 0 else None, offline, trust_remote_code)
+            open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)
         ]
         place = choose_device(device)

@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """The function behind `quantkit inspect`."""
     from quantkit.inspection import printed, record
-    from quantkit.inspection.contents import open_contents
+    from quantkit.models.headers import open_contents
 
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     found = [record.describe(open_contents(*source, offline)) for source in sources]
@@ -74,11 +74,11 @@ def _with_values(
     """
     from quantkit.cli.progress import listener
     from quantkit.inspection import compare, values
-    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.open import open_checkpoint
 
     offline, trust_remote_code, quiet = options
     try:
-        opened = [Checkpoint.open(*source, offline, trust_remote_code) for source in sources]
+        opened = [open_checkpoint(*source, offline, trust_remote_code) for source in sources]
     except QuantkitError as error:
         if len(found) > 1:
             raise

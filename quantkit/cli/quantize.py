@@ -175,11 +175,11 @@ def _evaluate(jobs: Sequence[Any], windows: Any, progress: Any) -> Any:
     from quantkit.evaluation import evaluate
     from quantkit.evaluation.comparison.record import record
     from quantkit.evaluation.metrics import select
-    from quantkit.models.checkpoint import Checkpoint
+    from quantkit.models.open import open_checkpoint
 
     first = jobs[0]
     trusted = first.request.trust_remote_code
-    made = [Checkpoint.open(str(one.staging.output), trust_remote_code=trusted) for one in jobs]
+    made = [open_checkpoint(str(one.staging.output), trust_remote_code=trusted) for one in jobs]
     device = first.plan.execution.torch_device
     measured = evaluate.evaluate(
         [first.checkpoint, *made], windows, torch.float32, device, progress.evaluating

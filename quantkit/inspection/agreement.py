@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from quantkit.errors import QuantkitError, name_all
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import Weight, all_headers
 from quantkit.layouts._headers import Numbers
+from quantkit.models.headers import Contents
 
 CODE_TYPES = {"I8", "U8", "F8_E4M3", "F8_E5M2"}  # of weights that mean nothing without scales
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import count, name_all
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
 from quantkit.inspection.stored import Weight
+from quantkit.models.headers import Contents
 
 MLP = re.compile(r"mlp\.(gate|up|down|gate_up)_proj\.weight$")
 QUERIES, OUTPUTS = "self_attn.q_proj.weight", "self_attn.o_proj.weight"

@@ -8,9 +8,9 @@ from typing import Any
 
 from quantkit.errors import count, name_all
 from quantkit.inspection import agreement, architecture
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.stored import Weight
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.headers import Contents
 
 VOCABULARIES = (
     "tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json", "*token*.py",

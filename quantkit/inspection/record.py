@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from quantkit.inspection import clients, integrity, tokenizer
-from quantkit.inspection.contents import Contents
 from quantkit.inspection.names import is_linear, part_of, split, without_expert
 from quantkit.inspection.positions import positions
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.containers.safetensors_folder import natural
+from quantkit.models.headers import Contents
 from quantkit.tables import ranges
 
 SCHEMA = "quantkit.inspect/1"
@@ -36,7 +36,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "container": contents.container,
         "files": {"count": len(contents.files), "bytes": sum(contents.files.values())},
         "model": {
-            "model_type": config.get("model_type"),
+            "model_type": contents.family,
             "blocks": config.get("num_hidden_layers") or config.get("n_layer"),
             "hidden_size": config.get("hidden_size") or config.get("n_embd"),
             "vocab_size": config.get("vocab_size"),
@@ -148,7 +148,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     linears = [name.removesuffix(".qweight") for name in infos if name.endswith(".qweight")]
     return {
         "layout": {_layout(contents) or "none"},
-        "model_type": {str(contents.text_config.get("model_type"))},
+        "model_type": {str(contents.family)},
         "form": forms,
         "bits": {codes.bits for codes in coded},
         "group_size": {codes.group_size or -1 for codes in coded},

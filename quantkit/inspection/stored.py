@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quantkit import layouts
-from quantkit.inspection.contents import Contents
 from quantkit.layouts import _foreign, ggml
 from quantkit.layouts._headers import Codes, Headers, Mark
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import Contents
 
 
 @dataclass(frozen=True)

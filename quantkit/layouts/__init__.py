@@ -12,10 +12,9 @@ import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
-from quantkit.models.containers.safetensors_folder import quantization_of
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +112,14 @@ def available() -> list[str]:
     """Names of the layouts, from the files of this package; `_` begins what several of them share."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if not name.startswith("_"))
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of quantization; {} where that is nothing. MLX has a name of its own for it."""
+    stored, mlx = config.get("quantization_config"), config.get("quantization")
+    if isinstance(mlx, dict) and not (isinstance(stored, dict) and "quant_method" in stored):
+        return {"quant_method": "mlx"} | mlx
+    return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 
 
 def modules() -> list[ModuleType]:

@@ -13,21 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 
 from quantkit import layouts
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
-from quantkit.models import hub
+from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.headers import MANIFEST
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
-MANIFEST = "quantkit.json"
 COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
     "tokenizer*",
     "special_tokens_map.json",
@@ -59,31 +57,6 @@ class Checkpoint:
     layout: layouts.Layout | None
     trust_remote_code: bool = False
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
-
-    @staticmethod
-    def open(
-        source: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False
-    ) -> Checkpoint:
-        """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
-        folder = hub.resolve(source, revision, offline)
-        if folder.is_file():
-            from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
-
-            return GgufCheckpoint.open_file(source, folder)
-        raw_config = safetensors_folder.read_config(folder / "config.json")
-        infos = safetensors_folder.read_folder(folder)
-        layout = layouts.detect(raw_config, infos)
-        layouts.refuse_headless(layout, infos)
-        return Checkpoint(
-            source=source,
-            folder=folder,
-            raw_config=raw_config,
-            config=_build_config(folder, trust_remote_code),
-            infos=infos,
-            layout=layout,
-            trust_remote_code=trust_remote_code,
-            _quantized=layouts.group_by_linear(layout, infos),
-        )
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """The same model with other tensors: how a staged block is read before the output exists."""
@@ -192,12 +165,6 @@ class Checkpoint:
                 exit_code=NOT_FOUND,
             ) from error
 
-    def vocabulary(self, size: int, pre: str | None, warn: Callable[[str], None]) -> dict[str, Any]:
-        """The tokenizer as metadata of a GGUF file; see `llamacpp.vocabulary.metadata`."""
-        from quantkit.models.llamacpp import vocabulary
-
-        return vocabulary.metadata(self.folder, size, pre, warn)
-
     @property
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
@@ -219,11 +186,16 @@ class Checkpoint:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            with open(path, "rb") as file:
-                while chunk := file.read(1 << 22):
-                    digest.update(chunk)
-                    progress(len(chunk))
+            hash_file(digest, path, progress)
         return digest.hexdigest()
+
+
+def hash_file(digest, path: Path, progress: Callable[[int], None]) -> None:
+    """Add the bytes of a file to a digest of hashlib."""
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            progress(len(chunk))
 
 
 def why_no_tokenizer(folder: Path, error: Exception) -> str:
@@ -244,21 +216,3 @@ class _Parts(dict[str, torch.Tensor]):
         raise QuantkitError(
             f"{self.linear} is quantized, but {self.linear}.{part} is absent", hint="download it again"
         )
-
-
-def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:  # ValueError, KeyError, OSError, validation errors: all "not this config"
-        raise QuantkitError(
-            f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
-            + str(error).splitlines()[0],
-            hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
-            "trust the code beside the checkpoint",
-            exit_code=UNSUPPORTED,
-        ) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the skeleton is the plain model; layouts decode
-    return config

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.heap import keep_freed_pages
 from quantkit.models.llamacpp.imatrix import Imatrix
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import finish, imatrix_job, importance
 from quantkit.quantize.job import Job
@@ -62,7 +62,7 @@ def _write(
 
 def _publish(job: Job, timings: Timings) -> Summary:
     with timings("verify"):
-        written = Checkpoint.open(str(job.staging.place))
+        written = open_checkpoint(str(job.staging.place))
         Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
     summary = finish.summarize(job, [], timings)
     job.staging.publish()

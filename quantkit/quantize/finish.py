@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
 from quantkit.quantize.job import Job
@@ -66,7 +66,7 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
 
 def _verify(job: Job, place: Path, expected: Tensor) -> None:
     """Read it back and run the loop's first batch through it, block by block."""
-    written = Checkpoint.open(str(place), trust_remote_code=job.request.trust_remote_code)
+    written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.load_rest()
     (hidden,) = walk.through(skeleton, job.batches[:1])

@@ -14,6 +14,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.llamacpp import imatrix, tensors
 from quantkit.models.llamacpp.imatrix import Imatrix
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import importance, linears, plan
 from quantkit.quantize.importance import Importance
@@ -60,7 +61,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     Raises QuantkitError for all that would fail later.
     """
     check_run(request.run)
-    checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
     _check_output(output, checkpoint, request.overwrite)
     if checkpoint.quantized:

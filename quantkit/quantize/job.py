@@ -21,6 +21,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import linears, methods, plan
@@ -131,7 +132,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
 
 def _open(request: Request, progress: Progress) -> Checkpoint:
     """The source. Raises QuantkitError if it is quantized already and nobody allowed that."""
-    checkpoint = Checkpoint.open(request.source, request.revision, request.offline, request.trust_remote_code)
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if not checkpoint.quantized:
         return checkpoint
     if not request.run.allow_requantize:

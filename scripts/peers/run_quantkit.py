@@ -13,7 +13,7 @@ job = jobs.start()
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
 
 from quantkit import __version__  # noqa: E402
-from quantkit.models.checkpoint import Checkpoint  # noqa: E402
+from quantkit.models.open import open_checkpoint  # noqa: E402
 from quantkit.options import CalibrationOptions, RunOptions  # noqa: E402
 from quantkit.quantize import job as requests  # noqa: E402
 from quantkit.quantize import loop, methods  # noqa: E402
@@ -31,7 +31,7 @@ def options():
 def main() -> None:
     rows = job.rows()
     text = CalibrationOptions(job.calibration, samples=len(rows), seqlen=len(rows[0]))
-    tokens = calibration.load(Checkpoint.open(job.model), text)
+    tokens = calibration.load(open_checkpoint(job.model), text)
     assert tokens.tokens.tolist() == rows, "other calibration tokens than the peers'"
     calibration.load = lambda *arguments: tokens  # cut already, as the peers are given theirs
     request = requests.Request(

@@ -17,9 +17,9 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from quantkit.inspection.contents import open_contents
 from quantkit.inspection.record import describe
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.headers import open_contents
+from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
@@ -160,7 +160,7 @@ class Own:
     """quantkit's own decode of a folder, streamed block by block through the skeleton."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
-        self.skeleton = Skeleton(Checkpoint.open(str(folder)), dtype, torch.device("cpu"))
+        self.skeleton = Skeleton(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
         self.skeleton.load_rest()
         for index in range(len(self.skeleton.blocks)):
             self.skeleton.load_block(index)

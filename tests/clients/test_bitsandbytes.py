@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 
 pytestmark = cases.MARKS
 
@@ -58,7 +58,7 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "decoded" in case.loader])
 def test_client_decodes_the_same_weights(name, folders, client):
-    checkpoint = Checkpoint.open(str(folders[name]))
+    checkpoint = open_checkpoint(str(folders[name]))
     stored = checkpoint.config.dtype
     for row in cases.linears(folders[name]):
         if "grid" in row:

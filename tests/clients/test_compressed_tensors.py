@@ -7,7 +7,7 @@ import cases
 import pytest
 from cases import Case
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 
 pytestmark = cases.MARKS
 
@@ -59,7 +59,7 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
 @pytest.mark.parametrize("name", CASES)
 def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
     """While loading it multiplies in the precision of the scales, float16; later in that of the model."""
-    checkpoint = Checkpoint.open(str(folders[name]))
+    checkpoint = open_checkpoint(str(folders[name]))
     for linear in cases.linears(folders[name]):
         values = checkpoint.read(f"{linear['name']}.weight")
         if "grid" in linear and CASES[name].loader == "dequantized":
@@ -76,7 +76,7 @@ def test_cases_are_what_they_say(folders):
     assert grids == {(4, 128), (8, 128), (4, 32)} and any("kept" in row for row in linears)
     assert (
         len(
-            Checkpoint.open(str(folders["4 bit, asymmetric"]))
+            open_checkpoint(str(folders["4 bit, asymmetric"]))
             .load("model.layers.2.mlp.down_proj.weight_zero_point")
             .unique()
         )

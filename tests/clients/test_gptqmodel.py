@@ -4,7 +4,7 @@ import cases
 import pytest
 from cases import Case
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.open import open_checkpoint
 
 pytestmark = cases.MARKS
 
@@ -59,7 +59,7 @@ def test_cases_are_what_they_say(folders):
     assert len(list(folders["shards"].glob("model-*.safetensors"))) > 2
     name = "model.layers.2.mlp.down_proj"
     for case, scattered in (("4 bit", False), ("act order", True)):
-        g_idx = Checkpoint.open(str(folders[case])).load(f"{name}.g_idx")
+        g_idx = open_checkpoint(str(folders[case])).load(f"{name}.g_idx")
         assert (g_idx.diff() < 0).any() == scattered
-    zeros = Checkpoint.open(str(folders["asymmetric"])).load(f"{name}.qzeros")
+    zeros = open_checkpoint(str(folders["asymmetric"])).load(f"{name}.qzeros")
     assert len(zeros.unique()) > 10

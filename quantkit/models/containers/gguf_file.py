@@ -1,9 +1,9 @@
-"""The GGUF container: header read and checked, tensors written as they come.
+"""The GGUF container, read: every size is checked before it is believed. gguf_writer.py writes it.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little-endian: magic, version,
 counts, metadata, one entry a tensor (name, dimensions with the fastest first, type, offset), then the
 tensors, each at a multiple of the alignment. The `gguf` package knows the types and their sizes; its own
-writer packs a vocabulary value by value and its reader believes every size, hence these.
+reader believes every size, hence this one.
 Nothing here imports torch.
 """
 
@@ -11,48 +11,29 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+from gguf import GGUFValueType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
 from quantkit.models.containers.git_lfs import refuse_pointer
 from quantkit.models.containers.safetensors_folder import TensorInfo
 
 MAGIC = b"GGUF"
-VERSION = 3
-ALIGNMENT = 32
 MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
 MAX_DIMENSIONS = 4
-MAX_NAME_BYTES = 63  # of a tensor; ggml's buffer holds 64 with the terminator
 SPLIT = "split.count"
-BOOL, STRING, ARRAY = 7, 8, 9
 NUMBERS = {  # GGUF value type -> how it lies in the file
     code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 TYPES = {type.value: type.name for type in GGMLQuantizationType}
-CODES = {dtype: code for code, dtype in NUMBERS.items()}
 Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy array of those
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor to be written: `type` names a ggml type ("Q4_K"), `shape` is `[out, in]` as in torch."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return tensor_bytes(self.type, self.shape)
 
 
 def tensor_bytes(type: str, shape: Sequence[int]) -> int:
@@ -61,112 +42,6 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
     if shape[-1] % block:
         raise ValueError(f"{shape[-1]} columns are no whole blocks of {block} ({type})")
     return math.prod(shape) // block * size
-
-
-class GgufWriter:
-    """Writes one file, tensor by tensor in the order of `entries`, in constant memory; a context manager.
-
-    The file has its name when the last tensor is in it: before that it lies beside it as `NAME.partial`,
-    and nothing is left when an exception leaves the context. The same arguments make the same bytes.
-    Numbers of `metadata` become uint32 (int32 where one is negative, 64 bits where they need them),
-    float32 and bool; numpy arrays and scalars keep their type.
-    """
-
-    def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Sequence[Entry]):
-        assert len({entry.name for entry in entries}) == len(entries), "tensor names are unique"
-        self.path = path
-        self._partial = path.with_name(path.name + ".partial")
-        self._entries = list(entries)
-        self._done = 0
-        self._header = _header(metadata, self._entries)
-
-    def __enter__(self) -> GgufWriter:
-        self._file = open(self._partial, "wb")
-        try:
-            self._file.write(self._header)
-        except BaseException:
-            self._abandon()
-            raise
-        return self
-
-    def write(self, name: str, chunks: Iterable[bytes | memoryview | np.ndarray]) -> None:
-        """Write the next tensor, whose bytes are those of `chunks`, one after the other."""
-        entry = self._entries[self._done]
-        assert entry.name == name, f"{entry.name} comes before {name}"
-        written = 0
-        for chunk in chunks:
-            written += self._file.write(memoryview(chunk).cast("B"))
-        assert written == entry.nbytes, f"{name}: {written} bytes of {entry.nbytes}"
-        self._file.write(bytes(-written % ALIGNMENT))
-        self._done += 1
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if kind is not None:
-            self._abandon()
-            return
-        try:
-            assert self._done == len(self._entries), f"{self._entries[self._done].name} was not written"
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except BaseException:
-            self._abandon()
-            raise
-        self._file.close()
-        os.replace(self._partial, self.path)
-
-    def _abandon(self) -> None:
-        try:
-            self._file.close()  # flushes, and fails on a full disk
-        finally:
-            self._partial.unlink(missing_ok=True)
-
-
-def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
-    parts = [MAGIC, struct.pack("<IQQ", VERSION, len(entries), len(metadata))]
-    for key, value in metadata.items():
-        parts += [_packed(key), _value(value)]
-    offset = 0
-    for entry in entries:
-        assert len(entry.name.encode()) <= MAX_NAME_BYTES, f"{entry.name} is too long a name"
-        shape = entry.shape[::-1]
-        code = GGMLQuantizationType[entry.type]
-        parts += [_packed(entry.name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, code, offset)]
-        offset += entry.nbytes + -entry.nbytes % ALIGNMENT
-    header = b"".join(parts)
-    return header + bytes(-len(header) % ALIGNMENT)
-
-
-def _packed(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogateescape")
-    return struct.pack("<Q", len(data)) + data
-
-
-def _value(value: Any) -> bytes:
-    """A metadata value with its type before it."""
-    if isinstance(value, str):
-        return struct.pack("<I", STRING) + _packed(value)
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], str):
-        return struct.pack("<IIQ", ARRAY, STRING, len(value)) + b"".join(map(_packed, value))
-    array = _numbers(value)
-    code = CODES[array.dtype.newbyteorder("<")]
-    if array.ndim == 0:
-        return struct.pack("<I", code) + array.tobytes()
-    assert array.ndim == 1
-    return struct.pack("<IIQ", ARRAY, code, len(array)) + array.tobytes()
-
-
-def _numbers(value: Any) -> np.ndarray:
-    """Numbers in the type they are stored in, little-endian."""
-    array = np.asarray(value)
-    if not isinstance(value, (np.ndarray, np.generic)):
-        if array.dtype.kind == "i":
-            low, high = array.min(initial=0), array.max(initial=0)
-            narrow, wide = ("<i4", "<i8") if low < 0 else ("<u4", "<u8")
-            limits = np.iinfo(narrow)
-            array = array.astype(narrow if limits.min <= low and high <= limits.max else wide)
-        elif array.dtype.kind == "f":
-            array = array.astype("<f4")
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
@@ -228,12 +103,12 @@ class _Cursor:
 
     def value(self) -> Any:
         (code,) = self.unpack("<I")
-        if code == STRING:
+        if code == Kind.STRING:
             return self.text()
-        if code != ARRAY:
+        if code != Kind.ARRAY:
             return self.numbers(code, 1)[0].item()
         code, count = self.unpack("<IQ")
-        if code != STRING:
+        if code != Kind.STRING:
             return self.numbers(code, count).tolist()
         if count > (len(self.data) - self.place) // 8:
             raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
@@ -265,7 +140,7 @@ def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
             exit_code=UNSUPPORTED,
         )
     infos = [_info(cursor) for _ in range(tensors)]
-    return metadata, _placed(cursor, infos, metadata.get("general.alignment", ALIGNMENT))
+    return metadata, _placed(cursor, infos, metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
 
 
 def _info(cursor: _Cursor) -> TensorInfo:

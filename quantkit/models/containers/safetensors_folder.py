@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.containers.git_lfs import refuse_pointer
 
+CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
@@ -112,29 +112,21 @@ def _broken(path: Path, why: str) -> QuantkitError:
     )
 
 
-def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of quantization; {} where that is nothing. MLX has a name of its own for it."""
-    stored, mlx = config.get("quantization_config"), config.get("quantization")
-    if isinstance(mlx, dict) and not (isinstance(stored, dict) and "quant_method" in stored):
-        return {"quant_method": "mlx"} | mlx
-    return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
-
-
-def read_config(path: Path) -> dict:
-    """A config.json. Raises QuantkitError (exit code 3 if it is absent) for anything but a JSON object."""
+def read_json(path: Path) -> dict:
+    """A JSON file. Raises QuantkitError (exit code 3 if it is absent) for anything but an object."""
     if not path.is_file():
         raise QuantkitError(
             f"{path.parent} holds no {path.name}",
-            hint="give a Hugging Face checkpoint folder or hub id",
+            hint="give a checkpoint folder, a GGUF file or a hub id",
             exit_code=NOT_FOUND,
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
-    if not isinstance(config, dict):
+    if not isinstance(content, dict):
         raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
-    return config
+    return content
 
 
 def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:

@@ -103,6 +103,22 @@ def _norms_by_depth(config: PretrainedConfig) -> str | None:
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
 
+SWIGLU: Mapping[str, tuple] = {"hidden_act": SILU}
+SWIGLU_NO_BIAS = SWIGLU | {"attention_bias": (False,)}
+GPT2_FIXED: Mapping[str, tuple] = {
+    "activation_function": GELU,
+    "scale_attn_weights": (True,),
+    "add_cross_attention": (False,),
+}
+GEMMA: Fields = RMS | {
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+}
+GEMMA_FIXED: Mapping[str, tuple] = {
+    "hidden_activation": GELU,
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (None, False),
+}
 ROTARY = {"attn_q": "rotary_q", "attn_k": "rotary_kv"}
 GROUPED = {"attn_qkv": "grouped"}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
@@ -113,34 +129,19 @@ TABLE = (
         "llama",
         ("llama", "mistral"),
         RMS,
-        fixed={"hidden_act": SILU},
+        fixed=SWIGLU,
         flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
         rows=ROTARY,
         rope=LLAMA_SCALINGS,
         free_head_dim=True,
     ),
-    Architecture("qwen2", ("qwen2",), RMS, fixed={"hidden_act": SILU}),
-    Architecture(
-        "qwen3",
-        ("qwen3",),
-        RMS,
-        fixed={"hidden_act": SILU, "attention_bias": (False,)},
-        free_head_dim=True,
-    ),
+    Architecture("qwen2", ("qwen2",), RMS, fixed=SWIGLU),
+    Architecture("qwen3", ("qwen3",), RMS, fixed=SWIGLU_NO_BIAS, free_head_dim=True),
     Architecture(
         "gemma2",
         ("gemma2",),
-        RMS
-        | {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-            "attention.sliding_window": "sliding_window",
-        },
-        fixed={
-            "hidden_activation": GELU,
-            "attention_bias": (False,),
-            "use_bidirectional_attention": (None, False),
-        },
+        RMS | {"attn_logit_softcapping": "attn_logit_softcapping"} | GEMMA,
+        fixed=GEMMA_FIXED,
         norm_shift=1.0,
         free_head_dim=True,
         window=2,
@@ -151,17 +152,8 @@ TABLE = (
     Architecture(
         "gemma3",
         ("gemma3_text",),
-        RMS
-        | {
-            "final_logit_softcapping": "final_logit_softcapping",
-            "attention.sliding_window": "sliding_window",
-        },
-        fixed={
-            "hidden_activation": GELU,
-            "attention_bias": (False,),
-            "attn_logit_softcapping": (None,),
-            "use_bidirectional_attention": (None, False),
-        },
+        GEMMA,
+        fixed=GEMMA_FIXED | {"attn_logit_softcapping": (None,)},
         norm_shift=1.0,
         rope=("linear",),
         free_head_dim=True,
@@ -176,7 +168,7 @@ TABLE = (
             "attention.sliding_window": "sliding_window",
             "rope.scaling.original_context_length": "original_max_position_embeddings",
         },
-        fixed={"hidden_act": SILU},
+        fixed=SWIGLU,
         rope=("longrope",),
         partial_rotary=True,
     ),
@@ -184,12 +176,7 @@ TABLE = (
         "gpt2",
         ("gpt2",),
         GPT2,
-        fixed={
-            "activation_function": GELU,
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "add_cross_attention": (False,),
-        },
+        fixed=GPT2_FIXED | {"scale_attn_by_inverse_layer_idx": (False,)},
         rope=None,
     ),
     Architecture(
@@ -227,11 +214,7 @@ TABLE = (
         "starcoder",
         ("gpt_bigcode",),
         GPT2,
-        fixed={
-            "activation_function": GELU,
-            "scale_attn_weights": (True,),
-            "add_cross_attention": (False,),
-        },
+        fixed=GPT2_FIXED,
         rows=GROUPED,
         rope=None,
         restore=lambda kv_heads, names: {"multi_query": kv_heads == 1},
@@ -242,13 +225,7 @@ TABLE = (
         COMMON | {EPSILON: "norm_epsilon"},
         fixed={"hidden_act": GELU, "use_bias": (True,)},
     ),
-    Architecture(
-        "olmo2",
-        ("olmo2",),
-        RMS,
-        fixed={"hidden_act": SILU, "attention_bias": (False,)},
-        head="always",
-    ),
+    Architecture("olmo2", ("olmo2",), RMS, fixed=SWIGLU_NO_BIAS, head="always"),
     Architecture(
         "granite",
         ("granite",),
@@ -259,7 +236,7 @@ TABLE = (
             "residual_scale": "residual_multiplier",
             "logit_scale": "logits_scaling",
         },
-        fixed={"hidden_act": SILU},
+        fixed=SWIGLU,
         flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
         rows=ROTARY,
         rope=LLAMA_SCALINGS,
@@ -269,7 +246,7 @@ TABLE = (
         "stablelm",
         ("stablelm",),
         COMMON | {EPSILON: "layer_norm_eps"},
-        fixed={"hidden_act": SILU},
+        fixed=SWIGLU,
         flags={
             "use_qkv_bias": "blk.0.attn_q.bias",
             "qk_layernorm": "blk.0.attn_q_norm.weight",
@@ -287,7 +264,7 @@ TABLE = (
             EPSILON: "layer_norm_eps",
             "logit_scale": "logit_scale",
         },
-        fixed={"hidden_act": SILU, "attention_bias": (False,)},
+        fixed=SWIGLU_NO_BIAS,
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         head="never",
         refuse=_norms_by_depth,

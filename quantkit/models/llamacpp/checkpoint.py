@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.checkpoint import Checkpoint, hash_file
 from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.llamacpp import configuration, rope, tensors
@@ -28,7 +28,6 @@ from quantkit.models.skeleton.loading import TORCH_DTYPES
 
 PLAIN = ("F32", "F16", "BF16")
 NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
-TOKEN_TYPE = "tokenizer.ggml.token_type"
 CHUNK = 1 << 20  # weights decoded at a time
 
 
@@ -42,29 +41,6 @@ class GgufCheckpoint(Checkpoint):
 
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
-
-    @staticmethod
-    def open_file(source: str, path: Path) -> GgufCheckpoint:
-        """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
-        metadata, stored = gguf_file.read_header(path)
-        factors = {
-            name: _decode(stored[name], stored[name].shape)
-            for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
-            if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
-        }
-        config, targets = _understood(source, metadata, stored, factors)
-        _check(path, stored, targets, set(factors))
-        infos = {name: info for target in targets for name, info in _parts(target, stored[target.name])}
-        return GgufCheckpoint(
-            source=source,
-            folder=path,
-            raw_config=json.loads(config.to_json_string()),
-            config=config,
-            infos=infos,
-            layout=None,
-            metadata=metadata,
-            targets={name: target for target in targets for name in target.parameters},
-        )
 
     @property
     def name(self) -> str:
@@ -128,13 +104,6 @@ class GgufCheckpoint(Checkpoint):
 
         return tokenizer.from_metadata(self.metadata)
 
-    def vocabulary(self, size: int, pre: str | None, warn: Callable[[str], None]) -> dict[str, Any]:
-        """The tokenizer's metadata, as they are; `pre` is put in the place of theirs."""
-        found = {key: value for key, value in self.metadata.items() if key.startswith("tokenizer.")}
-        if (types := found.get(TOKEN_TYPE)) is not None:
-            found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
-        return found | ({"tokenizer.ggml.pre": pre} if pre else {})
-
     def write_companions(self, place: Path) -> None:
         """Tokenizer files made from the metadata; none where the file has no tokenizer."""
         if "tokenizer.ggml.model" in self.metadata:
@@ -143,11 +112,31 @@ class GgufCheckpoint(Checkpoint):
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Hash of the file."""
         digest = hashlib.sha256()
-        with open(self.folder, "rb") as file:
-            while chunk := file.read(1 << 22):
-                digest.update(chunk)
-                progress(len(chunk))
+        hash_file(digest, self.folder, progress)
         return digest.hexdigest()
+
+
+def open_file(source: str, path: Path) -> GgufCheckpoint:
+    """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
+    metadata, stored = gguf_file.read_header(path)
+    factors = {
+        name: _decode(stored[name], stored[name].shape)
+        for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
+        if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
+    }
+    config, targets = _understood(source, metadata, stored, factors)
+    _check(path, stored, targets, set(factors))
+    infos = {name: info for target in targets for name, info in _parts(target, stored[target.name])}
+    return GgufCheckpoint(
+        source=source,
+        folder=path,
+        raw_config=json.loads(config.to_json_string()),
+        config=config,
+        infos=infos,
+        layout=None,
+        metadata=metadata,
+        targets={name: target for target in targets for name in target.parameters},
+    )
 
 
 def _understood(

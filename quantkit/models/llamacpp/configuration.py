@@ -14,13 +14,12 @@ from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.containers.safetensors_folder import TensorInfo
-from quantkit.models.llamacpp import architectures, rope
+from quantkit.models.llamacpp import architectures, file_config, rope
 from quantkit.models.llamacpp.architectures import DEFAULTS, Architecture, head_dim
+from quantkit.models.llamacpp.file_config import PATTERN, SLIDING, layer_types, pattern
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
-PATTERN = "attention.sliding_window_pattern"
 MAX_HEAD_DIM = 1 << 16
-FULL, SLIDING = "full_attention", "sliding_attention"
 SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -81,13 +80,9 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
         return {}
     kinds = list(config.layer_types)
     for period in (row.window, *range(1, len(kinds) + 1)):
-        if kinds == _pattern(period, len(kinds)):
+        if kinds == pattern(period, len(kinds)):
             return {} if period == row.window else {PATTERN: period}
     raise architectures.inexpressible(row, "sliding attention other than in all but every nth block")
-
-
-def _pattern(period: int, blocks: int) -> list[str]:
-    return [FULL if index % period == period - 1 else SLIDING for index in range(blocks)]
 
 
 def notes(config: PretrainedConfig) -> list[str]:
@@ -128,16 +123,9 @@ def to_config(
     heads = keys["attention.head_count"]
     keys.setdefault("attention.head_count_kv", heads)
     keys.setdefault("attention.key_length", keys["embedding_length"] // heads)
-    values: dict[str, Any] = {}
-    for key, names in row.fields.items():
-        if names is not None and key in keys:
-            values[names if isinstance(names, str) else names[-1]] = keys[key]
+    values = file_config.fields(row, keys, infos)
     if not row.free_head_dim:
         values.pop("head_dim", None)  # it follows, and not every configuration has the field
-    for name, tensor in row.flags.items():
-        values[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
-    if row.restore:
-        values |= row.restore(keys["attention.head_count_kv"], infos.keys())
     values["vocab_size"] = infos["token_embd.weight"].shape[0]
     values["tie_word_embeddings"] = "output.weight" not in infos
     parameters = rope.parameters(row, keys, keys["attention.key_length"], factors)
@@ -191,12 +179,11 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Fields about sliding attention and the scale that goes with the architecture."""
     if row.window is None:
         return {"sliding_window": None} if keys.get("attention.sliding_window") == 0 else {}
-    period = keys.get(PATTERN, row.window)
-    kinds = _pattern(period, keys["block_count"]) if _is_count(period) else None
-    if isinstance(period, list) and len(period) == keys["block_count"]:
-        kinds = [SLIDING if sliding else FULL for sliding in period]
+    kinds = layer_types(row, keys, keys["block_count"])
     if kinds is None:
-        raise QuantkitError(f"{row.name}.{PATTERN} {period!r} makes no sense", "download the file again")
+        raise QuantkitError(
+            f"{row.name}.{PATTERN} {keys[PATTERN]!r} makes no sense", "download the file again"
+        )
     scalar = keys["attention.key_length"]
     if keys["block_count"] == row.wide_blocks:
         scalar = keys["embedding_length"] // keys["attention.head_count"]
@@ -210,9 +197,6 @@ def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, i
 
 
 def _build(row: Architecture, values: dict[str, Any], infos: Mapping[str, TensorInfo]) -> PretrainedConfig:
-    stored = {info.dtype for info in infos.values()}
-    only_half = stored <= {"F32", "F16"} or stored <= {"F32", "BF16"}
-    half = torch.bfloat16 if "BF16" in stored else torch.float16 if "F16" in stored else torch.float32
     config = transformers.AutoConfig.for_model(row.model_types[0], **copy.deepcopy(values))
-    config.dtype = half if only_half else torch.float32
+    config.dtype = getattr(torch, file_config.dtype(infos))
     return config

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from quantkit.errors import USAGE, QuantkitError
 
-BLOCKS = {  # type -> weights and bytes of a block
+BLOCKS = {  # type -> weights and bytes of a block; asking gguf would make `plan` half as slow again
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
@@ -86,13 +86,12 @@ def _base(at: Place) -> None:
 
 @dataclass(frozen=True)
 class FileType:
-    """A file type: `number` is its `general.file_type`, `base` the type of what no rule names.
+    """A file type: `base` is the type of what no rule names.
 
     values: of attention's values, or q, k and v in one. down: of `ffn_down`. attention: of its output;
     eight_experts: the same in models of eight experts.
     """
 
-    number: int
     base: str
     values: Rule = _base
     down: Rule = _base
@@ -100,9 +99,8 @@ class FileType:
     eight_experts: str | None = None
 
 
-def _iq4(number: int, base: str) -> FileType:
+def _iq4(base: str) -> FileType:
     return FileType(
-        number,
         base,
         values=lambda at: "Q5_K" if at.model.grouped else None,
         down=lambda at: "Q5_K" if at.early(8) and not at.has_imatrix else None,
@@ -110,28 +108,26 @@ def _iq4(number: int, base: str) -> FileType:
     )
 
 
-def _legacy(number: int, base: str, better: str) -> FileType:
-    return FileType(number, base, down=lambda at: better if at.early(8) and at.has_imatrix else None)
+def _legacy(base: str, better: str) -> FileType:
+    return FileType(base, down=lambda at: better if at.early(8) and at.has_imatrix else None)
 
 
 FILE_TYPES = {
-    "F32": FileType(0, "F32"),
-    "F16": FileType(1, "F16"),
-    "BF16": FileType(32, "BF16"),
-    "Q4_0": _legacy(2, "Q4_0", "Q4_1"),
-    "Q5_0": _legacy(8, "Q5_0", "Q5_1"),
-    "Q8_0": FileType(7, "Q8_0"),
+    "F32": FileType("F32"),
+    "F16": FileType("F16"),
+    "BF16": FileType("BF16"),
+    "Q4_0": _legacy("Q4_0", "Q4_1"),
+    "Q5_0": _legacy("Q5_0", "Q5_1"),
+    "Q8_0": FileType("Q8_0"),
     "Q2_K": FileType(
-        10,
         "Q2_K",
         values=lambda at: "Q4_K" if at.model.grouped else "Q3_K",
         down=lambda at: "Q3_K",
         attention=lambda at: None if at.falcon else "Q3_K",
         eight_experts="Q5_K",
     ),
-    "Q3_K_S": FileType(11, "Q3_K", eight_experts="Q5_K"),
+    "Q3_K_S": FileType("Q3_K", eight_experts="Q5_K"),
     "Q3_K_M": FileType(
-        12,
         "Q3_K",
         values=lambda at: "Q5_K" if at.index < 2 else "Q4_K",
         down=lambda at: "Q5_K" if at.early(16) else "Q4_K" if at.more or not at.falcon else None,
@@ -139,37 +135,40 @@ FILE_TYPES = {
         eight_experts="Q5_K",
     ),
     "Q3_K_L": FileType(
-        13,
         "Q3_K",
         values=lambda at: "Q5_K",
         down=lambda at: "Q4_K" if at.falcon else "Q5_K",
         attention=lambda at: "Q4_K" if at.falcon else "Q5_K",
     ),
     "Q4_K_S": FileType(
-        14,
         "Q4_K",
         values=lambda at: "Q5_K" if at.index < 4 else None,
         down=lambda at: "Q5_K" if at.early(8) and not at.falcon else None,
         eight_experts="Q5_K",
     ),
     "Q4_K_M": FileType(
-        15,
         "Q4_K",
         values=lambda at: "Q6_K" if at.more else None,
         down=lambda at: ("Q5_K" if at.falcon and not at.early(16) else "Q6_K") if at.more else None,
         eight_experts="Q5_K",
     ),
-    "Q5_K_S": FileType(16, "Q5_K"),
+    "Q5_K_S": FileType("Q5_K"),
     "Q5_K_M": FileType(
-        17,
         "Q5_K",
         values=lambda at: "Q6_K" if at.more else None,
         down=lambda at: "Q6_K" if at.more else None,
     ),
-    "Q6_K": FileType(18, "Q6_K"),
-    "IQ4_NL": _iq4(25, "IQ4_NL"),
-    "IQ4_XS": _iq4(30, "IQ4_XS"),
+    "Q6_K": FileType("Q6_K"),
+    "IQ4_NL": _iq4("IQ4_NL"),
+    "IQ4_XS": _iq4("IQ4_XS"),
 }
+
+
+def number(file_type: str) -> int:
+    """How `general.file_type` names it."""
+    from gguf import LlamaFileType
+
+    return LlamaFileType["ALL_F32" if file_type == "F32" else f"MOSTLY_{file_type}"].value
 
 
 def parse_file_type(text: str) -> str:

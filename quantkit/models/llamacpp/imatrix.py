@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
-from quantkit.models.containers import gguf_file
+from quantkit.models.containers import gguf_file, gguf_writer
 from quantkit.models.containers.safetensors_folder import TensorInfo
 
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
@@ -70,8 +70,8 @@ def write(path: Path, imatrix: Imatrix) -> None:
     for name in sorted(imatrix.sums):
         tensors[name + SUMS] = imatrix.sums[name]
         tensors[name + COUNTS] = imatrix.counts[name]
-    entries = [gguf_file.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with gguf_file.GgufWriter(path, metadata, entries) as file:
+    entries = [gguf_writer.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with gguf_writer.GgufWriter(path, metadata, entries) as file:
         for name, tensor in tensors.items():
             file.write(name, [tensor.numpy()])
 

@@ -8,18 +8,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from gguf import GGML_QUANT_VERSION
 from gguf.utility import model_weight_count_rounded_notation
 
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.llamacpp import configuration
-from quantkit.models.llamacpp.file_types import FILE_TYPES
+from quantkit.models.llamacpp import configuration, file_types, vocabulary
+from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
 from quantkit.models.llamacpp.tensors import Target
+from quantkit.models.llamacpp.token_models import Warn
 
 PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
 README_BYTES = 1 << 20
+TOKEN_TYPE = "tokenizer.ggml.token_type"
 
 
 def assemble(
@@ -27,8 +30,8 @@ def assemble(
 ) -> dict[str, Any]:
     """Keys and values in the order in which they are written.
 
-    file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: keys that begin with
-    `tokenizer.`. Raises QuantkitError as `configuration.to_metadata` does.
+    file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: what `tokenizer`
+    returned. Raises QuantkitError as `configuration.to_metadata` does.
     """
     keys = configuration.to_metadata(checkpoint.config)
     weights = sum(math.prod(target.shape) for target in targets if target.values is None)
@@ -41,10 +44,21 @@ def assemble(
     }
     kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
-        "general.file_type": FILE_TYPES[file_type].number,
+        "general.file_type": file_types.number(file_type),
     }
     known = {key: value for key, value in general.items() if value is not None}
     return known | keys | dict(tokenizer) | kind
+
+
+def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
+    """The keys that begin with `tokenizer.`: see `vocabulary.metadata`; a GGUF file's own, as they are, but
+    for `pre`."""
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return vocabulary.metadata(checkpoint.folder, size, pre, warn)
+    found = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
+    if (types := found.get(TOKEN_TYPE)) is not None:
+        found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
+    return found | ({"tokenizer.ggml.pre": pre} if pre else {})
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ length and one beyond; Llama 3's scaling as one such tensor. YaRN multiplies wha
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.errors import name_all
 from quantkit.models.llamacpp.architectures import Architecture, head_dim, inexpressible
@@ -76,34 +78,22 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
     original = rope["original_max_position_embeddings"]
     keys: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.original_context_length": original}
     if kind == "longrope":
-        return keys | {"rope.scaling.attn_factor": _longrope_attention(config, rope)}
+        return keys | {"rope.scaling.attn_factor": _attention(config, kind)}
     factor = rope["factor"] or config.max_position_embeddings / original
     keys["rope.scaling.factor"] = float(factor)
-    if (asked := _yarn_attention(rope, factor)) is not None:
-        keys["rope.scaling.attn_factor"] = asked / _mscale(factor)
+    if rope.get("attention_factor") is not None or (rope.get("mscale") and rope.get("mscale_all_dim")):
+        keys["rope.scaling.attn_factor"] = _attention(config, kind) / _mscale(factor)
     return keys
 
 
-def _mscale(factor: float, weight: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def _mscale(factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
 
 
-def _yarn_attention(rope: dict, factor: float) -> float | None:
-    """The factor on what is rotated, where the configuration wants another than YaRN's own."""
-    if rope.get("attention_factor") is not None:
-        return rope["attention_factor"]
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return _mscale(factor, rope["mscale"]) / _mscale(factor, rope["mscale_all_dim"])
-    return None
-
-
-def _longrope_attention(config: PretrainedConfig, rope: dict) -> float:
-    """LongRoPE (arXiv:2402.13753): sqrt(1 + ln(factor) / ln(original length))."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    original = rope["original_max_position_embeddings"]
-    factor = rope.get("factor") or config.max_position_embeddings / original
-    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+def _attention(config: PretrainedConfig, kind: str) -> float:
+    """The factor on what is rotated."""
+    _, factor = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config), torch.device("cpu"))
+    return float(factor)
 
 
 def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.models.llamacpp import merges as bpe
-from quantkit.models.llamacpp import pre_tokenizers, sentencepiece
+from quantkit.models.llamacpp import pre_tokenizers
 from quantkit.models.llamacpp.pre_tokenizers import Json, PreTokenizer, flat
 from quantkit.models.llamacpp.tokenizer_files import TokenizerFiles
 
@@ -177,18 +177,22 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
 
 def sentencepiece_model(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
     """Keys of the SentencePiece BPE in tokenizer.model, and its tokens."""
+    from quantkit.models.llamacpp import sentencepiece  # `google.protobuf` serves those files alone
+
     model = sentencepiece.read(files.sentencepiece)
-    missing = set(BYTES) - {piece.text for piece in model.pieces}
+    missing = set(BYTES) - {piece.piece for piece in model.pieces}
     if missing:
         raise _refused(files, f"which lacks the byte tokens {name_all(sorted(missing))}")
-    if model.normalizer:
-        warn(f"llama.cpp does not normalize text ({model.normalizer})")
-    if model.remove_extra_whitespaces:
+    spaces, trainer = model.normalizer_spec, model.trainer_spec
+    if spaces.precompiled_charsmap and spaces.name:
+        warn(f"llama.cpp does not normalize text ({spaces.name})")
+    if spaces.remove_extra_whitespaces:
         warn("llama.cpp keeps runs of spaces, which this tokenizer makes one")
-    keys = {"model": "llama", "pre": "default", "add_space_prefix": model.add_dummy_prefix}
-    keys |= {"remove_extra_whitespaces": True} if model.remove_extra_whitespaces else {}
-    keys |= {f"{ROLES[role]}_token_id": number for role, number in model.ids.items()}
-    return keys, {k: Token(piece.text, piece.type, piece.score) for k, piece in enumerate(model.pieces)}
+    keys = {"model": "llama", "pre": "default", "add_space_prefix": spaces.add_dummy_prefix}
+    keys |= {"remove_extra_whitespaces": True} if spaces.remove_extra_whitespaces else {}
+    ids = {name: getattr(trainer, f"{role}_id") for role, name in ROLES.items()}
+    keys |= {f"{name}_token_id": number for name, number in ids.items() if 0 <= number < len(model.pieces)}
+    return keys, {k: Token(piece.piece, piece.type, piece.score) for k, piece in enumerate(model.pieces)}
 
 
 def _bpe(files: TokenizerFiles) -> Json:

@@ -13,6 +13,7 @@ import tokenizers
 
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.checkpoint import why_no_tokenizer
+from quantkit.models.containers.safetensors_folder import read_json
 
 Json = dict[str, Any]
 
@@ -159,12 +160,4 @@ def _text(path: Path) -> str:
 
 def _read(path: Path) -> Json | None:
     """A JSON object; None where there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        stored = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{path} is not JSON: {error}", "download it again") from error
-    if not isinstance(stored, dict):
-        raise QuantkitError(f"{path} is not a JSON object", "download it again")
-    return stored
+    return read_json(path) if path.is_file() else None

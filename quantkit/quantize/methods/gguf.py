@@ -131,7 +131,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     targets = tensors.of_checkpoint(checkpoint)
     choices = _choose(options, file_type, targets, skeleton)
     notes = _fallbacks(choices)
-    tokenizer = checkpoint.vocabulary(_rows(targets), options.pre, notes.append)
+    tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
     feedback = options.solver == "gptq"
     encoded = any(choice.type in TYPES for choice in choices)
     given = options.imatrix if encoded and not feedback else "none"

@@ -1,4 +1,6 @@
-"""A checkpoint opened for a look: headers and small files of a folder, a hub repository or a GGUF file."""
+"""What is known of a checkpoint before a tensor is read: the headers and small files of a folder, of a
+repository of the hub or of a GGUF file. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.layouts import quantization_of
 from quantkit.models import hub
 from quantkit.models.containers import git_lfs, safetensors_folder
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.hub_headers import Repository
 
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
-    "config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
-    safetensors_folder.INDEX, MANIFEST,
+    CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
+    INDEX, MANIFEST,
 )  # fmt: skip
 TOO_LARGE = "is larger than 64 MiB: not read"
 
@@ -31,7 +34,7 @@ class Contents:
 
     files: bytes of every file, by name. config: that of the model, as it stands in config.json or follows
     from a GGUF file's metadata. problems: what was found wrong on the way. read: the bytes of a file, None
-    where there is none (or none within reach).
+    where there is none (or none within reach). path: of the folder or the GGUF file.
     """
 
     source: str
@@ -47,13 +50,20 @@ class Contents:
     @property
     def quantization(self) -> dict[str, Any]:
         """`quantization_config` of config.json; {} where there is none."""
-        return safetensors_folder.quantization_of(self.config)
+        return quantization_of(self.config)
 
     @property
     def text_config(self) -> dict[str, Any]:
         """The configuration of the language model, where others stand beside it."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
+
+    @property
+    def family(self) -> str | None:
+        """`model_type` of the language model; of a GGUF file the architecture, by llama.cpp's name."""
+        if self.container == "gguf":
+            return self.metadata.get("general.architecture", "unknown")
+        return self.text_config.get("model_type")
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
@@ -72,7 +82,7 @@ class Contents:
     @cached_property
     def index(self) -> dict[str, Any] | None:
         """Which shard holds which tensor; None where there is one file."""
-        return self.json(safetensors_folder.INDEX)
+        return self.json(INDEX)
 
     def json(self, name: str) -> dict[str, Any] | None:
         """A JSON file of the checkpoint; None where there is none, or none that can be read."""
@@ -104,23 +114,29 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
     return content
 
 
-def open_contents(source: str, revision: str | None = None, offline: bool = False) -> Contents:
+def open_contents(
+    source: str, revision: str | None = None, offline: bool = False, strict: bool = False, bare: bool = False
+) -> Contents:
     """A folder, a GGUF file or a hub id, of which nothing but headers and small files is fetched.
 
     Raises QuantkitError when there is no such thing, or its headers are broken: all of them, where there are
-    several shards.
+    several shards; `strict`: whatever is wrong. bare: a config.json without weights will do.
     """
-    path = Path(source).expanduser()
-    if not offline and not path.exists() and hub.is_id(source):
-        return _of_repository(source, revision)
-    place = hub.resolve(source, revision, offline)
-    return _of_gguf(source, place) if place.is_file() else _of_folder(source, place)
+    place = hub.local(source)
+    if place is None and not offline:
+        return _of_repository(source, revision, strict, bare)
+    return at(source, place or hub.resolve(source, revision, offline), strict, bare)
+
+
+def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Contents:
+    """What lies at `place`, a folder or a GGUF file."""
+    return _of_gguf(source, place) if place.is_file() else _of_folder(source, place, strict, bare)
 
 
 # ---- folders
 
 
-def _of_folder(source: str, folder: Path) -> Contents:
+def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
     problems: list[str] = []
 
     def read(name: str) -> bytes | None:
@@ -131,40 +147,29 @@ def _of_folder(source: str, folder: Path) -> Contents:
             return None
         return (folder / name).read_bytes()
 
-    config = read("config.json")
-    if config is None:
-        raise QuantkitError(
-            f"{folder} holds no config.json",
-            hint="give a checkpoint folder, a GGUF file or a hub id",
-            exit_code=NOT_FOUND,
-        )
+    path = folder / CONFIG
     errors: list[QuantkitError] = []
-    infos = safetensors_folder.read_folder(folder, errors)
+    config = read_json(path) if strict or not path.is_file() else _config(read, problems)
+    stored = not bare or any((folder / name).is_file() for name in (SINGLE, INDEX))
+    infos = safetensors_folder.read_folder(folder, None if strict else errors) if stored else {}
     if errors and not infos:
         raise errors[0]
     problems += [error.message for error in errors]
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    return Contents(
-        source=source,
-        container="safetensors",
-        files=files,
-        config=_parse("config.json", config, problems) or {},
-        infos=infos,
-        read=read,
-        path=folder,
-        problems=problems,
-    )
+    return Contents(source, "safetensors", files, config, infos, read, folder, problems=problems)
+
+
+def _config(read: Callable[[str], bytes | None], problems: list[str]) -> dict[str, Any]:
+    """config.json; {} where it cannot be read."""
+    return _parse(CONFIG, read(CONFIG) or b"", problems) or {}
 
 
 # ---- the hub
 
 
-def _of_repository(repo: str, revision: str | None) -> Contents:
+def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) -> Contents:
     repository, problems = Repository.open(repo, revision), []
     files = repository.files
-    infos = repository.tensors()
-    if infos is None:
-        raise _no_safetensors(repo, files)
 
     def read(name: str) -> bytes | None:
         if name not in HUB_FILES or name not in files:
@@ -174,8 +179,11 @@ def _of_repository(repo: str, revision: str | None) -> Contents:
             return None
         return repository.fetch(name).read_bytes()
 
-    config = _parse("config.json", read("config.json") or b"", problems) or {}
-    return Contents(repo, "safetensors", files, config, infos, read, problems=problems)
+    infos = repository.tensors()
+    if infos is None and not bare:
+        raise _no_safetensors(repo, files)
+    config = read_json(repository.fetch(CONFIG)) if strict else _config(read, problems)
+    return Contents(repo, "safetensors", files, config, infos or {}, read, problems=problems)
 
 
 def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
@@ -192,17 +200,9 @@ def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
 
 
 def _of_gguf(source: str, path: Path) -> Contents:
-    from quantkit.inspection.gguf_config import config_of
-    from quantkit.models.containers.gguf_file import read_header
+    from quantkit.models.containers.gguf_file import read_header  # `gguf` takes a while to import
+    from quantkit.models.llamacpp.file_config import config_of
 
     metadata, infos = read_header(path)
-    return Contents(
-        source=source,
-        container="gguf",
-        files={path.name: path.stat().st_size},
-        config=config_of(metadata, infos),
-        infos=infos,
-        read=lambda name: None,
-        path=path,
-        metadata=metadata,
-    )
+    files, config = {path.name: path.stat().st_size}, config_of(metadata, infos)
+    return Contents(source, "gguf", files, config, infos, lambda name: None, path, metadata)

@@ -1,0 +1,54 @@
+"""Opening a checkpoint: from what the user typed to a `Checkpoint`, of a folder or of a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import transformers
+
+from quantkit import layouts
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.models import headers, hub
+from quantkit.models.checkpoint import Checkpoint
+
+
+def open_checkpoint(
+    source: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False
+) -> Checkpoint:
+    """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
+    folder = hub.resolve(source, revision, offline)
+    if folder.is_file():
+        from quantkit.models.llamacpp.checkpoint import open_file  # `gguf` takes a while to import
+
+        return open_file(source, folder)
+    found = headers.at(source, folder, strict=True)
+    layout = layouts.detect(found.config, found.infos)
+    layouts.refuse_headless(layout, found.infos)
+    return Checkpoint(
+        source=source,
+        folder=folder,
+        raw_config=found.config,
+        config=_build_config(folder, trust_remote_code),
+        infos=found.infos,
+        layout=layout,
+        trust_remote_code=trust_remote_code,
+        _quantized=layouts.group_by_linear(layout, found.infos),
+    )
+
+
+def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # ValueError, KeyError, OSError, validation errors: all "not this config"
+        raise QuantkitError(
+            f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
+            + str(error).splitlines()[0],
+            hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
+            "trust the code beside the checkpoint",
+            exit_code=UNSUPPORTED,
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the skeleton is the plain model; layouts decode
+    return config
