@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.capacity import kv_cache, roofline
-from quantkit.capacity.attention import LayerCache
 from quantkit.capacity.devices import Device
 from quantkit.capacity.formats import Weights
+from quantkit.capacity.kv_cache import LayerCache
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.capacity import fit, formats, job, kv_cache
-from quantkit.capacity.attention import LayerCache, Unsupported, layer_caches
+from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.devices import Device
+from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
@@ -133,7 +134,7 @@ def _kv_bytes(question: Question) -> Fraction:
 
 
 def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> dict[str, Any]:
-    heads = settings.heads if settings.get(*HEADS) else None
+    heads = settings.heads if settings.filled(*HEADS) else None
     latent = any(cache.kind == "latent" for cache in caches or ())
     known = heads and caches is not None and not latent
     kv_heads = settings.kv_heads if known else None
@@ -215,14 +216,14 @@ def _attention_scores(caches: Sequence[LayerCache], settings: Settings, tokens: 
     """None where not all layers have the same heads; 0 without attention."""
     if not any(cache.values for cache in caches):
         return 0
-    return kv_cache.attention_scores(settings.heads, tokens) if settings.get(*HEADS) else None
+    return kv_cache.attention_scores(settings.heads, tokens) if settings.filled(*HEADS) else None
 
 
 def _what_if(caches: Sequence[LayerCache], settings: Settings, tokens: int, dtype: Any) -> dict[str, dict]:
     """The cache with a key and a value for every head, for groups of heads, and for all heads together."""
     if any(cache.kind not in ("full", "sliding", "chunked", "shared") for cache in caches):
         return {}
-    if not settings.get(*HEADS):
+    if not settings.filled(*HEADS):
         return {}
     heads, own = settings.heads, settings.kv_heads
     grouped = own if 1 < own < heads else GROUPED_HEADS

@@ -69,7 +69,7 @@ def read(path: Path) -> Header:
     }
     config["tie_word_embeddings"] = "output.weight" not in infos
     config["dtype"] = _dtype(infos)
-    settings = Settings.of(config)
+    settings = Settings(config)
     entries = [_entry(info, settings) for info in infos.values() if not FACTORS.fullmatch(info.name)]
     return Header(settings, entries)
 

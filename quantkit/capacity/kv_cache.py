@@ -2,16 +2,15 @@
 
     bytes = 2 · bytes_per_value · layers · kv_heads · head_dim · tokens · batch
 
-where every layer keeps a key and a value of every token. In general the layers differ (attention.py).
+where every layer keeps a key and a value of every token. In general the layers differ: `LayerCache`.
 Blocks of a paged cache: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), section 3.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-
-from quantkit.capacity.attention import LayerCache
 
 # Bytes per value. llama.cpp's types hold 32 values and a 16-bit scale; int4 is the quantized cache of
 # transformers, groups of 64 with a scale and a shift of 16 bit each; fp8 and int8 have a scale per tensor.
@@ -35,6 +34,26 @@ ALIASES = {
 }
 CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, states in float32
 PAGE = 16  # tokens per block of a paged cache, vLLM's default
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What one layer keeps of a sequence.
+
+    kind: full, sliding, chunked, latent, recurrent, hybrid, shared (it reads another layer's) or none.
+    values: numbers per token; window: tokens at most, None for all of them. conv, state: numbers kept
+    whatever the length, of the last inputs of a convolution and of a recurrence.
+    """
+
+    kind: str
+    values: int = 0
+    window: int | None = None
+    conv: int = 0
+    state: int = 0
+
+    def tokens(self, length: int) -> int:
+        """How many of `length` tokens it keeps."""
+        return length if self.window is None else min(length, self.window)
 
 
 def uniform(

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity import templates
-from quantkit.capacity.families import FAMILIES
 from quantkit.capacity.parameters import DTYPE_BYTES, Entry
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
@@ -48,7 +46,7 @@ def entries(
             exit_code=UNSUPPORTED,
         )
     unknown = any(weight.shape is None for weight in weights)
-    shapes = _shapes_by_family(settings) if unknown else {}
+    shapes = _shapes(config) if unknown else {}
     element = DTYPE_BYTES[settings.stored_dtype]
     return [_entry(weight, contents.infos, shapes, element) for weight in weights]
 
@@ -81,8 +79,11 @@ def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]
     return experts, rows, groups * nbytes * 2
 
 
-def _shapes_by_family(settings: Settings) -> dict[str, tuple[int, ...]]:
-    """Shapes by name for a known family: bitsandbytes keeps them in a JSON text that is no header."""
-    if settings.model_type not in FAMILIES:
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """As transformers builds the model: bitsandbytes keeps shapes in a JSON text that is no header."""
+    from quantkit.capacity import meta
+
+    try:
+        return meta.shapes(config)
+    except meta.Unknown:
         return {}
-    return {tensor.name: tensor.shape for tensor in templates.from_config(settings).tensors}

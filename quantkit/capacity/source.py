@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity import parameters, templates
-from quantkit.capacity.parameters import Parameters
+from quantkit.capacity import parameters
+from quantkit.capacity.parameters import DTYPE_BYTES, Entry, Parameters
 from quantkit.capacity.settings import Settings
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import hub
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import INDEX, SINGLE, TensorInfo
@@ -72,10 +73,10 @@ def read(
 
         found = gguf_header.read(path)
         _refuse(count, source)
-        made = parameters.from_headers(found.entries, found.settings)
+        made, settings = parameters.from_headers(found.entries, found.settings)
         notes = (QUANTIZED,) if made.quantized else ()
         layout = "gguf" if made.quantized else None
-        return Source(source, found.settings, made, "the GGUF header", notes, layout)
+        return Source(source, settings, made, "the GGUF header", notes, layout)
     config, infos, folder = _contents(source, path, revision, offline)
     if infos is not None:
         _refuse(count, source)
@@ -112,7 +113,7 @@ def _of_headers(name: str, config: Mapping[str, Any], infos: list[TensorInfo], f
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 
         infos = quantized.entries(name, config, infos, folder)
-    found = parameters.from_headers(infos, settings)
+    found, settings = parameters.from_headers(infos, settings)
     if not found.quantized:
         return Source(name, settings, found, "safetensors headers")
     return Source(name, settings, found, "safetensors headers", (QUANTIZED,), _layout(told))
@@ -125,19 +126,43 @@ def _layout(told: Mapping[str, Any]) -> str:
 
 
 def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
-    settings = Settings.of(config)
     notes = ("it is quantized already: all sizes are those of its original",)
     notes = notes if safetensors_folder.quantization_of(config) else ()
     if count is None:
         if config.get("vision_config") or config.get("audio_config"):
             notes += ("of its parts only the language model is counted",)
-        return Source(name, settings, templates.from_config(settings), "config.json", notes)
+        return Source(name, *from_config(config), "config.json", notes)
+    try:
+        settings, _ = from_config(config)
+    except QuantkitError:  # then only what the file says is known
+        settings = Settings.of(config)
     if count.active is None:
-        dense = not any(value for key, value in settings.values.items() if MIXTURE.search(key))
+        told = {**settings.defaults, **settings.values}
+        dense = not any(value for key, value in told.items() if MIXTURE.search(key))
         count = replace(count, active=count.total if dense else None)
     if count.active is None:
         notes += (f"for tokens/s say how many parameters are active: --params {_example(count)}",)
     return Source(name, settings, None, "--params", (AS_IF_PACKED, *notes), count=count)
+
+
+def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
+    """A model as transformers builds it. Raises QuantkitError (exit code 4) if it cannot."""
+    from quantkit.capacity import meta  # it takes seconds to import
+
+    settings = Settings.of(config)
+    element, _ = DTYPE_BYTES[settings.stored_dtype], (settings.layers, settings.hidden)  # checked first
+    try:
+        shapes = meta.shapes(config)
+    except meta.Unknown as error:
+        raise QuantkitError(
+            f"parameters of {settings.model_type} cannot be computed from config.json alone: {error}",
+            hint="give a folder or hub id with safetensors, whose headers say it exactly, or say how many "
+            "beside it: --params 70B or 671B-A37B",
+            exit_code=UNSUPPORTED,
+        ) from error
+    entries = [Entry(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
+    found, settings = parameters.from_headers(entries, settings, exact=False)
+    return settings, found
 
 
 def _example(count: Count) -> str:
