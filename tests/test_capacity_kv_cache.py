@@ -1,5 +1,6 @@
 """The cache of keys and values: textbook cases, and the tensors that transformers really keeps."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -244,6 +245,13 @@ def test_layers_keep_what_transformers_keeps(name):
     found = layer_caches(Settings.of(config.to_dict()))
     counts = [cache.values * cache.tokens(TOKENS) + cache.conv + cache.state for cache in found]
     assert counts == kept_by_transformers(config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_headers_tell_what_the_model_keeps(name, tmp_path):
+    found = source.read(str(save_model(tmp_path / "m", name)))
+    told = layer_caches(replace(found.settings, config=None), found.parameters)
+    assert told == layer_caches(found.settings)  # measured, without the stored projections
 
 
 # ---- refused rather than guessed
