@@ -26,9 +26,7 @@ def caches(name: str, **changes) -> list[LayerCache]:
 
 
 def test_llama_2_13b_takes_3_125_gib_at_4096_tokens():
-    assert kv_cache.uniform(40, 40, 128, 4096) == 3.125 * GIB
     assert kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, Fraction(2)) == 3.125 * GIB
-    assert kv_cache.uniform(40, 40, 128, 4096, batch=8) == 25 * GIB
 
 
 def test_octocoder_at_16000_tokens():
@@ -79,11 +77,6 @@ def test_pages_waste_less_than_one_page(page, tokens, wasted):
     paged = kv_cache.sequence_bytes(llama, tokens, Fraction(2), page)
     assert paged - kv_cache.sequence_bytes(llama, tokens, Fraction(2)) == wasted * each
     assert paged == len(range(0, tokens, page)) * page * each
-
-
-def test_how_many_fit():
-    assert kv_cache.fitting(10 * GIB, GIB) == 10 and kv_cache.fitting(10 * GIB - 1, GIB) == 9
-    assert kv_cache.fitting(-GIB, GIB) == 0
 
 
 # ---- the tensors that transformers keeps

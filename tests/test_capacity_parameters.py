@@ -50,7 +50,7 @@ def test_experts_that_are_no_list_are_counted_too():
             f"{mixture}.output_linear.weight": (4, 64, 128),
         }
         stored[f"{mixture}.router.layer.weight"] = 4, 64
-    infos = [parameters.Entry(name, shape, 2 * math.prod(shape)) for name, shape in stored.items()]
+    infos = [parameters.Tensor(name, shape, 2 * math.prod(shape)) for name, shape in stored.items()]
     found, _ = parameters.from_headers(infos, settings)
     assert found.active(settings) == found.count - 3 * 3 * (256 * 64 + 64 * 128) and found.fused_experts
     unsaid = Settings({key: value for key, value in settings.values.items() if "experts" not in key})

@@ -88,7 +88,7 @@ def _kinds(settings: Settings) -> list[str] | None:
         return told if known else None
     if period is not None and "sliding_window" not in settings.values:
         return None  # its class fills one in
-    if window is None or (family.startswith("qwen") and not settings.flag("use_sliding_window")):
+    if window is None or (family.startswith("qwen") and not settings.get("use_sliding_window")):
         return ["full"] * count
     if isinstance(settings.get("sliding_window_pattern"), int) and period:
         period = settings.get("sliding_window_pattern")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from quantkit.capacity.parameters import Entry, Parameters, Tensor, from_headers
+from quantkit.capacity.parameters import Parameters, Tensor, from_headers
 from quantkit.capacity.settings import Settings
 from quantkit.models.llamacpp import architectures, mixtures
 from quantkit.models.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
@@ -55,7 +55,7 @@ def typical_bits(file_type: str, count: int) -> tuple[float, float]:
         shapes |= {f"{prefix}{name}.weight": (rows, hidden) for name, rows in linears.items()}
         shapes |= {f"{prefix}o_proj.weight": (hidden, hidden), f"{prefix}down_proj.weight": (hidden, inner)}
         shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    entries = [Entry(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
+    entries = [Tensor(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
     parameters, settings = from_headers(entries, Settings(values | {"tie_word_embeddings": False}))
     found = file_bytes(file_type, parameters, settings)
     linears = sum(tensor.size for tensor in parameters.linears)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity.parameters import CONV1D_FAMILIES, Entry
+from quantkit.capacity.parameters import CONV1D_FAMILIES, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection.gguf_config import config_of
@@ -49,7 +49,7 @@ class Header:
     """entries: a parameter each; quantized ones as of their original in 16 bit."""
 
     settings: Settings
-    entries: list[Entry]
+    entries: list[Tensor]
 
 
 def read(path: Path) -> Header:
@@ -131,7 +131,7 @@ def _uniform(config: dict[str, Any]) -> dict[str, Any]:
     return dict.fromkeys(("head_dim", "sliding_window")) | config
 
 
-def _entry(info: TensorInfo, settings: Settings) -> Entry:
+def _entry(info: TensorInfo, settings: Settings) -> Tensor:
     name, shape = info.name, info.shape
     for pattern, usual in NAMES.items():
         name, found = re.subn(pattern, usual, name)
@@ -140,5 +140,5 @@ def _entry(info: TensorInfo, settings: Settings) -> Entry:
     if settings.model_type in CONV1D_FAMILIES and name.startswith("blk.") and len(shape) == 2:
         shape = shape[::-1]  # transformers stores these [in, out]
     if info.dtype in FLOATS:
-        return Entry(name, shape, info.nbytes)
-    return Entry(name, shape, HALF * math.prod(shape), info.nbytes)
+        return Tensor(name, shape, info.nbytes)
+    return Tensor(name, shape, HALF * math.prod(shape), info.nbytes)

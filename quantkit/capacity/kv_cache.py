@@ -56,18 +56,6 @@ class LayerCache:
         return length if self.window is None else min(length, self.window)
 
 
-def uniform(
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    tokens: int,
-    batch: int = 1,
-    bytes_per_value: Fraction | int = 2,
-) -> int:
-    """Bytes where all layers keep keys and values of all tokens."""
-    return int(2 * bytes_per_value * layers * kv_heads * head_dim * tokens * batch)
-
-
 def values(caches: Sequence[LayerCache], tokens: int) -> int:
     """Numbers that keys and values of a sequence of `tokens` take in all layers."""
     return sum(cache.values * cache.tokens(tokens) for cache in caches)
@@ -80,11 +68,6 @@ def sequence_bytes(
     paged = sum(cache.values * -(-cache.tokens(tokens) // page) * page for cache in caches)
     states = sum(CONV_BYTES * cache.conv + STATE_BYTES * cache.state for cache in caches)
     return int(paged * bytes_per_value) + states
-
-
-def fitting(free_bytes: int, bytes_per_sequence: int) -> int:
-    """How many sequences fit into what the weights leave free."""
-    return max(0, free_bytes // bytes_per_sequence)
 
 
 def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:

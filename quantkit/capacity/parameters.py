@@ -33,33 +33,23 @@ TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A parameter that headers describe. nbytes: as a plain checkpoint has it; stored_nbytes: of its codes
-    and scales, where it is quantized."""
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-    stored_nbytes: int | None = None
-
-
-@dataclass(frozen=True)
 class Tensor:
-    """A stored tensor. block: index of its decoder block, None outside; local: its name inside it.
+    """A parameter. nbytes: as a plain checkpoint has it; stored_nbytes: of its codes and scales, where it is
+    quantized. The rest is its place in the model, which `from_headers` finds.
 
-    nbytes: as a plain checkpoint has it; stored_nbytes: of its codes and scales, where it is quantized.
-    out_features, in_features: of a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
+    block: index of its decoder block, None outside; local: its name inside it. out_features, in_features: of
+    a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
     """
 
     name: str
     shape: tuple[int, ...]
     nbytes: int
+    stored_nbytes: int | None = None
     block: int | None = None
     local: str = ""
     out_features: int = 0
     in_features: int = 0
     conv1d: bool = False
-    stored_nbytes: int | None = None
 
     @property
     def size(self) -> int:
@@ -227,20 +217,16 @@ class Parameters:
 
 
 def from_headers(
-    infos: Iterable[TensorInfo | Entry], settings: Settings, exact: bool = True
+    infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True
 ) -> tuple[Parameters, Settings]:
     """Parameters as they are stored, and what they show of the settings that config.json leaves out.
 
     Raises QuantkitError if no list of blocks fits the configuration.
     """
-    infos = [info for info in infos if not BUFFER.search(info.name)]
+    infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
-    tensors = [
-        make_tensor(
-            info.name, info.shape, info.nbytes, blocks, settings, getattr(info, "stored_nbytes", None)
-        )
-        for info in sorted(infos, key=lambda info: natural(info.name))
-    ]
+    conv1d = settings.model_type in CONV1D_FAMILIES
+    tensors = [_placed(info, blocks, conv1d) for info in infos]
     stored = any(HEAD.search(tensor.name) for tensor in tensors if tensor.block is None)
     tied = bool(settings.filled("tie_word_embeddings")) if stored else True
     found = Parameters(tuple(tensors), exact, settings.layers, tied)
@@ -253,33 +239,27 @@ def _informed(settings: Settings, parameters: Parameters) -> Settings:
     heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
     if type(heads) is not int or heads < 1:
         return settings
-    head_dim = settings.get("head_dim") or max(1, first["attn_output"].in_features // heads)
+    head_dim = settings.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
     shown = {"head_dim": head_dim, "num_attention_heads": heads}
-    if len(set(widths)) == 1 and ("attn_qkv" in first or settings.get("num_key_value_heads") is None):
-        shown["num_key_value_heads"] = widths[0] // (2 * head_dim)
+    kv_heads = min(widths) // (2 * head_dim)
+    if kv_heads > 0 and ("attn_qkv" in first or settings.get("num_key_value_heads") is None):
+        shown["num_key_value_heads"] = kv_heads
     return replace(settings, values={**settings.values, **shown})
 
 
-def make_tensor(
-    name: str,
-    shape: tuple[int, ...],
-    nbytes: int,
-    blocks: str,
-    settings: Settings,
-    stored_nbytes: int | None = None,
-) -> Tensor:
+def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
     """A tensor with its place in the model, whose decoder blocks are the list `blocks`."""
-    match = BLOCK.fullmatch(name) if name.startswith(f"{blocks}.") else None
+    tensor = Tensor(info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None))
+    match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
     if match is None or match["blocks"] != blocks:
-        return Tensor(name, shape, nbytes, stored_nbytes=stored_nbytes)
-    index, local = int(match["index"]), match["local"]
-    module, _, leaf = local.rpartition(".")
-    plain = len(shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
-    if not plain or not all(shape):
-        return Tensor(name, shape, nbytes, index, local, stored_nbytes=stored_nbytes)
-    conv1d = settings.model_type in CONV1D_FAMILIES
-    out_features, in_features = shape[::-1] if conv1d else shape
-    return Tensor(name, shape, nbytes, index, local, out_features, in_features, conv1d, stored_nbytes)
+        return tensor
+    tensor = replace(tensor, block=int(match["index"]), local=match["local"])
+    module, _, leaf = tensor.local.rpartition(".")
+    plain = len(info.shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
+    if not plain or not all(info.shape):
+        return tensor
+    out_features, in_features = info.shape[::-1] if conv1d else info.shape
+    return replace(tensor, out_features=out_features, in_features=in_features, conv1d=conv1d)
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity.parameters import DTYPE_BYTES, Entry
+from quantkit.capacity.parameters import DTYPE_BYTES, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.inspection.contents import Contents
@@ -23,7 +23,7 @@ FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
 
 def entries(
     source: str, config: Mapping[str, Any], infos: Sequence[TensorInfo], folder: Path | None
-) -> list[Entry]:
+) -> list[Tensor]:
     """Every parameter, of its own shape. folder: where the files lie, None on the hub.
 
     Raises QuantkitError (exit code 4) naming what is stored in a way that is not understood.
@@ -60,14 +60,14 @@ def _understood(weight: Weight) -> bool:
 
 def _entry(
     weight: Weight, infos: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], element: int
-) -> Entry:
+) -> Tensor:
     coded = weight.codes is not None or weight.dtype.startswith(FLOAT8)
     if not coded:
-        return Entry(weight.name, tuple(weight.shape), weight.nbytes)
+        return Tensor(weight.name, tuple(weight.shape), weight.nbytes)
     shape = weight.shape or _experts(weight, infos) or shapes.get(weight.name)
     if shape is None or math.prod(shape) != weight.parameters:
         shape = (weight.parameters,)
-    return Entry(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
+    return Tensor(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
 
 
 def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...] | None:

@@ -87,10 +87,6 @@ class Settings:
             )
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A switch."""
-        return bool(self.get(name, default=default))
-
     # ---- what all families have
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.capacity import parameters
-from quantkit.capacity.parameters import DTYPE_BYTES, Entry, Parameters
+from quantkit.capacity.parameters import DTYPE_BYTES, Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import hub
@@ -160,7 +160,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
             "beside it: --params 70B or 671B-A37B",
             exit_code=UNSUPPORTED,
         ) from error
-    entries = [Entry(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
+    entries = [Tensor(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
     found, settings = parameters.from_headers(entries, settings, exact=False)
     return settings, found
 
