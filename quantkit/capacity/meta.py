@@ -6,6 +6,7 @@ is asked only where config.json and headers leave something open, and no other m
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,7 @@ LAYERS = (
     "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
 )  # fmt: skip
+IRRELEVANT = re.compile("quantization_config|attn_implementation")  # what they ask for may not be installed
 KEPT = ("keys", "values", "indexer_keys")  # of every token
 
 
@@ -40,7 +42,10 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, as files of the hub have them: experts one by one."""
     model = _model(_configuration(config))
-    stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    try:
+        stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    except Exception as error:  # rules of families that were not made for shapes alone
+        raise Unknown(f"transformers cannot name what it would store: {first_line(error)}") from error
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
@@ -97,7 +102,7 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     if family not in transformers.CONFIG_MAPPING:
         raise Unknown(f"{family} is not known to transformers {transformers.__version__}")
     try:
-        told = {key: value for key, value in config.items() if key != "quantization_config"}
+        told = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
         return transformers.CONFIG_MAPPING[family].from_dict(told).get_text_config()
     except Exception as error:  # the classes check in many ways
         reason = textwrap.shorten(str(error), 200)

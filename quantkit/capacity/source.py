@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.capacity import parameters
-from quantkit.capacity.parameters import DTYPE_BYTES, Parameters, Tensor
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
+from quantkit.capacity.settings import EXPERTS, Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import hub
 from quantkit.models.containers import safetensors_folder
@@ -25,6 +25,7 @@ AS_IF_PACKED = (
 )
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
 MOST_TOKENS = 1 << 32
+MOST_MODULES = 300_000  # layers times experts; above this config.json is damaged
 MIXTURE = re.compile(r"expert|moe")  # in keys of a model whose tokens meet a part of it
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -147,10 +148,14 @@ def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Sou
 
 def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
     """A model as transformers builds it. Raises QuantkitError (exit code 4) if it cannot."""
+    settings = Settings.of(config)
+    experts = settings.size(*EXPERTS, most=MOST_EXPERTS) if settings.get(*EXPERTS) else 1
+    if settings.hidden and settings.layers * experts > MOST_MODULES:
+        raise QuantkitError(
+            f"config.json describes {settings.layers} layers of {experts} experts", "download it again"
+        )
     from quantkit.capacity import meta  # it takes seconds to import
 
-    settings = Settings.of(config)
-    element, _ = DTYPE_BYTES[settings.stored_dtype], (settings.layers, settings.hidden)  # checked first
     try:
         shapes = meta.shapes(config)
     except meta.Unknown as error:
@@ -160,6 +165,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
             "beside it: --params 70B or 671B-A37B",
             exit_code=UNSUPPORTED,
         ) from error
+    element = DTYPE_BYTES[settings.stored_dtype]
     entries = [Tensor(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
     found, settings = parameters.from_headers(entries, settings, exact=False)
     return settings, found
