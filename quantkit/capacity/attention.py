@@ -59,7 +59,7 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
             raise Unsupported(f"{reason}; no k_proj and v_proj show its heads")
     elif any(width != (told := 2 * settings.kv_heads * settings.head_dim) for width in widths):
         raise Unsupported(f"config.json says {told} numbers a token and layer, k_proj and v_proj {widths[0]}")
-    window = settings.get("sliding_window")
+    window = settings.size("sliding_window") if "sliding" in kinds else None
     return [
         LayerCache(kind, width, window if kind == "sliding" else None)
         for kind, width in zip(kinds, widths, strict=True)
@@ -83,7 +83,7 @@ def _kinds(settings: Settings) -> list[str] | None:
     count, family, period = settings.layers, settings.model_type, FAMILIES.get(settings.model_type)
     window, stated = settings.get("sliding_window"), settings.get("layer_types")
     if stated is not None:
-        told = [KINDS.get(kind) for kind in stated] if isinstance(stated, list) else []
+        told = [KINDS.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
         known = len(told) == count and None not in told and (window or "sliding" not in told)
         return told if known else None
     if period is not None and "sliding_window" not in settings.values:
