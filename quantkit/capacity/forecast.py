@@ -15,7 +15,6 @@ from quantkit.capacity import fit, formats, job, kv_cache
 from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.devices import Device
 from quantkit.capacity.kv_cache import LayerCache
-from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
@@ -42,6 +41,11 @@ class Question:
     seqlen: int = job.SEQLEN
 
     @property
+    def kv_bytes(self) -> Fraction:
+        """Bytes per value of the cache."""
+        return kv_cache.DTYPES[self.kv_dtype]
+
+    @property
     def memory(self) -> int | None:
         """Bytes for weights and cache."""
         device = self.device
@@ -58,9 +62,12 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         tokens = question.tokens or min(TOKENS, settings.context or TOKENS)
         if settings.context and tokens > settings.context:
             notes.append(f"{tokens:,} tokens are more than the {settings.context:,} it was made for")
-        caches, reason = _caches(settings, parameters)
-        cache = _cache_record(caches, reason, settings, question, tokens)
-    load = fit.Load.of(caches, tokens, question.batch, _kv_bytes(question))
+        try:
+            caches = layer_caches(settings, parameters)
+            cache = _cache_record(caches, settings, question, tokens)
+        except Unsupported as error:
+            cache = {"bytes_per_sequence": None, "unsupported": str(error)}
+    load = fit.Load.of(caches, tokens, question.batch, question.kv_bytes)
     weights = {
         name: fit.record(found, question.device, question.memory, load)
         for name, found in _weights(source).items()
@@ -122,17 +129,6 @@ def _check(question: Question) -> None:
             raise QuantkitError(f"{flag} {value} makes no sense", "choose 1 or more", USAGE)
 
 
-def _caches(settings: Settings, parameters: Parameters | None) -> tuple[list[LayerCache] | None, str | None]:
-    try:
-        return layer_caches(settings, parameters), None
-    except Unsupported as error:
-        return None, str(error)
-
-
-def _kv_bytes(question: Question) -> Fraction:
-    return kv_cache.DTYPES[question.kv_dtype]
-
-
 def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> dict[str, Any]:
     heads = settings.heads if settings.filled(*HEADS) else None
     latent = any(cache.kind == "latent" for cache in caches or ())
@@ -174,16 +170,10 @@ def _device_record(question: Question) -> dict[str, Any] | None:
 
 
 def _cache_record(
-    caches: Sequence[LayerCache] | None,
-    reason: str | None,
-    settings: Settings,
-    question: Question,
-    tokens: int,
+    caches: Sequence[LayerCache], settings: Settings, question: Question, tokens: int
 ) -> dict[str, Any]:
     """Bytes of the cache, what other heads would make of them, and what allocators waste."""
-    if caches is None:
-        return {"bytes_per_sequence": None, "unsupported": reason}
-    dtype = _kv_bytes(question)
+    dtype = question.kv_bytes
     exact = kv_cache.sequence_bytes(caches, tokens, dtype)
     record: dict[str, Any] = {
         "dtype": question.kv_dtype,
