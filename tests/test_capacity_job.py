@@ -4,8 +4,7 @@ import pytest
 from families import FAMILIES, save_model, save_tokenizer
 from published import CONFIGS, gated
 
-from quantkit.capacity import devices, job, job_time, source, templates
-from quantkit.capacity.settings import Settings
+from quantkit.capacity import devices, job, job_time, source
 from quantkit.errors import QuantkitError
 from quantkit.grids import processor
 from quantkit.models.device import choose_dtype
@@ -24,10 +23,8 @@ def forecast(folder, device=None, samples=8, seqlen=64):
 
 
 def of_config(name: str, device=None, **arguments):
-    settings = Settings.of(CONFIGS[name])
-    return job.of_model(
-        templates.from_config(settings), settings, device, **{"samples": 128, "seqlen": 512} | arguments
-    )
+    settings, found = source.from_config(CONFIGS[name])
+    return job.of_model(found, settings, device, **{"samples": 128, "seqlen": 512} | arguments)
 
 
 @pytest.mark.processor
@@ -70,12 +67,11 @@ def test_precision_of_the_forward_pass_is_the_plan_s():
 
 
 def test_memory_does_not_grow_with_depth():
-    shallow, deep = (Settings.of(gated("llama", 4096, 11008, layers, 32, 32, 32000)) for layers in (8, 64))
+    shallow, deep = (
+        source.from_config(gated("llama", 4096, 11008, layers, 32, 32, 32000)) for layers in (8, 64)
+    )
     for method in methods.available():
-        peaks = {
-            job.of_model(templates.from_config(s), s, None, 8, 512)[method]["peak_memory_bytes"]
-            for s in (shallow, deep)
-        }
+        peaks = {job.of_model(s[1], s[0], None, 8, 512)[method]["peak_memory_bytes"] for s in (shallow, deep)}
         assert len(peaks) == 1
 
 
@@ -105,8 +101,8 @@ def test_times_are_ranges_with_a_basis():
 
 def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_encoded():
     def slow(method: str, vocabulary: int) -> float:
-        settings = Settings.of(gated("llama", 512, 1408, 2, 8, 8, vocabulary))
-        return job.of_model(templates.from_config(settings), settings, None, 8, 256)[method]["seconds"][1]
+        settings, found = source.from_config(gated("llama", 512, 1408, 2, 8, 8, vocabulary))
+        return job.of_model(found, settings, None, 8, 256)[method]["seconds"][1]
 
     assert slow("gptq", 65536) == slow("gptq", 4096)
     more = slow("gguf", 65536) - slow("gguf", 4096)

@@ -238,7 +238,7 @@ def test_shapes_that_no_header_tells_are_those_of_the_family(rewrite):
     assert {e.name: e.shape for e in entries} == {t.name: t.shape for t in whole.parameters.tensors}
     strange = quantized.entries(replace(contents, config=contents.config | {"model_type": "strange"}))
     assert sum(torch.Size(entry.shape).numel() for entry in strange) == whole.parameters.count
-    assert parameters.from_headers(strange, whole.settings).linears == []
+    assert parameters.from_headers(strange, whole.settings)[0].linears == []
 
 
 def test_experts_in_mxfp4(tmp_path):
@@ -440,5 +440,5 @@ def test_a_gguf_file_that_is_no_model_is_refused(tmp_path):
 def test_headers_of_safetensors_are_entries_too():
     info = TensorInfo("model.layers.0.mlp.up_proj.weight", "BF16", (128, 64), source.Path("x"), 0, 16384)
     settings = source.Settings.of({"model_type": "llama", "num_hidden_layers": 1})
-    (tensor,) = parameters.from_headers([info], settings).tensors
+    (tensor,) = parameters.from_headers([info], settings)[0].tensors
     assert tensor.in_file == tensor.nbytes == 16384 and tensor.stored_nbytes is None

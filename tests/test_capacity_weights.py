@@ -7,8 +7,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS, PARAMETERS
 
-from quantkit.capacity import formats, gguf, source, templates
-from quantkit.capacity.settings import Settings
+from quantkit.capacity import formats, gguf, source
 from quantkit.models.llamacpp import architectures, mixtures, tensors
 from quantkit.models.llamacpp.architectures import kv_heads
 from quantkit.models.llamacpp.file_types import Model
@@ -18,8 +17,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 
 
 def of_config(name: str, format: str) -> formats.Weights:
-    settings = Settings.of(CONFIGS[name])
-    return formats.weights(format, templates.from_config(settings), settings)
+    settings, parameters = source.from_config(CONFIGS[name])
+    return formats.weights(format, parameters, settings)
 
 
 # ---- published sizes: two bytes per parameter
@@ -47,7 +46,7 @@ def test_octocoder():
     assert of_config("octocoder", "bf16").bytes / GIB == pytest.approx(29.03, rel=0.01)
     assert of_config("octocoder", "int8").bytes / GIB == pytest.approx(15.22, rel=0.04)
     nested = of_config("octocoder", "nf4").bytes
-    linears = templates.from_config(Settings.of(CONFIGS["octocoder"])).linears
+    linears = source.from_config(CONFIGS["octocoder"])[1].linears
     plain = nested + sum(tensor.size for tensor in linears) * (32 - 8 - 1 / 8) / 64 / 8
     decoded = 2 * max(tensor.size for tensor in linears)
     assert (plain + decoded) / GIB == pytest.approx(9.54, rel=0.08)
@@ -115,8 +114,7 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
     targets = tensors.of_config(config)
     row = architectures.of_config(config)
     model = Model(row.name, config.num_hidden_layers, config.num_attention_heads, kv_heads(config))
-    settings = Settings.of(json.loads(config.to_json_string()))
-    found = templates.from_config(settings)
+    settings, found = source.from_config(json.loads(config.to_json_string()))
     for file_type in ("Q8_0", "Q6_K", "Q4_K_M", "Q3_K_M", "Q2_K", "IQ4_XS"):
         choices = mixtures.choose(file_type, model, [(target.name, target.shape) for target in targets])
         sizes = [mixtures.nbytes(c.type, t.shape) for c, t in zip(choices, targets, strict=True)]
@@ -144,8 +142,7 @@ def test_llama_2_7b_in_gguf():
 
 
 def test_what_a_format_cannot_hold_is_said():
-    settings = Settings.of(CONFIGS["gpt2"])
-    gpt2 = templates.from_config(settings)
+    settings, gpt2 = source.from_config(CONFIGS["gpt2"])
     assert formats.weights("gptq", gpt2, settings).bytes
     refused = formats.weights("awq", gpt2, settings)
     assert (
@@ -153,12 +150,8 @@ def test_what_a_format_cannot_hold_is_said():
         and refused.reason
         == "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq (48 linears)"
     )
-    narrow = Settings.of(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
-    found = formats.weights("gptq", templates.from_config(narrow), narrow)
+    settings, narrow = source.from_config(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
+    found = formats.weights("gptq", narrow, settings)
     assert found.reason == "in_features 11000 is no multiple of 128 (32 linears)"
-    assert formats.weights("int8", templates.from_config(narrow), narrow).bytes
-    mixtral = Settings.of(CONFIGS["Mixtral-8x7B"])
-    assert (
-        "mixtral has no GGUF architecture"
-        in formats.weights("Q4_0", templates.from_config(mixtral), mixtral).reason
-    )
+    assert formats.weights("int8", narrow, settings).bytes
+    assert "mixtral has no GGUF architecture" in of_config("Mixtral-8x7B", "Q4_0").reason

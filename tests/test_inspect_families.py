@@ -4,9 +4,7 @@ import gguf_files
 import jobs
 import pytest
 from families import FAMILIES, REFUSED
-from transformers import CONFIG_MAPPING
 
-from quantkit.inspection.architecture import UNTIED
 from quantkit.inspection.record import describe
 from quantkit.models.headers import open_contents
 
@@ -36,8 +34,3 @@ def test_experts_share_a_row(tiny_model):
     assert [(row["name"], row["blocks"], row["count"]) for row in named] == [
         (f"block_sparse_moe.experts.{{0-3}}.w{k}.weight", [0, 1, 2], 12) for k in (1, 2, 3)
     ]
-
-
-def test_families_without_a_tie_are_transformers():
-    for family in sorted(UNTIED):
-        assert CONFIG_MAPPING[family]().tie_word_embeddings is False, family

@@ -158,6 +158,7 @@ ENDS = ["model.embed_tokens.weight", "model.norm.weight"]
 VISION = [f"vision.layers.{block}.self_attn.q_proj.weight" for block in range(5)]
 GGUF = [f"blk.{block}.attn_norm.weight" for block in (0, 1)]
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+UNTIED = LLAMA | {"tie_word_embeddings": False}
 EMBEDDINGS, NORM, HEAD = "the input embeddings are absent", "the norm behind", "the head is absent"
 
 
@@ -167,15 +168,15 @@ EMBEDDINGS, NORM, HEAD = "the input embeddings are absent", "the norm behind", "
         (BLOCKS + ENDS, {}, ()),
         (BLOCKS + ENDS[1:], {}, [EMBEDDINGS]),
         (BLOCKS + ENDS[:1], {}, [NORM]),
-        (BLOCKS + ENDS, LLAMA, [HEAD]),  # by llama's default
+        (BLOCKS + ENDS, UNTIED, [HEAD]),
         (BLOCKS + ENDS, LLAMA | {"tie_word_embeddings": True}, ()),
-        (BLOCKS + ENDS, LLAMA | {"model_type": "unknown"}, ()),
+        (BLOCKS + ENDS, LLAMA, ()),  # the file does not say; --deep asks transformers
         (BLOCKS + ENDS + ["lm_head.weight"], LLAMA, ()),
-        (BLOCKS + ENDS[1:] + ["lm_head.weight"], LLAMA, [EMBEDDINGS]),
+        (BLOCKS + ENDS[1:] + ["lm_head.weight"], UNTIED, [EMBEDDINGS]),
         (BLOCKS + ENDS[1:] + ["lm_head.weight"], LLAMA | {"tie_word_embeddings": True}, ()),
-        ([name.removeprefix("model.") for name in BLOCKS + ENDS], LLAMA, ()),  # saved to embed texts
-        (BLOCKS + ENDS, LLAMA | {"architectures": ["LlamaModel"]}, ()),
-        (BLOCKS, LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, ()),  # a draft borrows them
+        ([name.removeprefix("model.") for name in BLOCKS + ENDS], UNTIED, ()),  # saved to embed texts
+        (BLOCKS + ENDS, UNTIED | {"architectures": ["LlamaModel"]}, ()),
+        (BLOCKS, UNTIED | {"architectures": ["LlamaForCausalLMEagle3"]}, ()),  # a draft borrows them
         (VISION + BLOCKS + ENDS, {"num_attention_heads": 4, "num_key_value_heads": 4}, ()),
         (VISION + BLOCKS + ENDS[:1], {}, [NORM]),
         (BLOCKS + ENDS + ["model.layers.2.eh_proj.weight"], {}, ["the configuration says 2 blocks"]),

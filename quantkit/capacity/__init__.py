@@ -1,14 +1,14 @@
 """Capacity: what a model takes, in memory and in time, before anything is loaded; `quantkit plan` prints it.
 
-Everything follows from config.json and the headers of the weight files. No module of this package imports
-torch or transformers, so that an answer takes less than a second.
+Everything follows from config.json and the headers of the weight files, in less than a second and without
+torch; what they leave open is asked of transformers, which takes a few seconds.
 
     source.py        what there is to read: a folder, a hub id, a config.json, or a number of parameters;
                      quantized.py what codes and scales were, gguf_header.py a GGUF file
-    settings.py      values of config.json, checked, under whichever name a family has for them; defaults.py
-                     what transformers fills in
-    parameters.py    the tensors of a model, from headers; templates.py computes those of families.py
+    settings.py      values of config.json, checked, under whichever name a family has for them
+    parameters.py    the tensors of a model
     attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes
+    meta.py          all three as transformers has them: it alone imports it
     formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
     devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
     fit.py           what a format leaves room for on a device, and how fast it can be

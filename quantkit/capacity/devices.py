@@ -118,8 +118,7 @@ def find(name: str) -> Device:
     Raises QuantkitError with the nearest names for an unknown one.
     """
     spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
-    spelled = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|apple)-", "", spelled)
-    spelled = re.sub(r"^(nvidia|geforce|tesla|amd|instinct|apple)-", "", spelled)
+    spelled = re.sub(r"^((nvidia|geforce|tesla|amd|instinct|apple)-)+", "", spelled)
     spelled = re.sub(r"(\d+)-?gi?b$", r"\1g", spelled)
     spelled = re.sub(r"-(blackwell.*|generation)$", "", re.sub(r"^(rtx-)?4070ti", "rtx-4070-ti", spelled))
     further = f"rtx-{spelled}", re.sub(r"^rtx(\d)", r"rtx-\1", spelled), spelled.removeprefix("rtx-")

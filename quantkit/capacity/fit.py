@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.capacity import kv_cache, roofline
-from quantkit.capacity.attention import LayerCache
 from quantkit.capacity.devices import Device
 from quantkit.capacity.formats import Weights
+from quantkit.capacity.kv_cache import LayerCache
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,7 @@ def record(weights: Weights, device: Device | None, memory: int | None, load: Lo
     needed = weights.bytes + load.batch * (load.paged_bytes or 0)
     found["fits"] = None if memory is None else needed <= memory
     counts = memory is not None and load.paged_bytes
-    found["requests_that_fit"] = (
-        kv_cache.fitting(memory - weights.bytes, load.paged_bytes) if counts else None
-    )
+    found["requests_that_fit"] = max(0, memory - weights.bytes) // load.paged_bytes if counts else None
     found["bytes_per_weight"] = bytes_per_weight
     found["optimal_batch"] = (
         roofline.optimal_batch(flops, bandwidth, bytes_per_weight) if bandwidth and flops else None

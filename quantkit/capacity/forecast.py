@@ -12,9 +12,9 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.capacity import fit, formats, job, kv_cache
-from quantkit.capacity.attention import LayerCache, Unsupported, layer_caches
+from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.devices import Device
-from quantkit.capacity.parameters import Parameters
+from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
@@ -41,6 +41,11 @@ class Question:
     seqlen: int = job.SEQLEN
 
     @property
+    def kv_bytes(self) -> Fraction:
+        """Bytes per value of the cache."""
+        return kv_cache.DTYPES[self.kv_dtype]
+
+    @property
     def memory(self) -> int | None:
         """Bytes for weights and cache."""
         device = self.device
@@ -57,9 +62,12 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         tokens = question.tokens or min(TOKENS, settings.context or TOKENS)
         if settings.context and tokens > settings.context:
             notes.append(f"{tokens:,} tokens are more than the {settings.context:,} it was made for")
-        caches, reason = _caches(settings, parameters)
-        cache = _cache_record(caches, reason, settings, question, tokens)
-    load = fit.Load.of(caches, tokens, question.batch, _kv_bytes(question))
+        try:
+            caches = layer_caches(settings, parameters)
+            cache = _cache_record(caches, settings, question, tokens)
+        except Unsupported as error:
+            cache = {"bytes_per_sequence": None, "unsupported": str(error)}
+    load = fit.Load.of(caches, tokens, question.batch, question.kv_bytes)
     weights = {
         name: fit.record(found, question.device, question.memory, load)
         for name, found in _weights(source).items()
@@ -121,19 +129,8 @@ def _check(question: Question) -> None:
             raise QuantkitError(f"{flag} {value} makes no sense", "choose 1 or more", USAGE)
 
 
-def _caches(settings: Settings, parameters: Parameters | None) -> tuple[list[LayerCache] | None, str | None]:
-    try:
-        return layer_caches(settings, parameters), None
-    except Unsupported as error:
-        return None, str(error)
-
-
-def _kv_bytes(question: Question) -> Fraction:
-    return kv_cache.DTYPES[question.kv_dtype]
-
-
 def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> dict[str, Any]:
-    heads = settings.heads if settings.get(*HEADS) else None
+    heads = settings.heads if settings.filled(*HEADS) else None
     latent = any(cache.kind == "latent" for cache in caches or ())
     known = heads and caches is not None and not latent
     kv_heads = settings.kv_heads if known else None
@@ -173,16 +170,10 @@ def _device_record(question: Question) -> dict[str, Any] | None:
 
 
 def _cache_record(
-    caches: Sequence[LayerCache] | None,
-    reason: str | None,
-    settings: Settings,
-    question: Question,
-    tokens: int,
+    caches: Sequence[LayerCache], settings: Settings, question: Question, tokens: int
 ) -> dict[str, Any]:
     """Bytes of the cache, what other heads would make of them, and what allocators waste."""
-    if caches is None:
-        return {"bytes_per_sequence": None, "unsupported": reason}
-    dtype = _kv_bytes(question)
+    dtype = question.kv_bytes
     exact = kv_cache.sequence_bytes(caches, tokens, dtype)
     record: dict[str, Any] = {
         "dtype": question.kv_dtype,
@@ -215,14 +206,14 @@ def _attention_scores(caches: Sequence[LayerCache], settings: Settings, tokens: 
     """None where not all layers have the same heads; 0 without attention."""
     if not any(cache.values for cache in caches):
         return 0
-    return kv_cache.attention_scores(settings.heads, tokens) if settings.get(*HEADS) else None
+    return kv_cache.attention_scores(settings.heads, tokens) if settings.filled(*HEADS) else None
 
 
 def _what_if(caches: Sequence[LayerCache], settings: Settings, tokens: int, dtype: Any) -> dict[str, dict]:
     """The cache with a key and a value for every head, for groups of heads, and for all heads together."""
     if any(cache.kind not in ("full", "sliding", "chunked", "shared") for cache in caches):
         return {}
-    if not settings.get(*HEADS):
+    if not settings.filled(*HEADS):
         return {}
     heads, own = settings.heads, settings.kv_heads
     grouped = own if 1 < own < heads else GROUPED_HEADS

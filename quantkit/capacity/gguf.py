@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
 
-from quantkit.capacity import templates
-from quantkit.capacity.parameters import Parameters, Tensor
+from quantkit.capacity.parameters import Parameters, Tensor, from_headers
 from quantkit.capacity.settings import Settings
 from quantkit.models.llamacpp import architectures, mixtures
 from quantkit.models.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
@@ -15,14 +15,6 @@ from quantkit.models.llamacpp.file_types import Model
 
 ALIGNMENT = 32
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
-# What llama.cpp calls the modules that its mixtures treat apart; other names do not matter to them.
-MODULES = {
-    "attn_v": r"v_proj",
-    "attn_k": r"k_proj",
-    "attn_qkv": r"qkv_proj|c_attn|query_key_value|Wqkv",
-    "attn_output": r"o_proj|(self_attn|self_attention|attention|attn)\.(dense|out_proj|c_proj)",
-    "ffn_down": r"down_proj|mlp\.c_proj|dense_4h_to_h|fc2|fc_out",
-}
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
 POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
 
@@ -54,18 +46,17 @@ def typical_bits(file_type: str, count: int) -> tuple[float, float]:
     A mixture spends more than the bits of its base type: 4.8 to 4.9 instead of 4.5 for Q4_K_M.
     """
     hidden, inner, blocks, heads = LARGE if count >= FEWEST_OF_LARGE else SMALL
-    settings = Settings.of(
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": blocks,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        }
-    )
-    parameters = templates.from_config(settings)
+    values = {"model_type": "llama", "num_hidden_layers": blocks, "num_attention_heads": heads}
+    shapes = {f"{name}.weight": (128256, hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (hidden,)
+    linears = {"q_proj": hidden, "k_proj": 1024, "v_proj": 1024, "gate_proj": inner, "up_proj": inner}
+    for block in range(blocks):
+        prefix = f"model.layers.{block}."
+        shapes |= {f"{prefix}{name}.weight": (rows, hidden) for name, rows in linears.items()}
+        shapes |= {f"{prefix}o_proj.weight": (hidden, hidden), f"{prefix}down_proj.weight": (hidden, inner)}
+        shapes |= {f"{prefix}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    entries = [Tensor(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
+    parameters, settings = from_headers(entries, Settings(values | {"tie_word_embeddings": False}))
     found = file_bytes(file_type, parameters, settings)
     linears = sum(tensor.size for tensor in parameters.linears)
     return 8 * found.total / parameters.count, 8 * found.packed / linears
@@ -114,11 +105,7 @@ def _name(tensor: Tensor) -> str:
             if last in names:
                 return f"{name}.{leaf}"
         return f"{last}_norm.{leaf}"
-    local = tensor.local.removesuffix(f".{leaf}")
-    for name, pattern in MODULES.items():
-        if re.search(rf"(^|\.)({pattern})$", local):
-            return f"blk.{tensor.block}.{name}.{leaf}"
-    return f"blk.{tensor.block}.{local}.{leaf}"
+    return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

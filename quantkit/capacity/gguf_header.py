@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from quantkit.capacity.parameters import CONV1D_FAMILIES, Entry
+from quantkit.capacity.parameters import CONV1D_FAMILIES, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.containers.safetensors_folder import TensorInfo
@@ -28,7 +28,7 @@ FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # divisors of rotary 
 HALF = 2  # bytes of a weight in 16 bit
 
 
-def entries(contents: Contents, settings: Settings) -> list[Entry]:
+def entries(contents: Contents, settings: Settings) -> list[Tensor]:
     """A parameter each; quantized ones as of their original in 16 bit.
 
     Raises QuantkitError (exit code 4) for a file that is no language model's.
@@ -43,7 +43,7 @@ def entries(contents: Contents, settings: Settings) -> list[Entry]:
     return [_entry(info, settings) for info in infos if not FACTORS.fullmatch(info.name)]
 
 
-def _entry(info: TensorInfo, settings: Settings) -> Entry:
+def _entry(info: TensorInfo, settings: Settings) -> Tensor:
     name, shape = info.name, info.shape
     for pattern, usual in NAMES.items():
         name, found = re.subn(pattern, usual, name)
@@ -52,5 +52,5 @@ def _entry(info: TensorInfo, settings: Settings) -> Entry:
     if settings.model_type in CONV1D_FAMILIES and name.startswith("blk.") and len(shape) == 2:
         shape = shape[::-1]  # transformers stores these [in, out]
     if info.dtype in FLOATS:
-        return Entry(name, shape, info.nbytes)
-    return Entry(name, shape, HALF * math.prod(shape), info.nbytes)
+        return Tensor(name, shape, info.nbytes)
+    return Tensor(name, shape, HALF * math.prod(shape), info.nbytes)

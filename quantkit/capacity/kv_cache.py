@@ -2,16 +2,15 @@
 
     bytes = 2 · bytes_per_value · layers · kv_heads · head_dim · tokens · batch
 
-where every layer keeps a key and a value of every token. In general the layers differ (attention.py).
+where every layer keeps a key and a value of every token. In general the layers differ: `LayerCache`.
 Blocks of a paged cache: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), section 3.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-
-from quantkit.capacity.attention import LayerCache
 
 # Bytes per value. llama.cpp's types hold 32 values and a 16-bit scale; int4 is the quantized cache of
 # transformers, groups of 64 with a scale and a shift of 16 bit each; fp8 and int8 have a scale per tensor.
@@ -37,16 +36,24 @@ CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, st
 PAGE = 16  # tokens per block of a paged cache, vLLM's default
 
 
-def uniform(
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    tokens: int,
-    batch: int = 1,
-    bytes_per_value: Fraction | int = 2,
-) -> int:
-    """Bytes where all layers keep keys and values of all tokens."""
-    return int(2 * bytes_per_value * layers * kv_heads * head_dim * tokens * batch)
+@dataclass(frozen=True)
+class LayerCache:
+    """What one layer keeps of a sequence.
+
+    kind: full, sliding, chunked, latent, recurrent, hybrid, shared (it reads another layer's) or none.
+    values: numbers per token; window: tokens at most, None for all of them. conv, state: numbers kept
+    whatever the length, of the last inputs of a convolution and of a recurrence.
+    """
+
+    kind: str
+    values: int = 0
+    window: int | None = None
+    conv: int = 0
+    state: int = 0
+
+    def tokens(self, length: int) -> int:
+        """How many of `length` tokens it keeps."""
+        return length if self.window is None else min(length, self.window)
 
 
 def values(caches: Sequence[LayerCache], tokens: int) -> int:
@@ -61,11 +68,6 @@ def sequence_bytes(
     paged = sum(cache.values * -(-cache.tokens(tokens) // page) * page for cache in caches)
     states = sum(CONV_BYTES * cache.conv + STATE_BYTES * cache.state for cache in caches)
     return int(paged * bytes_per_value) + states
-
-
-def fitting(free_bytes: int, bytes_per_sequence: int) -> int:
-    """How many sequences fit into what the weights leave free."""
-    return max(0, free_bytes // bytes_per_sequence)
 
 
 def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:

@@ -1,4 +1,4 @@
-"""The tensors of a model and what they are for: exact from headers; templates.py computes them without."""
+"""The tensors of a model and what they are for: from headers, or as transformers would store them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from quantkit.capacity.defaults import SYNONYMS
-from quantkit.capacity.families import FAMILIES
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.settings import EXPERTS, HEADS, ROUTED, Settings
 from quantkit.errors import QuantkitError
 from quantkit.models.containers.safetensors_folder import TensorInfo, natural
 
@@ -22,41 +20,36 @@ BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\.")  # the latter: Granite's
-*_, EXPERTS, ROUTED = SYNONYMS
 MOST_EXPERTS = 10_000
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+# The projections of a block that matter to its cache and to llama.cpp's mixtures, by llama.cpp's names.
+PROJECTIONS = re.compile(
+    r"(?:^|\.)(?:(?P<attn_v>v_proj)|(?P<attn_k>k_proj)|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
+    r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj))"
+    r"|(?P<ffn_down>down_proj|mlp\.c_proj|dense_4h_to_h|fc2|fc_out))$"
+)
 TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight$")  # never multiplied
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A parameter that headers describe. nbytes: as a plain checkpoint has it; stored_nbytes: of its codes
-    and scales, where it is quantized."""
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-    stored_nbytes: int | None = None
-
-
-@dataclass(frozen=True)
 class Tensor:
-    """A stored tensor. block: index of its decoder block, None outside; local: its name inside it.
+    """A parameter. nbytes: as a plain checkpoint has it; stored_nbytes: of its codes and scales, where it is
+    quantized. The rest is its place in the model, which `from_headers` finds.
 
-    nbytes: as a plain checkpoint has it; stored_nbytes: of its codes and scales, where it is quantized.
-    out_features, in_features: of a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
+    block: index of its decoder block, None outside; local: its name inside it. out_features, in_features: of
+    a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
     """
 
     name: str
     shape: tuple[int, ...]
     nbytes: int
+    stored_nbytes: int | None = None
     block: int | None = None
     local: str = ""
     out_features: int = 0
     in_features: int = 0
     conv1d: bool = False
-    stored_nbytes: int | None = None
 
     @property
     def size(self) -> int:
@@ -71,6 +64,12 @@ class Tensor:
     @property
     def is_linear(self) -> bool:
         return self.in_features > 0
+
+    @property
+    def projection(self) -> str | None:
+        """`attn_v`, as llama.cpp calls what its mixtures treat apart; None for other modules."""
+        match = PROJECTIONS.search(self.local.rpartition(".")[0])
+        return match and match.lastgroup
 
     @property
     def is_expert(self) -> bool:
@@ -149,6 +148,30 @@ class Parameters:
         copy = self.head_copy
         return self.read(settings, lambda tensor: tensor.size * (tensor is not copy), tables=True)
 
+    @cached_property
+    def projections(self) -> list[dict[str, Tensor]]:
+        """Those of attention in each of the model's blocks, by llama.cpp's names."""
+        found: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
+        for tensor in self.linears:
+            if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
+                found[tensor.block][tensor.projection] = tensor
+        return found
+
+    def key_value_widths(self, fused: bool) -> list[int] | None:
+        """Numbers that keys and values of a token are, block by block; None where one has no projections.
+
+        fused: q, k and v may be one matrix, as wide as k and v beyond what the output projection reads.
+        """
+        widths = []
+        for found in self.projections:
+            if {"attn_k", "attn_v"} <= found.keys():
+                widths.append(found["attn_k"].out_features + found["attn_v"].out_features)
+            elif fused and {"attn_qkv", "attn_output"} <= found.keys():
+                widths.append(found["attn_qkv"].out_features - found["attn_output"].in_features)
+            else:
+                return None
+        return widths
+
     def total(self, amount: Callable[[Tensor], int]) -> int:
         """The sum of `amount` over all tensors."""
         return sum(group.count * amount(group.tensor) for group in self.groups)
@@ -165,7 +188,7 @@ class Parameters:
         everything = sums["read"] + (sums["table"] if tables else 0)
         if not sums["expert"]:
             return everything
-        if settings.get(*ROUTED) is None or settings.get(*EXPERTS) is None:
+        if settings.filled(*ROUTED) is None or settings.filled(*EXPERTS) is None:
             return None
         chosen, of = (settings.size(*names, most=MOST_EXPERTS) for names in (ROUTED, EXPERTS))
         return everything + sums["expert"] * chosen // of
@@ -193,45 +216,50 @@ class Parameters:
         return "table" if table else "read"
 
 
-def from_headers(infos: Iterable[TensorInfo | Entry], settings: Settings) -> Parameters:
-    """Parameters as they are stored. Raises QuantkitError if no list of blocks fits the configuration."""
-    infos = [info for info in infos if not BUFFER.search(info.name)]
+def from_headers(
+    infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True
+) -> tuple[Parameters, Settings]:
+    """Parameters as they are stored, and what they show of the settings that config.json leaves out.
+
+    Raises QuantkitError if no list of blocks fits the configuration.
+    """
+    infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
-    tensors = [
-        make_tensor(
-            info.name, info.shape, info.nbytes, blocks, settings, getattr(info, "stored_nbytes", None)
-        )
-        for info in sorted(infos, key=lambda info: natural(info.name))
-    ]
-    return Parameters(tuple(tensors), exact=True, blocks=settings.layers, is_tied=is_tied(settings))
-
-
-def is_tied(settings: Settings) -> bool:
-    """Whether the head is the embedding."""
-    family = FAMILIES.get(settings.model_type)
-    return settings.flag("tie_word_embeddings", family.tied if family else False)
-
-
-def make_tensor(
-    name: str,
-    shape: tuple[int, ...],
-    nbytes: int,
-    blocks: str,
-    settings: Settings,
-    stored_nbytes: int | None = None,
-) -> Tensor:
-    """A tensor with its place in the model, whose decoder blocks are the list `blocks`."""
-    match = BLOCK.fullmatch(name) if name.startswith(f"{blocks}.") else None
-    if match is None or match["blocks"] != blocks:
-        return Tensor(name, shape, nbytes, stored_nbytes=stored_nbytes)
-    index, local = int(match["index"]), match["local"]
-    module, _, leaf = local.rpartition(".")
-    plain = len(shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
-    if not plain or not all(shape):
-        return Tensor(name, shape, nbytes, index, local, stored_nbytes=stored_nbytes)
     conv1d = settings.model_type in CONV1D_FAMILIES
-    out_features, in_features = shape[::-1] if conv1d else shape
-    return Tensor(name, shape, nbytes, index, local, out_features, in_features, conv1d, stored_nbytes)
+    tensors = [_placed(info, blocks, conv1d) for info in infos]
+    stored = any(HEAD.search(tensor.name) for tensor in tensors if tensor.block is None)
+    tied = bool(settings.filled("tie_word_embeddings")) if stored else True
+    found = Parameters(tuple(tensors), exact, settings.layers, tied)
+    return found, _informed(settings, found)
+
+
+def _informed(settings: Settings, parameters: Parameters) -> Settings:
+    """With the width of a head and the number of heads of keys, which follow from the stored projections."""
+    first, widths = parameters.projections[0], parameters.key_value_widths(fused=True)
+    heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
+    if type(heads) is not int or heads < 1:
+        return settings
+    head_dim = settings.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
+    shown = {"head_dim": head_dim, "num_attention_heads": heads}
+    kv_heads = min(widths) // (2 * head_dim)
+    if kv_heads > 0 and ("attn_qkv" in first or settings.get("num_key_value_heads") is None):
+        shown["num_key_value_heads"] = kv_heads
+    return replace(settings, values={**settings.values, **shown})
+
+
+def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
+    """A tensor with its place in the model, whose decoder blocks are the list `blocks`."""
+    tensor = Tensor(info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None))
+    match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
+    if match is None or match["blocks"] != blocks:
+        return tensor
+    tensor = replace(tensor, block=int(match["index"]), local=match["local"])
+    module, _, leaf = tensor.local.rpartition(".")
+    plain = len(info.shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
+    if not plain or not all(info.shape):
+        return tensor
+    out_features, in_features = info.shape[::-1] if conv1d else info.shape
+    return replace(tensor, out_features=out_features, in_features=in_features, conv1d=conv1d)
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:
@@ -241,9 +269,7 @@ def _find_blocks(names: Iterable[str], settings: Settings) -> str:
         if match := BLOCK.fullmatch(name):
             indices.setdefault(match["blocks"], set()).add(int(match["index"]))
     wanted = set(range(settings.layers))
-    further = settings.layers + (
-        settings.get("num_nextn_predict_layers", default=0) and 1
-    )  # kept beside them
+    further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # kept beside them
     found = [blocks for blocks, seen in indices.items() if wanted <= seen <= set(range(further))]
     found = [blocks for blocks in found if not re.search("vision|visual|audio", blocks)] or found
     if len(found) != 1:

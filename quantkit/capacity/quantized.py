@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
-from quantkit.capacity import templates
-from quantkit.capacity.families import FAMILIES
-from quantkit.capacity.parameters import DTYPE_BYTES, Entry
+from quantkit.capacity.parameters import DTYPE_BYTES, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.inspection.stored import Weight, weights_of
@@ -21,7 +20,7 @@ from quantkit.models.headers import Contents
 FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
 
 
-def entries(contents: Contents) -> list[Entry]:
+def entries(contents: Contents) -> list[Tensor]:
     """Every parameter, of its own shape.
 
     Raises QuantkitError (exit code 4) naming what is stored in a way that is not understood.
@@ -35,7 +34,7 @@ def entries(contents: Contents) -> list[Entry]:
             exit_code=UNSUPPORTED,
         )
     unknown = any(weight.shape is None for weight in weights)
-    shapes = _shapes_by_family(settings) if unknown else {}
+    shapes = _shapes(contents.config) if unknown else {}
     element = DTYPE_BYTES[settings.stored_dtype]
     return [_entry(weight, contents.infos, shapes, element) for weight in weights]
 
@@ -49,14 +48,14 @@ def _understood(weight: Weight) -> bool:
 
 def _entry(
     weight: Weight, infos: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], element: int
-) -> Entry:
+) -> Tensor:
     coded = weight.codes is not None or weight.dtype.startswith(FLOAT8)
     if not coded:
-        return Entry(weight.name, tuple(weight.shape), weight.nbytes)
+        return Tensor(weight.name, tuple(weight.shape), weight.nbytes)
     shape = weight.shape or _experts(weight, infos) or shapes.get(weight.name)
     if shape is None or math.prod(shape) != weight.parameters:
         shape = (weight.parameters,)
-    return Entry(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
+    return Tensor(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
 
 
 def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...] | None:
@@ -68,8 +67,11 @@ def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]
     return experts, rows, groups * nbytes * 2
 
 
-def _shapes_by_family(settings: Settings) -> dict[str, tuple[int, ...]]:
-    """Shapes by name for a known family: bitsandbytes keeps them in a JSON text that is no header."""
-    if settings.model_type not in FAMILIES:
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """As transformers builds the model: bitsandbytes keeps shapes in a JSON text that is no header."""
+    from quantkit.capacity import meta
+
+    try:
+        return meta.shapes(config)
+    except meta.Unknown:
         return {}
-    return {tensor.name: tensor.shape for tensor in templates.from_config(settings).tensors}

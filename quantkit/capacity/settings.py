@@ -4,37 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from quantkit.capacity import defaults
 from quantkit.errors import UNSUPPORTED, QuantkitError
 
 LARGEST = 1 << 40  # of any size; above this config.json is damaged
 MOST_LAYERS = 10_000
-HEADS, VOCABULARY, CONTEXT, *_ = defaults.SYNONYMS
+# Names that a number has; what a file says under one of them is not filled in under another.
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_per_token")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The part of a config.json that describes the decoder."""
+    """The part of a config.json that describes the decoder.
+
+    config: the whole file, for transformers to fill in what it leaves out; None where there is none to ask.
+    """
 
     values: Mapping[str, Any]
+    config: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """`text_config` where a model has other parts, too; what it leaves out as transformers fills it in.
+        """`text_config` where a model has other parts, too.
 
         Raises QuantkitError (exit code 4) without a model_type.
         """
         text = config.get("text_config")
         values = dict(text) if isinstance(text, dict) else dict(config)
-        values.setdefault("model_type", config.get("model_type"))
-        values.setdefault("tie_word_embeddings", config.get("tie_word_embeddings"))
-        if not isinstance(values["model_type"], str):
+        values = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config} | values
+        if not isinstance(values.get("model_type"), str):
             raise QuantkitError(
                 "config.json names no model_type", "give the config.json of a language model", UNSUPPORTED
             )
-        return Settings(defaults.fill(values))
+        return Settings(values, config)
 
     @property
     def model_type(self) -> str:
@@ -44,9 +51,29 @@ class Settings:
         """The first of these that is there and not null."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
+    def filled(self, *names: str) -> Any:
+        """The first of these that is not null; if the file has none, what transformers fills in.
+
+        That takes seconds. A file that says null means it.
+        """
+        told = any(name in self.values for name in names)
+        return self.get(*names) if told else next(filter(None, map(self.defaults.get, names)), None)
+
+    @cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """Values of the configuration as transformers has it; {} where it has none."""
+        if self.config is None:
+            return {}
+        from quantkit.capacity import meta
+
+        try:
+            return meta.settings(self.config)
+        except meta.Unknown:
+            return {}
+
     def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
         """A whole number from 1 to `most`. Raises QuantkitError for anything else, and without a default."""
-        value = self.get(*names, default=default)
+        value = self.filled(*names) if default is None else self.get(*names, default=default)
         if value is None:
             raise QuantkitError(
                 f"config.json says no {names[0]}, and {self.model_type} has no default for it",
@@ -60,10 +87,6 @@ class Settings:
             )
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A switch."""
-        return bool(self.get(name, default=default))
-
     # ---- what all families have
 
     @property
@@ -72,10 +95,7 @@ class Settings:
 
     @property
     def layers(self) -> int:
-        listed = len(self.get("layers_block_type", default=())) or None  # how transformers saves nemotron_h
-        return self.size(
-            "num_hidden_layers", "n_layer", "n_layers", "num_layers", default=listed, most=MOST_LAYERS
-        )
+        return self.size("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MOST_LAYERS)
 
     @property
     def heads(self) -> int:
@@ -89,30 +109,12 @@ class Settings:
     @property
     def kv_heads(self) -> int:
         """Heads that keys and values have: as many as queries where nothing is said."""
-        if self.model_type == "gpt_bigcode":
-            return 1 if self.flag("multi_query", True) else self.heads
-        if self.model_type in (
-            "falcon",
-            "RefinedWeb",
-            "RefinedWebModel",
-        ):  # multi_query files may say num_kv_heads, too
-            if self.flag("new_decoder_architecture", self.model_type == "RefinedWeb"):
-                return self.size("num_kv_heads", "n_head_kv", default=self.heads)
-            return 1 if self.flag("multi_query", True) else self.heads
-        if self.model_type == "mpt":
-            attention = Settings(dict(self.get("attn_config", default={})))
-            single = attention.get("attn_type") == "multiquery_attention"
-            return attention.size("kv_n_heads", default=1 if single else self.heads)
         return self.size("num_key_value_heads", default=self.heads)
 
     @property
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
-        return None if self.get(*CONTEXT) is None else self.size(*CONTEXT)
-
-    @property
-    def vocabulary(self) -> int:
-        return self.size(*VOCABULARY)
+        return None if self.filled(*CONTEXT) is None else self.size(*CONTEXT)
 
     @property
     def stored_dtype(self) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity import parameters, templates
-from quantkit.capacity.parameters import Entry, Parameters
-from quantkit.capacity.settings import Settings
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.capacity import parameters
+from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
+from quantkit.capacity.settings import EXPERTS, Settings
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.layouts import quantization_of
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents, open_contents
 
 QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
@@ -23,6 +25,7 @@ AS_IF_PACKED = (
 )
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
 MOST_TOKENS = 1 << 32
+MOST_MODULES = 300_000  # layers times experts; above this config.json is damaged
 MIXTURE = re.compile(r"expert|moe")  # in keys of a model whose tokens meet a part of it
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -86,17 +89,18 @@ def of_count(count: Count) -> Source:
 
 def _of_headers(contents: Contents) -> Source:
     settings, told = Settings.of(contents.config), contents.quantization
-    entries: Iterable[Entry] = contents.infos.values()
+    entries: Iterable[TensorInfo | Tensor] = contents.infos.values()
     basis, layout = "safetensors headers", _layout(told)
     if contents.container == "gguf":
         from quantkit.capacity import gguf_header
 
+        settings = Settings(contents.config)
         entries, basis, layout = gguf_header.entries(contents, settings), "the GGUF header", "gguf"
     elif told:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 
         entries = quantized.entries(contents)
-    found = parameters.from_headers(entries, settings)
+    found, settings = parameters.from_headers(entries, settings)
     if not found.quantized:
         return Source(contents.source, settings, found, basis)
     return Source(contents.source, settings, found, basis, (QUANTIZED,), layout)
@@ -109,19 +113,48 @@ def _layout(told: Mapping[str, Any]) -> str:
 
 
 def _of_config(name: str, config: Mapping[str, Any], count: Count | None) -> Source:
-    settings = Settings.of(config)
     notes = ("it is quantized already: all sizes are those of its original",)
     notes = notes if quantization_of(config) else ()
     if count is None:
         if config.get("vision_config") or config.get("audio_config"):
             notes += ("of its parts only the language model is counted",)
-        return Source(name, settings, templates.from_config(settings), "config.json", notes)
+        return Source(name, *from_config(config), "config.json", notes)
+    try:
+        settings, _ = from_config(config)
+    except QuantkitError:  # then only what the file says is known
+        settings = Settings.of(config)
     if count.active is None:
-        dense = not any(value for key, value in settings.values.items() if MIXTURE.search(key))
+        told = {**settings.defaults, **settings.values}
+        dense = not any(value for key, value in told.items() if MIXTURE.search(key))
         count = replace(count, active=count.total if dense else None)
     if count.active is None:
         notes += (f"for tokens/s say how many parameters are active: --params {_example(count)}",)
     return Source(name, settings, None, "--params", (AS_IF_PACKED, *notes), count=count)
+
+
+def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
+    """A model as transformers builds it. Raises QuantkitError (exit code 4) if it cannot."""
+    settings = Settings.of(config)
+    experts = settings.size(*EXPERTS, most=MOST_EXPERTS) if settings.get(*EXPERTS) else 1
+    if settings.hidden and settings.layers * experts > MOST_MODULES:
+        raise QuantkitError(
+            f"config.json describes {settings.layers} layers of {experts} experts", "download it again"
+        )
+    from quantkit.capacity import meta  # it takes seconds to import
+
+    try:
+        shapes = meta.shapes(config)
+    except meta.Unknown as error:
+        raise QuantkitError(
+            f"parameters of {settings.model_type} cannot be computed from config.json alone: {error}",
+            hint="give a folder or hub id with safetensors, whose headers say it exactly, or say how many "
+            "beside it: --params 70B or 671B-A37B",
+            exit_code=UNSUPPORTED,
+        ) from error
+    element = DTYPE_BYTES[settings.stored_dtype]
+    entries = [Tensor(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
+    found, settings = parameters.from_headers(entries, settings, exact=False)
+    return settings, found
 
 
 def _example(count: Count) -> str:

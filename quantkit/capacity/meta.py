@@ -1,0 +1,116 @@
+"""What transformers knows of a model: what its config.json leaves out, its parameters, the cache it keeps.
+
+The model is built on the meta device, where tensors are shapes. To import transformers takes seconds: this
+is asked only where config.json and headers leave something open, and no other module here imports it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+from quantkit.capacity.kv_cache import LayerCache
+from quantkit.errors import first_line
+from quantkit.models.meta_model import empty
+
+TOKENS = 4  # of the forward pass that fills the cache
+LAYERS = (
+    "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
+)  # fmt: skip
+IRRELEVANT = re.compile("quantization_config|attn_implementation")  # what they ask for may not be installed
+KEPT = ("keys", "values", "indexer_keys")  # of every token
+
+
+class Unknown(Exception):
+    """Why transformers cannot tell."""
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of the language model, and what its class fills in, under the usual names too."""
+    found = _configuration(config)
+    usual = (*found.attribute_map, "num_hidden_layers")  # these may be no fields but properties
+    return found.to_dict() | {name: getattr(found, name, None) for name in usual}
+
+
+def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, as files of the hub have them: experts one by one."""
+    model = _model(_configuration(config))
+    try:
+        stored = revert_weight_conversion(model, dict(model.named_parameters()))
+    except Exception as error:  # rules of families that were not made for shapes alone
+        raise Unknown(f"transformers cannot name what it would store: {first_line(error)}") from error
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+def caches(config: Mapping[str, Any]) -> list[LayerCache]:
+    """What each decoder block keeps of a sequence, measured on the model. Raises Unknown."""
+    found = _configuration(config)
+    model = _model(found)
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):  # which one a token meets takes numbers to tell
+            module.forward = lambda states, *_, **__: states
+    try:
+        with torch.no_grad():
+            output = model(torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+    except Exception as error:  # whatever it is, it is why nothing can be measured
+        raise Unknown(f"transformers cannot run its {found.model_type}: {first_line(error)}") from error
+    cache = output.get("past_key_values") or output.get("cache_params")
+    layers = getattr(cache, "layers", ())
+    if len(layers) != found.num_hidden_layers:
+        raise Unknown(
+            f"{found.model_type} is not known: transformers shows caches of {len(layers)} of its "
+            f"{found.num_hidden_layers} layers"
+        )
+    return [_layer(layer, found, index) for index, layer in enumerate(layers)]
+
+
+def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> LayerCache:
+    if type(layer).__name__ not in LAYERS:
+        raise Unknown(f"{config.model_type} is not known: it keeps a {type(layer).__name__}")
+    kept = [tensor for name in KEPT if (tensor := getattr(layer, name, None)) is not None]
+    values = sum(tensor.numel() // tensor.shape[-2] for tensor in kept)
+    conv, state = (
+        sum(tensor.numel() for tensor in getattr(layer, name, {}).values() if tensor is not None)
+        for name in ("conv_states", "recurrent_states")
+    )
+    window = getattr(layer, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if values and conv + state:
+        kind = "hybrid"
+    elif values and window:
+        kind = "chunked" if types and types[index] == "chunked_attention" else "sliding"
+    elif values:
+        kind = "latent" if getattr(config, "kv_lora_rank", None) else "full"
+    elif conv + state:
+        kind = "recurrent"
+    else:
+        kind = "shared" if getattr(config, "num_kv_shared_layers", 0) else "none"
+    return LayerCache(kind, values, window, conv, state)
+
+
+def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
+    """Of the language model, where it has other parts."""
+    family = config.get("model_type")
+    transformers.logging.set_verbosity_error()
+    if family not in transformers.CONFIG_MAPPING:
+        raise Unknown(f"{family} is not known to transformers {transformers.__version__}")
+    try:
+        told = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
+        return transformers.CONFIG_MAPPING[family].from_dict(told).get_text_config()
+    except Exception as error:  # the classes check in many ways
+        reason = textwrap.shorten(str(error), 200)
+        raise Unknown(f"config.json is none of a {family}: {reason}") from error
+
+
+def _model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    try:
+        return empty(config, config.model_type, torch.float32)
+    except Exception as error:  # sizes that do not divide, types that are no language model's
+        raise Unknown(f"transformers builds no language model of it: {first_line(error)}") from error
