@@ -24,8 +24,8 @@ from quantkit.quantize.solvers.columns import RUN, Chosen
 TINY = torch.finfo(torch.float32).tiny
 
 
-def refine(target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
-    """Better codes and parameters for `target [in, out]`, in place, with the same grid and bytes.
+def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
+    """Better codes and parameters for `Wt [in, out]`, in place, with the same grid and bytes.
 
     hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times.
     (With scales chosen at the last visit only the loss is 0.2 percent higher, but the KL divergence of the
@@ -37,21 +37,21 @@ def refine(target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: 
     for _ in range(cycles):
         for k in range(pairs):
             groups = range(k, len(chosen.params), pairs)
-            _Visit(target, chosen, grid, hessian, curvature, groups).improve()
+            _Visit(Wt, chosen, grid, hessian, curvature, groups).improve()
 
 
 class _Visit:
     """One or two groups, as a leading dimension `[groups, group_size, out]` of everything."""
 
     def __init__(
-        self, target: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, curvature: Tensor, groups: range
+        self, Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, curvature: Tensor, groups: range
     ):
         self.grid, self.chosen, self.groups = grid, chosen, groups
         where = slice(groups.start, None, groups.step)
-        own = [x.unflatten(0, (-1, grid.group_size))[where] for x in (target, chosen.E, chosen.codes)]
-        self.target, self.delta, self.codes = own
+        own = [x.unflatten(0, (-1, grid.group_size))[where] for x in (Wt, chosen.E, chosen.codes)]
+        self.Wt, self.E, self.codes = own
         rows = hessian.unflatten(0, (-1, grid.group_size))[where]
-        self.residual = (rows.flatten(0, 1) @ chosen.E).view(self.target.shape)  # r_j / H_jj
+        self.residual = (rows.flatten(0, 1) @ chosen.E).view(self.Wt.shape)  # r_j / H_jj
         # [groups, size, groups, size], and what columns of the same group are to each other
         self.hessian = rows.unflatten(2, (-1, grid.group_size))[:, :, where].contiguous()
         self.own = self.hessian.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
@@ -61,14 +61,14 @@ class _Visit:
 
     def improve(self) -> None:
         """Choose the columns again, then the scales, and keep that in the rows where it lowers the loss."""
-        before, residual = self.target - self.delta, self.residual.clone()
+        before, residual = self.Wt - self.E, self.residual.clone()
         self._descend()
         values, params = self._rescaled()
         moved = values.sub_(before)
         change = -self._weigh(moved, residual.add_(self.residual)).sum(0)
         keep, chosen = change <= 0, self.chosen  # not a number stays out
         chosen.lost += torch.where(keep, change, 0.0)
-        self.delta.sub_(moved.mul_(keep))
+        self.E.sub_(moved.mul_(keep))
         codes = torch.empty_like(self.codes)
         self.grid.codes(self.levels, codes)
         self.codes.copy_(torch.where(keep, codes, self.codes))
