@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks, return_freed_pages
-from quantkit.quantize import capture, encode, finish, plan, walk
+from quantkit.quantize import capture, finish, plan, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site, Statistics
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary
@@ -41,7 +41,7 @@ def run(job: Job, progress: Progress) -> Summary:
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
     if not any(row.grid for row in job.specs):
-        return encode.encode([job], progress)[0]
+        return run_all([job], progress)[0]
     (map_large_blocks if job.method.needs else keep_freed_pages)()
     with disk_errors(job.staging.folder), job.staging.opened(job.fingerprint, job.request.resume):
         return _Loop(job, progress).run()
@@ -50,7 +50,9 @@ def run(job: Job, progress: Progress) -> Summary:
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
     """Several jobs of one command: together where no solver is at work, else one after another."""
     if not any(row.grid for job in jobs for row in job.specs):
-        return encode.encode(jobs, progress)
+        from quantkit.quantize.encode import encode  # `gguf` takes a while to import
+
+        return encode(jobs, progress)
     summaries = []
     for job in jobs:
         if len(jobs) > 1:
