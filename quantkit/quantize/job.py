@@ -109,7 +109,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     if method.layout.fused and (split := linears.split_fusions(specs)):
         progress.warn(
             f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
-            "transformers loads it"
+            "quantkit inspect says who loads it"
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
