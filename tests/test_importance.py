@@ -231,3 +231,11 @@ def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeyp
     error = refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
     assert "is full" in error and "run the same command again" in error and "--resume" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+def test_a_matrix_is_no_model_for_other_commands(quantkit, tiny_model, small, command):
+    model = tiny_model("llama", tokenizer=True)
+    assert quantkit("imatrix", model, "-o", "sums.gguf", *small, "-q")[0] == 0
+    code, _, error = quantkit(command, "sums.gguf")
+    assert code == 4 and "sums.gguf is an importance matrix, not a model" in error

@@ -99,7 +99,7 @@ def test_patterns_that_match_nothing_are_all_named(model, tmp_path):
     [
         ("nf4", {}, "--override q_proj=8: nf4 has one width"),
         ("int8", {}, "--override q_proj=8: int8 has one width"),
-        ("awq", {"group_size": 32}, r"cannot hold 2 linears: .*q_proj \(awq holds 4 bit, not 8"),
+        ("awq", {"group_size": 32}, r"cannot hold 2 linears: .*q_proj in 2 blocks \(awq holds 4 bit, not 8"),
     ],
 )
 def test_layouts_of_one_width_say_so(model, tmp_path, method, options, reason):

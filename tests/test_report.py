@@ -208,3 +208,12 @@ def test_in_a_browser(tmp_path, width, dark):
     assert (paper, ink) == colours["dark" if dark else "light"]
     palette = [tuple(bytes.fromhex(colour[1:])) for colour in (drawing.DARK if dark else drawing.LIGHT)]
     assert dot in (paper, *(f"rgb{rgb}" for rgb in palette))
+
+
+def test_a_page_never_takes_the_place_of_something_else(quantkit, tmp_path):
+    """`-o result.json` would overwrite what was measured."""
+    precious = tmp_path / "result.json"
+    precious.write_text("{}")
+    done = quantkit("report", precious, "-o", precious)
+    assert done.code == 2 and "a page is .html" in done.err
+    assert precious.read_text() == "{}"

@@ -32,7 +32,7 @@ def command(
 
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):
-            hint = "--png takes no name: plots are written beside the page, which -o names"
+            hint = "quantkit eval … --json > FILE makes one; the page goes to -o, plots lie beside it"
             raise QuantkitError(f"{path} is no result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()

@@ -201,8 +201,9 @@ def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
 
 def _of_gguf(source: str, path: Path) -> Contents:
     from quantkit.models.containers.gguf_file import read_header  # `gguf` takes a while to import
-    from quantkit.models.llamacpp.file_config import config_of
+    from quantkit.models.llamacpp.file_config import config_of, refuse_imatrix
 
     metadata, infos = read_header(path)
+    refuse_imatrix(source, metadata)
     files, config = {path.name: path.stat().st_size}, config_of(metadata, infos)
     return Contents(source, "gguf", files, config, infos, lambda name: None, path, metadata)

@@ -147,11 +147,17 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
             + "; or keep the linears in 16 bit with --exclude",
             exit_code=USAGE,
         )
-    reasons = {spec.name: layout.check(spec) for spec in specs}
-    refused = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    refused: dict[tuple[str, str], list[str]] = {}  # alike in all blocks: told once
+    for spec in specs:
+        if reason := layout.check(spec):
+            refused.setdefault((spec.local, reason), []).append(spec.name)
     if refused:
+        told = [
+            f"{names[0] if len(names) == 1 else local + ' in ' + count(len(names), 'block')} ({reason})"
+            for (local, reason), names in refused.items()
+        ]
         raise QuantkitError(
-            f"the layout cannot hold {count(len(refused), 'linear')}: {name_all(refused)}",
+            f"the layout cannot hold {count(sum(map(len, refused.values())), 'linear')}: {name_all(told)}",
             hint="change the options as it says, or keep these linears in 16 bit with --exclude",
             exit_code=UNSUPPORTED,
         )

@@ -30,6 +30,10 @@ class Outputs:
                 raise _unwritable(path, "is a folder")
             if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
                 raise _unwritable(path, "cannot be written there")
+        if self.html and self.html.suffix not in (".html", ".htm"):
+            raise QuantkitError(
+                f"{self.html}: a page is .html", f"try {self.html.with_suffix('.html')}", USAGE
+            )
         if self.plot and self.plot.suffix not in (".svg", ".png"):
             raise QuantkitError(
                 f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE

@@ -19,7 +19,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.evaluation.stream import Listener, StreamedModel
 
 CLOZE = "cloze"
@@ -108,6 +108,7 @@ def _load(names: Sequence[str]) -> dict[str, Any]:
         raise QuantkitError(
             f"--tasks: the data of {','.join(others)} could not be loaded: {first_line(error)}",
             hint=f"it comes from the hub; that of {CLOZE} is here",
+            exit_code=NOT_FOUND,
         ) from error
 
 

@@ -291,8 +291,6 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     for row in TABLE:
         if row.name == name:
             return row
-    if metadata.get("general.type") == "imatrix":
-        raise QuantkitError("this is an importance matrix, not a model", "give it to --imatrix", UNSUPPORTED)
     raise QuantkitError(
         f"GGUF files of {name or 'no architecture'} are not read",
         hint=f"quantkit reads: {', '.join(sorted(row.name for row in TABLE))}",

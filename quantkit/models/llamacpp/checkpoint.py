@@ -23,6 +23,7 @@ from quantkit.models.checkpoint import Checkpoint, hash_file
 from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.llamacpp import configuration, rope, tensors
+from quantkit.models.llamacpp.file_config import refuse_imatrix
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.models.skeleton.loading import TORCH_DTYPES
 
@@ -119,6 +120,7 @@ class GgufCheckpoint(Checkpoint):
 def open_file(source: str, path: Path) -> GgufCheckpoint:
     """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
     metadata, stored = gguf_file.read_header(path)
+    refuse_imatrix(source, metadata)
     factors = {
         name: _decode(stored[name], stored[name].shape)
         for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)

@@ -2,14 +2,16 @@
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, the architecture before each. By the rows of
 `architectures`; an architecture that has none keeps the keys of its metadata, so that what is unusual about
-it shows. Nothing is checked here, and nothing imports torch: `configuration.to_config` builds on `fields`.
+it shows. Nothing imports torch: `configuration.to_config` builds on `fields`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.architectures import COMMON, TABLE, Architecture
 
@@ -30,6 +32,14 @@ SCALING = {
 FACTORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}  # may stand for the type
 PATTERN = "attention.sliding_window_pattern"  # every so many blocks attend to all, or a switch for each
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def refuse_imatrix(source: str | Path, metadata: Mapping[str, Any]) -> None:
+    """Raise QuantkitError (exit code 4) for a file of sums over activations."""
+    if metadata.get("general.type") == "imatrix":
+        raise QuantkitError(
+            f"{source} is an importance matrix, not a model", "give it to --imatrix", UNSUPPORTED
+        )
 
 
 def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
