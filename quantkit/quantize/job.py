@@ -180,7 +180,6 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     dtypes = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
     skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
-    linears.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     skeleton.names.check_complete()
     return skeleton
 

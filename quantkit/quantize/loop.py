@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks, return_freed_pages
-from quantkit.quantize import capture, finish, plan, walk
+from quantkit.quantize import capture, experts, finish, plan, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site, Statistics
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary
@@ -110,11 +110,20 @@ class _Loop:
         tensors: dict[str, Tensor] = {}
         records: list[dict] = []
         with closing(self._measure(block)) as measured:
+            pools: dict[str, SiteStatistics] = {}
             for site in block.wanted:
-                for row, solved, parts in self._solve(block, site, measured.statistics(site)):
+                statistics = measured.statistics(site)
+                if not site.linears:  # of all experts of a layer
+                    pools[site.pool] = statistics
+                    continue
+                tokens = statistics.tokens if site.pool and statistics else None
+                if tokens is not None:
+                    width, choice = block.rows[site.linears[0]].in_features, self.job.request.run.experts
+                    statistics = experts.of_expert(statistics, pools[site.pool], width, choice)
+                for row, solved, parts in self._solve(block, site, statistics):
                     solved = measured.transformed.amend(row.local, solved)
                     tensors |= {f"{row.name}.{part}": tensor for part, tensor in parts.items()}
-                    records.append(_record(row, solved))
+                    records.append(_record(row, solved, tokens))
                     self.progress.linear(row, solved)
             tensors |= self._changed(block, measured.transformed)
             self._advance(measured.outputs())
@@ -150,7 +159,7 @@ class _Loop:
 
     def _sum(self, block: _Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Statistics of a site over all batches of its inputs."""
-        in_features = block.rows[site.linears[0]].in_features
+        in_features = block.row(site).in_features
         sums = Statistics(in_features, self.skeleton.device, self.method.needs)
         for batch in self.timings.waiting("forward", inputs):
             with self.timings("hessian", wait=False):
@@ -162,7 +171,7 @@ class _Loop:
         with self.timings("hessian"):
             statistics = sums.finish()
             return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
-        capture.refuse_not_finite(statistics, block.rows[site.linears[0]].name, self.execution.dtype)
+        capture.refuse_not_finite(statistics, block.row(site).name, self.execution.dtype)
         return statistics
 
     def _transform(self, block: _Block) -> tuple[dict[Site, SiteStatistics], Transformed]:
@@ -255,8 +264,15 @@ class _Block:
 
     @property
     def wanted(self) -> list[Site]:
-        """Sites with something to quantize."""
-        return [site for site in self.sites if any(self.rows[name].grid for name in site.linears)]
+        """Sites with something to quantize, and those of all experts where some of them are among these."""
+        wanted = [site for site in self.sites if any(self.rows[name].grid for name in site.linears)]
+        pools = {site.pool for site in wanted}
+        return [site for site in self.sites if site in wanted or (not site.linears and site.pool in pools)]
+
+    def row(self, site: Site) -> LinearSpec:
+        """A linear that reads the site's inputs."""
+        readers = (name for one in self.sites if one == site or one.pool == site.pool for name in one.linears)
+        return self.rows[site.linears[0] if site.linears else next(readers)]
 
 
 @dataclass(frozen=True)
@@ -270,12 +286,14 @@ class _Measured:
     transformed: Transformed = Transformed({})
 
 
-def _record(row: LinearSpec, solved: Solved) -> dict:
-    """What the manifest says about a linear."""
+def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:
+    """What the manifest says about a linear; tokens: that were routed to it, if it is an expert's."""
     return {
         "name": row.name,
         "error": solved.error,
         "rtn_error": solved.rtn_error,
         "fallback": solved.fallback,
         "notes": list(solved.notes),
-    } | ({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns})
+        **({} if tokens is None else {"tokens": tokens}),
+        **({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns}),
+    }
