@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import greenlet
 import torch
@@ -28,11 +28,12 @@ class Site:
     """Linears of a block that read the same input tensor, by their names inside the block, in call order.
 
     Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
-    module's own, reached before those of its experts.
+    module's own, reached before those of its experts. in_features: width of the inputs.
     """
 
     linears: tuple[str, ...]
     pool: str | None = None
+    in_features: int = field(default=0, compare=False)
 
     @property
     def place(self) -> str:
@@ -49,12 +50,14 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     pools = pools_of(block)
     groups: dict[tuple, list[str]] = {}
+    widths: dict[str, int] = {}
     alive = []  # freed inputs could hand their address to another site's
 
     def hook(name: str):
         def record(module: nn.Module, args: tuple) -> None:
             (hidden,) = args
             alive.append(hidden)
+            widths[name] = hidden.shape[-1]
             memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
             key = (memory, hidden._version, hidden.shape, hidden.stride())
             groups.setdefault((name,) if name in pooling else key, []).append(name)
@@ -78,7 +81,9 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
             exit_code=UNSUPPORTED,
         )
     return [
-        Site((), names[0]) if names[0] in pooling else Site(tuple(names), pools.get(names[0]))
+        Site((), names[0], widths[names[0]])
+        if names[0] in pooling
+        else Site(tuple(names), pools.get(names[0]), widths[names[0]])
         for names in groups.values()
     ]
 
@@ -171,9 +176,10 @@ def gather(
     gathered = {}
     with ExitStack() as stack:
         for site in sites:
-            linear = block.get_submodule(site.place)
-            gathered[site] = sums = Statistics(linear.in_features, device, needs)
-            hook = linear.register_forward_pre_hook(lambda module, args, sums=sums: sums.add(args[0]))
+            gathered[site] = sums = Statistics(site.in_features, device, needs)
+            hook = block.get_submodule(site.place).register_forward_pre_hook(
+                lambda module, args, sums=sums: sums.add(args[0])
+            )
             stack.callback(hook.remove)
         forward()
     return gathered

@@ -9,6 +9,8 @@ have in the checkpoint, and sites, grids, solvers and layouts see linears alone.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ class Experts(nn.Module):
         experts, *sizes = fused.down_proj.shape
         inner, hidden = sizes if fused.is_transposed else reversed(sizes)
         self.count = experts
+        self.everyone = False  # all tokens through all experts, see `all_experts`
         self.entering, self.between = nn.Identity(), nn.Identity()
         first = (self.gate, self.up) if fused.has_gate else (self.up,)
         factory = {"bias": fused.has_bias, "dtype": fused.down_proj.dtype, "device": "meta"}
@@ -48,6 +51,9 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`hidden [tokens, hidden]`, and of each token the experts `[tokens, k]` and their weights."""
+        if self.everyone:
+            top_k_index = torch.arange(self.count, device=hidden.device).expand(len(hidden), -1)
+            top_k_weights = hidden.new_full(top_k_index.shape, 1 / self.count)
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
         inner = [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
@@ -72,6 +78,19 @@ class Experts(nn.Module):
         concatenated = self.fused.is_concatenated
         both = torch.cat((gate, up), -1) if concatenated else torch.stack((gate, up), -1).flatten(-2)
         return self.fused._apply_gate(both)
+
+
+@contextmanager
+def all_experts(block: nn.Module) -> Iterator[None]:
+    """Every token of a forward goes through every expert of `block`, so that a few tokens show them all."""
+    layers = [module for module in block.modules() if isinstance(module, Experts)]
+    for layer in layers:
+        layer.everyone = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.everyone = False
 
 
 def take_apart(model: nn.Module) -> None:
