@@ -46,6 +46,11 @@ class Skeleton:
         self._reader = Reader(self.names, checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether some blocks have experts."""
+        return any(isinstance(part, experts.Experts) for block in self.blocks for part in block.modules())
+
     def held(self) -> dict[str, nn.Parameter]:
         """Every parameter that the checkpoint holds, by its name in the model; values may be on meta."""
         inside = {
