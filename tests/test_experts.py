@@ -121,7 +121,8 @@ def test_shrinkage_is_the_posterior_mean():
 
 
 @pytest.mark.parametrize(("choice", "tokens", "share"), [
-    ("shrink", 0, 1.0), ("shrink", 8, 0.5), ("shrink", 72, 0.1), ("routed", 3, 0.0), ("routed", 0, 1.0), ("all", 72, 1.0),
+    ("shrink", 0, 1.0), ("shrink", 8, 0.5), ("shrink", 72, 0.1),
+    ("routed", 3, 0.0), ("routed", 0, 1.0), ("all", 72, 1.0),
 ])  # fmt: skip
 def test_how_much_an_expert_borrows(choice, tokens, share):
     assert experts.borrowed(tokens, 8, choice) == pytest.approx(share)
@@ -168,13 +169,8 @@ def test_jobs_take_mixtures(family, method, options, mixture, tmp_path):
     rows = [row for row in jobs.manifest(tmp_path / "out").values() if "experts" in row["name"]]
     if method == "gptq":
         assert summary.error < 0.6 * summary.rtn_error
-        gates = [
-            row["tokens"]
-            for row in rows
-            if row["name"].endswith(("w1", "gate_proj")) and ".0." in row["name"]
-        ]
-        assert sum(row["tokens"] for row in rows if ".layers.0." in row["name"]) == 3 * 2 * 6 * 32
-        assert gates
+        tokens = 6 * 32  # two experts for each, three linears an expert
+        assert sum(row["tokens"] for row in rows if ".layers.0." in row["name"]) == 3 * 2 * tokens
 
 
 def test_suspended_and_repeated_forwards_write_the_same(mixture, tmp_path):
