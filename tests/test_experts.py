@@ -209,3 +209,16 @@ def test_eval_reads_what_was_written(mixture, tmp_path):
     jobs.quantize("gptq", folder, tmp_path / "out", {"group_size": 32, "bits": 8}, calibration=text)
     (near,), (own,) = ((forward(skeleton_of(place), IDS),) for place in (tmp_path / "out", folder))
     assert (near - own).abs().max() < 0.05 * own.abs().max()
+
+
+def test_experts_of_several_schemes_are_told(mixture, tmp_path):
+    """`--override` knows experts; engines want one scheme for the three linears of each."""
+    listener = jobs.Listener()
+    options = {"group_size": 32, "solver": "rtn"}
+    made = jobs.prepare(
+        "gptq", mixture(), tmp_path / "out", options, progress=listener, override=(r"experts\.1\.w2=8",)
+    )
+    bits = {row.name.partition("experts.")[2]: row.grid.bits for row in made.specs if "experts" in row.name}
+    assert {name for name, width in bits.items() if width == 8} == {"1.w2"}
+    (warning,) = [text for text in listener.warnings if "unlike" in text]
+    assert "model.layers.0.block_sparse_moe.experts.1" in warning

@@ -146,8 +146,12 @@ def _override(text: str) -> Override:
 
 
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
-    """Fusions whose linears are not quantized alike."""
-    return [name for name, rows in fusions(specs).items() if len(set(map(_format, rows))) > 1]
+    """Fusions whose linears are not quantized alike, and experts, which engines give one scheme each."""
+    groups = fusions(specs)
+    for row in specs:
+        if expert := re.match(r".*\.experts\.\d+(?=\.)", row.name):
+            groups.setdefault(expert[0], []).append(row)
+    return [name for name, rows in groups.items() if len(set(map(_format, rows))) > 1]
 
 
 def _format(row: LinearSpec) -> tuple[int, int] | None:
