@@ -54,6 +54,11 @@ class RunOptions:
         "REGEX=bits[,group_size]: quantize the linears whose name matches to other bits. Repeatable, the "
         "first match counts.",
     )
+    experts: Literal["shrink", "routed", "all"] = option(
+        "shrink",
+        "Statistics of experts in a mixture: of the tokens routed to each, with the layer's mixed in where "
+        "these are few; of the routed tokens alone; or of all tokens for every expert.",
+    )
     allow_requantize: bool = option(
         False, "Quantize a checkpoint that is quantized already; the errors of both add up."
     )

@@ -276,7 +276,7 @@ def test_learned_positions_are_as_many_as_are_stored():
 
 FACTS = {"layout": {"gptq"}, "model_type": {"llama"}, "form": {"gptq"}, "bits": {4}, "group_size": {128},
          "symmetric": {True}, "desc_act": {False}, "version": {"gptq"}, "g_idx": {True},
-         "activations": {False}, "mixed": {False}, "kept": {False}}  # fmt: skip
+         "activations": {False}, "mixed": {False}, "kept": {False}, "experts": {False}}  # fmt: skip
 CT = {"layout": {"compressed-tensors"}, "form": {"pack-quantized"}, "g_idx": set()}
 
 
@@ -307,6 +307,12 @@ LOADS = [
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"gptneox"}}, "llama.cpp"),
     ({"group_size": {16}}, "transformers GPTQModel AutoGPTQ"),
     ({"kept": {True}}, "transformers GPTQModel vLLM"),
+    ({"experts": {True}}, "GPTQModel"),
+    ({"experts": {True}, "model_type": {"mixtral"}}, ""),
+    ({"experts": {True}, "layout": {"awq"}}, ""),
+    ({"experts": {True}, "layout": {"bitsandbytes"}, "form": {"nf4"}}, ""),
+    (CT | {"experts": {True}}, "transformers"),
+    (CT | {"experts": {True}, "mixed": {True}}, ""),
     ({"layout": {"awq"}, "group_size": {16}}, "transformers vLLM"),
     ({"layout": {"awq"}, "group_size": {-1}}, "transformers"),
     ({"layout": {"awq"}}, "transformers GPTQModel vLLM AutoAWQ"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from typing import Any
 
 from quantkit import layouts
@@ -32,7 +32,7 @@ def of_model(
     layout: how the model is quantized already, None where it is not.
     """
     unread = layout is not None and layout not in {module.NAME for module in layouts.modules()}
-    reason = _refused(parameters) or (f"linears stored as {layout} are not read" if unread else "")
+    reason = f"linears stored as {layout} are not read" if unread else ""
     needs = "--allow-requantize" if layout else None
     return {
         method: NOTHING | {"reason": reason}
@@ -57,7 +57,7 @@ def _of_method(
     on_gpu = device is not None and device.kind == "cuda"
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
-    shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen)
+    shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     needs, transform = work.forwards > 0, work.transform
 
     def peak(suspend: bool) -> Peak:
@@ -85,37 +85,30 @@ def _of_method(
     }
 
 
-def of_block(parameters: Parameters, element: int, samples: int, seqlen: int) -> Shapes:
+def of_block(
+    parameters: Parameters, element: int, samples: int, seqlen: int, hidden: int | None = None
+) -> Shapes:
     """The shapes of a job over `samples` sequences of `seqlen` tokens."""
     outside = [tensor for tensor in parameters.tensors if tensor.block is None]
     copy = parameters.head_copy
     batch = min(max(1, BATCH_TOKENS // seqlen), samples)
+    weights: Counter[int] = Counter()
+    for tensor in parameters.linears:
+        weights[tensor.block] += tensor.size
+    index = max(sorted(weights), key=weights.__getitem__)
     return Shapes(
         linears=[
             (tensor.local.removesuffix(".weight"), tensor.out_features, tensor.in_features)
             for tensor in parameters.linears
-            if tensor.block == 0
+            if tensor.block == index
         ],
         rest=sum(tensor.size for tensor in outside) - (copy.size if copy else 0),
         largest=max((tensor.nbytes for tensor in outside), default=0),
         element=element,
         tokens=samples * seqlen,
         batch_tokens=batch * seqlen,
+        width=hidden,
     )
-
-
-def _refused(parameters: Parameters) -> str:
-    """Why the loop would refuse a model, as far as names and shapes tell."""
-    if any(tensor.is_expert for tensor in parameters.tensors):
-        return "mixtures of experts are not compressed yet"
-    return _uncovered(
-        tensor.local for tensor in parameters.rest if tensor.block == 0 and len(tensor.shape) > 1
-    )
-
-
-def _uncovered(names: Iterable[str]) -> str:
-    lost = [name for name in names if "norm" not in name]
-    return f"no linear covers {lost[0]}" if lost else ""
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -158,6 +159,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
         "biases": {any(name.endswith(".bias") for name in infos)},
+        "experts": {any(re.search(r"\.experts\.\d+\.", weight.name) for weight in weights if weight.codes)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
         "kept": {
             any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)

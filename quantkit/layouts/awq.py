@@ -204,6 +204,7 @@ HEADERS = Headers(
 )
 CLIENTS = {
     "transformers": [
+        {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
         {
             "model_type": list(ACTIVATION_SCALES),
             "loads": False,
@@ -212,7 +213,7 @@ CLIENTS = {
         {"group_size": [16, -1], "loads": True, "note": "with gptqmodel, as AwqConfig(backend='torch_awq')"},
         {"loads": True, "note": "with gptqmodel installed"},
     ],
-    "GPTQModel": [{"not_group_size": [32, 64, 128]}, {"loads": True}],
-    "vLLM": [{"group_size": -1}, {"loads": True}],
-    "AutoAWQ": [{"not_group_size": [32, 64, 128]}, {"loads": True}],
+    "GPTQModel": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
+    "vLLM": [{"experts": True}, {"group_size": -1}, {"loads": True}],
+    "AutoAWQ": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
 }

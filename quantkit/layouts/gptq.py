@@ -275,12 +275,19 @@ HEADERS = Headers(
 )
 CLIENTS = {
     "transformers": [
+        {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
         {"model_type": "gpt2", "loads": False, "note": "its loader fails on any GPTQ checkpoint of GPT-2"},
         {"g_idx": False, "loads": False, "note": "it wants a g_idx for every linear"},
         {"mixed": True, "loads": False, "note": "it packs all linears alike"},
         {"loads": True, "note": "with optimum and gptqmodel installed"},
     ],
     "GPTQModel": [
+        {
+            "experts": True,
+            "model_type": "mixtral",
+            "loads": False,
+            "note": "it looks for Mixtral's experts under other names",
+        },
         {
             "not_group_size": [-1, 16, 32, 64, 128, 256, 512, 1024],
             "loads": False,
@@ -295,6 +302,7 @@ CLIENTS = {
         {"loads": True},
     ],
     "vLLM": [
+        {"experts": True},
         {"not_bits": [4], "loads": False, "note": "its CPU kernel takes 4 bit"},
         {"symmetric": False, "loads": False, "note": "its CPU kernel takes symmetric weights"},
         {"desc_act": True, "loads": False, "note": "its CPU kernel takes columns in order"},
@@ -302,6 +310,7 @@ CLIENTS = {
         {"loads": True},
     ],
     "AutoGPTQ": [
+        {"experts": True},
         {"version": "gptq_v2", "loads": False, "note": "it would read other zero points without a word"},
         {"mixed": True},
         {"kept": True},

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import greenlet
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
 PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
@@ -24,9 +25,20 @@ PROBE_TOKENS = 8  # a sequence long enough to show which linears share their inp
 
 @dataclass(frozen=True)
 class Site:
-    """Linears of a block that read the same input tensor, by their names inside the block, in call order."""
+    """Linears of a block that read the same input tensor, by their names inside the block, in call order.
+
+    Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
+    module's own, reached before those of its experts. in_features: width of the inputs.
+    """
 
     linears: tuple[str, ...]
+    pool: str | None = None
+    in_features: int = field(default=0, compare=False)
+
+    @property
+    def place(self) -> str:
+        """The module at which its inputs are seen."""
+        return self.linears[0] if self.linears else self.pool
 
 
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
@@ -36,19 +48,25 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     when a linear is never called or called twice: its statistics would be wrong.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    pools = pools_of(block)
     groups: dict[tuple, list[str]] = {}
+    widths: dict[str, int] = {}
     alive = []  # freed inputs could hand their address to another site's
 
     def hook(name: str):
         def record(module: nn.Module, args: tuple) -> None:
             (hidden,) = args
             alive.append(hidden)
-            key = (hidden.data_ptr(), hidden._version, hidden.shape, hidden.stride())
-            groups.setdefault(key, []).append(name)
+            widths[name] = hidden.shape[-1]
+            memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
+            key = (memory, hidden._version, hidden.shape, hidden.stride())
+            groups.setdefault((name,) if name in pooling else key, []).append(name)
 
         return record
 
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    pooling = set(pools.values())
+    watched = linears | {name: block.get_submodule(name) for name in pooling}
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in watched.items()]
     try:
         run()
     finally:
@@ -62,7 +80,24 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
             hint="quantkit cannot gather statistics for this architecture",
             exit_code=UNSUPPORTED,
         )
-    return [Site(tuple(names)) for names in groups.values()]
+    return [
+        Site((), names[0], widths[names[0]])
+        if names[0] in pooling
+        else Site(tuple(names), pools.get(names[0]), widths[names[0]])
+        for names in groups.values()
+    ]
+
+
+def pools_of(block: nn.Module) -> dict[str, str]:
+    """Linear of an expert -> the module that sees the inputs of all experts of its layer in that place."""
+    found = {}
+    for place, layer in block.named_modules():
+        if isinstance(layer, Experts):
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and name.partition(".")[0].isdigit():
+                    last = name.rpartition(".")[2] == layer.down
+                    found[f"{place}.{name}"] = f"{place}.{'between' if last else 'entering'}"
+    return found
 
 
 class Statistics:
@@ -86,6 +121,8 @@ class Statistics:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
         rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
+        if not len(rows):  # of an expert that no token of this batch was routed to
+            return
         if self.hessian is not None:
             for start in range(0, self.in_features, self.width):
                 end = min(start + self.width, self.in_features)
@@ -108,19 +145,20 @@ class Statistics:
         if self.magnitude is not None:
             self.magnitude.div_(tokens)
         square = self.square_sums()
-        return SiteStatistics(
-            self.hessian, self.magnitude, self.peak, None if square is None else square.float() / tokens
-        )
+        square = None if square is None else square.float() / tokens
+        return SiteStatistics(self.hessian, self.magnitude, self.peak, square, self.tokens)
 
     def square_sums(self) -> Tensor | None:
         """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""
-        return None if self.squares is None else torch.stack(self.squares).cpu().double().sum(0)
+        if not self.squares:
+            return None if self.squares is None else torch.zeros(self.in_features, dtype=torch.float64)
+        return torch.stack(self.squares).cpu().double().sum(0)
 
 
 def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:
     """Raise QuantkitError naming the linear whose inputs overflowed when computed in `dtype`."""
     parts = [getattr(statistics, field.name) for field in fields(statistics)]
-    if not all(torch.isfinite(part).all() for part in parts if part is not None):
+    if not all(torch.isfinite(part).all() for part in parts if isinstance(part, Tensor)):
         raise QuantkitError(
             f"activations entering {linear} are not finite in {dtype}",
             hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
@@ -138,9 +176,10 @@ def gather(
     gathered = {}
     with ExitStack() as stack:
         for site in sites:
-            linear = block.get_submodule(site.linears[0])
-            gathered[site] = sums = Statistics(linear.in_features, device, needs)
-            hook = linear.register_forward_pre_hook(lambda module, args, sums=sums: sums.add(args[0]))
+            gathered[site] = sums = Statistics(site.in_features, device, needs)
+            hook = block.get_submodule(site.place).register_forward_pre_hook(
+                lambda module, args, sums=sums: sums.add(args[0])
+            )
             stack.callback(hook.remove)
         forward()
     return gathered
@@ -159,7 +198,7 @@ class SuspendedForward:
         self._main = greenlet.getcurrent()
         self._flights = [greenlet.greenlet(run) for _ in range(batches)]
         self._results: list[Tensor | None] = [None] * batches
-        self._suspended = [self._suspend_at(site.linears[0]) for site in sites]
+        self._suspended = [self._suspend_at(site.place) for site in sites]
 
     def _suspend_at(self, name: str) -> nn.Module:
         """Let a linear hand over its input, and compute with what stands in its place when it goes on."""
@@ -217,7 +256,7 @@ class RepeatedForward:
         def stop(module: nn.Module, args: tuple) -> None:
             raise _Reached(args[0])
 
-        handle = self._block.get_submodule(site.linears[0]).register_forward_pre_hook(stop)
+        handle = self._block.get_submodule(site.place).register_forward_pre_hook(stop)
         try:
             for index in range(self._batches):
                 try:

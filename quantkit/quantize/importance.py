@@ -65,7 +65,9 @@ def _block(
 ) -> dict[str, Tensor]:
     """Σx² by name inside block `index`; `states` become the block's outputs."""
     probe = states[0][:1, : capture.PROBE_TOKENS]
-    sites = capture.find_sites(block, lambda: skeleton.run_block(index, probe))
+    sites = [
+        site for site in capture.find_sites(block, lambda: skeleton.run_block(index, probe)) if site.linears
+    ]
     outputs = (skeleton.run_block(index, hidden) for hidden in states)
     with timings("forward"):
         gathered = capture.gather(block, sites, {"square"}, skeleton.device, lambda: states.advance(outputs))

@@ -122,7 +122,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             progress.phase("hashing the source")
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
-        fingerprint = _fingerprint(request, known, calibrated, job_plan)
+        fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
     batches = list(tokens.split(execution.batch_size))
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
@@ -180,7 +180,6 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     dtypes = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
     skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
-    linears.refuse_uncovered(skeleton)  # first: experts are fused from tensors of other names
     skeleton.names.check_complete()
     return skeleton
 
@@ -251,7 +250,11 @@ def _begin(work: Callable[[], str]) -> Future[str]:
 
 
 def _fingerprint(
-    request: Request, source_sha256: str | None, calibrated: CalibrationSet | None, job_plan: JobPlan
+    request: Request,
+    source_sha256: str | None,
+    calibrated: CalibrationSet | None,
+    job_plan: JobPlan,
+    mixture: bool,
 ) -> dict:
     """All that decides the output's bytes. A job resumes only where this is equal."""
     return {
@@ -267,4 +270,4 @@ def _fingerprint(
         "max_shard_gb": request.run.max_shard_gb,
         "calibration": calibrated.record() if calibrated else None,
         "execution": job_plan.execution.decisive(),
-    }
+    } | ({"experts": request.run.experts} if mixture else {})

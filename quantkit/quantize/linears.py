@@ -13,6 +13,9 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.grids.grid import Grid
 from quantkit.layouts import Layout, LinearSpec, fusions
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.experts import Experts
+
+ROUTER = "router"
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,16 @@ def resolve(
 
     `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
     encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
-    QuantkitError naming every weight no site can cover, every linear the grid or layout cannot hold, and
-    every pattern that is malformed or matches nothing.
+    QuantkitError naming every linear the grid or layout cannot hold, and every pattern that is malformed or
+    matches nothing. Routers stay as they are.
     """
     patterns = {text: _compile(text, "--exclude") for text in exclude}
     overrides = [_override(text) for text in override]
     specs = []
-    refuse_uncovered(skeleton)
     if reason := layout.check_model(skeleton.checkpoint.config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
     for row in linears(skeleton):
-        kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), None)
+        kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), row.kept)
         other = next((o for o in overrides if o.pattern.search(row.name)), None)
         grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
         specs.append(replace(row, grid=grid, kept=kept))
@@ -71,14 +73,51 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
     """Every linear of every block, without a grid."""
     specs = []
     for index, block in enumerate(skeleton.blocks):
+        routers = _routers(block)
         for local, module in block.named_modules():
             if isinstance(module, nn.Linear):
                 name = skeleton.names.of_block(index, f"{local}.weight")
                 stored = skeleton.names.stored[name].removesuffix(".weight")
                 shape = module.out_features, module.in_features
                 conv1d = name in skeleton.names.transposed
-                specs.append(LinearSpec(stored, index, local, *shape, grid=None, conv1d=conv1d))
+                kept = ROUTER if local in routers else None
+                specs.append(LinearSpec(stored, index, local, *shape, grid=None, kept=kept, conv1d=conv1d))
     return specs
+
+
+def _routers(block: nn.Module) -> set[str]:
+    """Linears beside experts that weigh them: with an output for each, or one for a shared expert's gate."""
+    found = set()
+    for place, layer in block.named_modules():
+        if isinstance(layer, Experts):
+            owner = place.rpartition(".")[0]
+            for name, module in block.get_submodule(owner).named_modules():
+                inside = name.startswith(place.rpartition(".")[2] + ".")
+                if isinstance(module, nn.Linear) and module.out_features in (1, layer.count) and not inside:
+                    found.add(f"{owner}.{name}" if owner else name)
+    return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A parameter of the blocks that is no linear, and so keeps its bytes: a router, a convolution …"""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def kept_parameters(skeleton: Skeleton) -> list[Kept]:
+    """All of two dimensions and more; vectors (norms, biases) are not worth a word."""
+    found = []
+    for index, block in enumerate(skeleton.blocks):
+        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
+        for local, parameter in block.named_parameters():
+            if parameter.ndim >= 2 and local not in linears:
+                stored = skeleton.names.stored_of(index, local)
+                nbytes = skeleton.checkpoint.infos[stored].nbytes
+                found.append(Kept(stored, tuple(parameter.shape), nbytes))
+    return found
 
 
 def _compile(text: str, flag: str) -> re.Pattern:
@@ -107,29 +146,16 @@ def _override(text: str) -> Override:
 
 
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
-    """Fusions whose linears are not quantized alike."""
-    return [name for name, rows in fusions(specs).items() if len(set(map(_format, rows))) > 1]
+    """Fusions whose linears are not quantized alike, and experts, which engines give one scheme each."""
+    groups = fusions(specs)
+    for row in specs:
+        if expert := re.match(r".*\.experts\.\d+(?=\.)", row.name):
+            groups.setdefault(expert[0], []).append(row)
+    return [name for name, rows in groups.items() if len(set(map(_format, rows))) > 1]
 
 
 def _format(row: LinearSpec) -> tuple[int, int] | None:
     return (row.grid.bits, row.grid.group_size) if row.grid else None
-
-
-def refuse_uncovered(skeleton: Skeleton) -> None:
-    """Raise QuantkitError naming every weight of a block that is no linear's."""
-    lost = []
-    for index, block in enumerate(skeleton.blocks):
-        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
-        uncovered = [n for n, p in block.named_parameters() if p.ndim >= 2 and n not in linears]
-        lost += [f"{skeleton.names.blocks}.{index}.{name}" for name in uncovered]
-    if lost:
-        raise QuantkitError(
-            "these weights belong to no linear that a site covers (fused experts, convolutions): "
-            + name_all(lost),
-            hint="quantkit does not compress this architecture yet; leaving them in 16 bit silently would "
-            "be a lie about the size",
-            exit_code=UNSUPPORTED,
-        )
 
 
 def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:

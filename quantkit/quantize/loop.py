@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks, return_freed_pages
-from quantkit.quantize import capture, finish, plan, walk
+from quantkit.models.skeleton.experts import all_experts
+from quantkit.quantize import capture, experts, finish, plan, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site, Statistics
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary
@@ -111,10 +112,14 @@ class _Loop:
         records: list[dict] = []
         with closing(self._measure(block)) as measured:
             for site in block.wanted:
-                for row, solved, parts in self._solve(block, site, measured.statistics(site)):
+                statistics = measured.statistics(site)
+                if not site.linears:
+                    continue
+                tokens = statistics.tokens if site.pool and statistics else None
+                for row, solved, parts in self._solve(block, site, statistics):
                     solved = measured.transformed.amend(row.local, solved)
                     tensors |= {f"{row.name}.{part}": tensor for part, tensor in parts.items()}
-                    records.append(_record(row, solved))
+                    records.append(_record(row, solved, tokens))
                     self.progress.linear(row, solved)
             tensors |= self._changed(block, measured.transformed)
             self._advance(measured.outputs())
@@ -137,7 +142,11 @@ class _Loop:
         sites that were quantized before it."""
         if self.method.transform is not None:
             statistics, transformed = self._transform(block)
-            return _Measured(statistics.pop, lambda: self._forward(block.index), transformed=transformed)
+            return _Measured(
+                lambda site: statistics.pop(site, None),
+                lambda: self._forward(block.index),
+                transformed=transformed,
+            )
         if not self.method.needs:
             return _Measured(lambda site: None, lambda: self._forward(block.index))
         run = FORWARDS[self.execution.sequential](
@@ -146,12 +155,16 @@ class _Loop:
             lambda k: self.skeleton.run_block(block.index, self.states[k]),
             len(self.states),
         )
-        return _Measured(lambda site: self._sum(block, site, run.inputs(site)), run.outputs, run.close)
+        pools: dict[str, SiteStatistics] = {}
+
+        def statistics(site: Site) -> SiteStatistics:
+            return self._of_experts(site, self._sum(block, site, run.inputs(site)), pools)
+
+        return _Measured(statistics, run.outputs, run.close)
 
     def _sum(self, block: _Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Statistics of a site over all batches of its inputs."""
-        in_features = block.rows[site.linears[0]].in_features
-        sums = Statistics(in_features, self.skeleton.device, self.method.needs)
+        sums = Statistics(site.in_features, self.skeleton.device, self.method.needs)
         for batch in self.timings.waiting("forward", inputs):
             with self.timings("hessian", wait=False):
                 sums.add(batch)
@@ -162,8 +175,19 @@ class _Loop:
         with self.timings("hessian"):
             statistics = sums.finish()
             return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
-        capture.refuse_not_finite(statistics, block.rows[site.linears[0]].name, self.execution.dtype)
+        capture.refuse_not_finite(statistics, block.row(site).name, self.execution.dtype)
         return statistics
+
+    def _of_experts(
+        self, site: Site, own: SiteStatistics, pools: dict[str, SiteStatistics]
+    ) -> SiteStatistics:
+        """A site's statistics; an expert's with its layer's mixed in, which are kept in `pools`."""
+        if not site.linears:
+            pools[site.pool] = own
+        elif site.pool:
+            choice = self.job.request.run.experts
+            return experts.of_expert(own, pools[site.pool], site.in_features, choice)
+        return own
 
     def _transform(self, block: _Block) -> tuple[dict[Site, SiteStatistics], Transformed]:
         """Rewrite the block by statistics of all sites, which come from one forward with the original
@@ -175,12 +199,17 @@ class _Loop:
                 block.module, block.wanted, self.method.needs, skeleton.device,
                 lambda: list(map(len, self._forward(index))),
             )  # fmt: skip
-        with self.timings("transform"):
+        pools: dict[str, SiteStatistics] = {}
+        statistics = {
+            site: self._of_experts(site, self._finished(block, site, sums), pools)
+            for site, sums in gathered.items()
+        }
+        with self.timings("transform"), all_experts(block.module):
             transformed = self.method.transform.apply(
                 BlockView(
                     block=block.module,
-                    sites=block.sites,
-                    statistics={site: self._finished(block, site, sums) for site, sums in gathered.items()},
+                    sites=[site for site in block.sites if site.linears],
+                    statistics={site: found for site, found in statistics.items() if site.linears},
                     grids={name: row.grid for name, row in block.rows.items()},
                     probe=lambda: skeleton.run_block(index, probe),
                     stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
@@ -255,8 +284,15 @@ class _Block:
 
     @property
     def wanted(self) -> list[Site]:
-        """Sites with something to quantize."""
-        return [site for site in self.sites if any(self.rows[name].grid for name in site.linears)]
+        """Sites with something to quantize, and those of all experts where some of them are among these."""
+        wanted = [site for site in self.sites if any(self.rows[name].grid for name in site.linears)]
+        pools = {site.pool for site in wanted}
+        return [site for site in self.sites if site in wanted or (not site.linears and site.pool in pools)]
+
+    def row(self, site: Site) -> LinearSpec:
+        """A linear that reads the site's inputs."""
+        readers = (name for one in self.sites if one == site or one.pool == site.pool for name in one.linears)
+        return self.rows[site.linears[0] if site.linears else next(readers)]
 
 
 @dataclass(frozen=True)
@@ -270,12 +306,14 @@ class _Measured:
     transformed: Transformed = Transformed({})
 
 
-def _record(row: LinearSpec, solved: Solved) -> dict:
-    """What the manifest says about a linear."""
+def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:
+    """What the manifest says about a linear; tokens: that were routed to it, if it is an expert's."""
     return {
         "name": row.name,
         "error": solved.error,
         "rtn_error": solved.rtn_error,
         "fallback": solved.fallback,
         "notes": list(solved.notes),
-    } | ({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns})
+        **({} if tokens is None else {"tokens": tokens}),
+        **({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns}),
+    }

@@ -26,7 +26,8 @@ class Shapes:
 
     linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside the
     blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
-    pass. tokens: of the calibration; batch_tokens: of one forward pass.
+    pass. tokens: of the calibration; batch_tokens: of one forward pass. width: of hidden states, where no
+    linear says it: experts may be narrower.
     """
 
     linears: Sequence[tuple[str, int, int]]
@@ -35,6 +36,7 @@ class Shapes:
     element: int
     tokens: int
     batch_tokens: int
+    width: int | None = None
 
     @property
     def block(self) -> int:
@@ -43,7 +45,7 @@ class Shapes:
 
     @property
     def hidden(self) -> int:
-        return min(in_features for *_, in_features in self.linears)
+        return self.width or min(in_features for *_, in_features in self.linears)
 
     @property
     def widest(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -179,13 +180,15 @@ def _memory(
         encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
         forward = forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0
         return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
+    largest = _largest_block(specs)
     shapes = Shapes(
-        linears=[(spec.local, spec.out_features, spec.in_features) for spec in specs if spec.block == 0],
+        linears=[(spec.local, spec.out_features, spec.in_features) for spec in largest],
         rest=_rest(skeleton),
         largest=_largest_outside(skeleton),
         element=skeleton.dtype.itemsize,
         tokens=tokens,
         batch_tokens=batch_tokens,
+        width=_hidden_size(skeleton),
     )
     return peak_memory(
         shapes,
@@ -196,6 +199,19 @@ def _memory(
         tables=method.tables,
         states=states if accelerated else None,
     )
+
+
+def _largest_block(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
+    """The linears of the block that has most weights; of equal ones the first."""
+    weights: Counter[int] = Counter()
+    for spec in specs:
+        weights[spec.block] += spec.weights
+    index = max(sorted(weights), key=weights.__getitem__)
+    return [spec for spec in specs if spec.block == index]
+
+
+def _hidden_size(skeleton: Skeleton) -> int | None:
+    return getattr(skeleton.checkpoint.config.get_text_config(), "hidden_size", None)
 
 
 def _rest(skeleton: Skeleton) -> int:
@@ -215,11 +231,12 @@ def _largest_outside(skeleton: Skeleton) -> int:
 def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> int:
     """Peak bytes of running the blocks: rest of the model, one block, the states, a batch's activations."""
     element = skeleton.dtype.itemsize
-    first = [spec for spec in specs if spec.block == 0]
-    block = sum(spec.weights for spec in first)
-    states = tokens * min(spec.in_features for spec in first) * element
-    batch = batch_tokens * sum(spec.out_features for spec in first) * element
-    batch += batch_tokens * max(spec.in_features for spec in first) * 4
+    largest = _largest_block(specs)
+    block = sum(spec.weights for spec in largest)
+    hidden = _hidden_size(skeleton) or min(spec.in_features for spec in largest)
+    states = tokens * hidden * element
+    batch = batch_tokens * sum(spec.out_features for spec in largest) * element
+    batch += batch_tokens * max(spec.in_features for spec in largest) * 4
     return (_rest(skeleton) + 2 * block) * element + states + batch
 
 

@@ -52,6 +52,13 @@ TINY = {  # name -> configuration, precision
     "qwen2": (hf.Qwen2Config(**GROUPED, tie_word_embeddings=False), torch.float16),
     "qwen2 tied": (hf.Qwen2Config(**GROUPED, tie_word_embeddings=True), torch.bfloat16),
     "opt": (hf.OPTConfig(**SHAPE, ffn_dim=160, word_embed_proj_dim=64, pad_token_id=1), torch.float16),
+    "mixtral": (hf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2), torch.float16),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig(
+            **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, head_dim=16
+        ),
+        torch.float16,
+    ),
     "gpt_neox": (hf.GPTNeoXConfig(**SHAPE, intermediate_size=160), torch.float16),
 }
 

@@ -37,6 +37,8 @@ CASES = {
     "qwen2 tied, compressed": packed("qwen2 tied", "compressed", group_size=32),
     "opt": packed("opt", "compressed", group_size=32),
     "gpt_neox": packed("gpt_neox", "compressed", group_size=32),  # whose head is not called lm_head
+    "mixtral": packed("mixtral", group_size=32),
+    "qwen3_moe": packed("qwen3_moe", group_size=32),
     "shards": replace(packed(), max_shard_gb=0.002),
     "exclude": replace(packed(), exclude=EXCLUDE),
     "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),
@@ -61,6 +63,8 @@ def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
     """While loading it multiplies in the precision of the scales, float16; later in that of the model."""
     checkpoint = open_checkpoint(str(folders[name]))
     for linear in cases.linears(folders[name]):
+        if ".experts." in linear["name"]:  # which transformers fuses while it loads
+            continue
         values = checkpoint.read(f"{linear['name']}.weight")
         if "grid" in linear and CASES[name].loader == "dequantized":
             values = values.half()

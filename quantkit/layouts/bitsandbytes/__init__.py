@@ -327,6 +327,9 @@ HEADERS = Headers(
     contradicted=_contradicted,
 )
 CLIENTS = {
-    "transformers": [{"loads": True, "note": "with bitsandbytes installed"}],
+    "transformers": [
+        {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
+        {"loads": True, "note": "with bitsandbytes installed"},
+    ],
     "vLLM": [{"loads": False, "note": "its CPU build has no kernel for it"}],
 }

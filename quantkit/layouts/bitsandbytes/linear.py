@@ -19,6 +19,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`inputs [..., tokens, in]` to `[..., tokens, out]`."""
+        if not inputs.numel():  # no token was routed to this expert
+            return inputs.new_empty(*inputs.shape[:-1], len(self.codes))
         sequences = inputs.reshape(-1, *inputs.shape[-2:])
         outputs = int8_matmul(sequences, self.codes, self.absmax, self.threshold, self.bias)
         return outputs.view(*inputs.shape[:-1], len(self.codes))

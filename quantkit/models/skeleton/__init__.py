@@ -3,7 +3,8 @@
 transformers builds the model on the meta device. The decoder blocks are then replaced by stubs that record
 the arguments they are called with (`recording`); a block is later run by itself with what its stub recorded,
 so masks and rotary embeddings are the model's own, whatever the architecture. There is no table of
-architectures: the blocks are the ModuleList as long as the configuration says the model is deep.
+architectures: the blocks are the ModuleList as long as the configuration says the model is deep. Experts that
+transformers fuses are linears again (`experts`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from quantkit.layouts import Layout
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton import experts
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names
 from quantkit.models.skeleton.recording import Recorder
@@ -35,6 +37,7 @@ class Skeleton:
         self.dtype = dtype
         self.device = device
         self.model = meta_model.build(checkpoint, dtype, device)
+        experts.take_apart(self.model)
         name, container = meta_model.find_blocks(self.model, checkpoint)
         self.names = Names(self.model, name, meta_model.replace_conv1d(self.model), checkpoint)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -42,6 +45,11 @@ class Skeleton:
         self._recorder = Recorder(self.model, container, device)
         self._reader = Reader(self.names, checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether some blocks have experts."""
+        return any(isinstance(part, experts.Experts) for block in self.blocks for part in block.modules())
 
     def held(self) -> dict[str, nn.Parameter]:
         """Every parameter that the checkpoint holds, by its name in the model; values may be on meta."""

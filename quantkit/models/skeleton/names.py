@@ -56,7 +56,7 @@ class Names:
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
                 hint="the download is incomplete, config.json belongs to another model, or the architecture "
-                "fuses tensors while loading (mixtures of experts), which quantkit does not read yet",
+                "is stored with all experts in one tensor, which quantkit does not read yet",
             )
         if misshapen := self.misshapen():
             raise QuantkitError(

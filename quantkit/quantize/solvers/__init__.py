@@ -16,13 +16,15 @@ class SiteStatistics:
     """What calibration says about the inputs `[tokens, in]` of one site; None where nobody needed it.
 
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
-    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`.
+    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: how many
+    there were.
     """
 
     hessian: Tensor | None = None
     magnitude: Tensor | None = None
     peak: Tensor | None = None
     square: Tensor | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,12 @@ def _observe(view: BlockView) -> _Observation:
 def _candidates(view: BlockView, site: Site, width: int, before: _Observation) -> Iterator[Producer]:
     """Guesses, the likely ones first: norms, linears row by channel, then parts of larger or smaller ones."""
     identity = torch.arange(width, device=before.output.device)
+    inside = f"{site.linears[0].rpartition('.')[0]}." if site.pool else ""  # an expert's producer is its own
     modules = [
         (name, module)
         for name, module in view.block.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter) and name not in site.linears
+        if name.startswith(inside)
     ]
     for name, module in modules:
         if module.weight.shape == (width,):

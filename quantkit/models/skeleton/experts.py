@@ -1,0 +1,117 @@
+"""Experts taken apart: one linear per expert and projection instead of transformers' 3-D parameters.
+
+While it loads a mixture, transformers fuses experts into `gate_up_proj [experts, 2 * inner, hidden]` and
+`down_proj [experts, hidden, inner]` (its decorator `use_experts_implementation` says how: transposed,
+concatenated or interleaved, with biases, without a gate). Here they become linears again, by the names they
+have in the checkpoint, and sites, grids, solvers and layouts see linears alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+USUAL = ("gate_proj", "up_proj", "down_proj")
+SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's patterns: one expert's projection
+
+
+class Experts(nn.Module):
+    """All experts of a layer, child `E` with a linear for each projection. `names`: of gate, up and down.
+
+    The pass goes through gate and up of all experts before any down: `entering` sees the inputs of all, and
+    `between` what enters all down projections, each token once per expert it is routed to. Every linear is
+    called once in a forward, if without tokens.
+    """
+
+    def __init__(self, fused: nn.Module, names: tuple[str, str, str]):
+        super().__init__()
+        self.__dict__["fused"] = fused  # not a child: its parameters are those of the linears now
+        for name, child in fused.named_children():
+            self.add_module(name, child)
+        self.gate, self.up, self.down = names
+        experts, *sizes = fused.down_proj.shape
+        inner, hidden = sizes if fused.is_transposed else reversed(sizes)
+        self.count = experts
+        self.everyone = False  # all tokens through all experts, see `all_experts`
+        self.entering, self.between = nn.Identity(), nn.Identity()
+        first = (self.gate, self.up) if fused.has_gate else (self.up,)
+        factory = {"bias": fused.has_bias, "dtype": fused.down_proj.dtype, "device": "meta"}
+        for expert in range(experts):
+            child = nn.Module()
+            for name in first:
+                child.add_module(name, nn.Linear(hidden, inner, **factory))
+            child.add_module(self.down, nn.Linear(inner, hidden, **factory))
+            self.add_module(str(expert), child)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """`hidden [tokens, hidden]`, and of each token the experts `[tokens, k]` and their weights."""
+        if self.everyone:
+            top_k_index = torch.arange(self.count, device=hidden.device).expand(len(hidden), -1)
+            top_k_weights = hidden.new_full(top_k_index.shape, 1 / self.count)
+        hidden = self.entering(hidden)
+        chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
+        inner = [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
+        inner = self.between(torch.cat(inner)).split([len(part) for part in inner])
+        out = torch.zeros_like(hidden)
+        for expert, ((rows, places), part) in enumerate(zip(chosen, inner, strict=True)):
+            found = self.get_submodule(str(expert)).get_submodule(self.down)(part)
+            if self.fused.has_post_expert_norm:
+                found = self.fused.post_expert_norm(found)
+            out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(out.dtype))
+        return out
+
+    def _inner(self, expert: nn.Module, hidden: Tensor) -> Tensor:
+        """What enters an expert's down projection; the gate is the architecture's own.
+
+        Each linear is looked up when its turn comes: what came before may have put another in its place.
+        """
+        gate = expert.get_submodule(self.gate)(hidden) if self.fused.has_gate else None
+        up = expert.get_submodule(self.up)(hidden)
+        if gate is None:
+            return self.fused.act_fn(up)
+        concatenated = self.fused.is_concatenated
+        both = torch.cat((gate, up), -1) if concatenated else torch.stack((gate, up), -1).flatten(-2)
+        return self.fused._apply_gate(both)
+
+
+@contextmanager
+def all_experts(block: nn.Module) -> Iterator[None]:
+    """Every token of a forward goes through every expert of `block`, so that a few tokens show them all."""
+    layers = [module for module in block.modules() if isinstance(module, Experts)]
+    for layer in layers:
+        layer.everyone = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.everyone = False
+
+
+def take_apart(model: nn.Module) -> None:
+    """Put `Experts` in place of all fused experts of a model on the meta device."""
+    names = _names(model)
+    for place, module in list(model.named_modules()):
+        if hasattr(module, "is_concatenated") and isinstance(
+            getattr(module, "down_proj", None), nn.Parameter
+        ):
+            model.set_submodule(place, Experts(module, names))
+
+
+def _names(model: nn.Module) -> tuple[str, str, str]:
+    """What checkpoints of this model call an expert's gate, up and down projections."""
+    found: dict[str, list[str]] = {}
+    for rule in get_model_conversion_mapping(model):
+        if isinstance(rule, WeightConverter):
+            sources = [match[1] for pattern in rule.source_patterns if (match := SOURCE.search(pattern))]
+            (target,) = rule.target_patterns[:1]
+            for kind in ("gate_up_proj", "down_proj"):
+                if sources and target.endswith(f"experts.{kind}"):
+                    found[kind] = sources
+    first, last = found.get("gate_up_proj", list(USUAL[:2])), found.get("down_proj", [USUAL[2]])
+    return (*first, *last) if len(first) == 2 else USUAL

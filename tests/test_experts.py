@@ -1,0 +1,224 @@
+"""Mixtures of experts: linears out of fused parameters, and statistics of experts that see few tokens."""
+
+import json
+
+import families
+import jobs
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.experts import Experts, all_experts
+from quantkit.quantize import capture, experts, linears
+from quantkit.quantize.capture import Statistics, find_sites
+from quantkit.quantize.solvers import SiteStatistics
+
+MIXTURES = ("mixtral", "qwen3_moe")
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+IDS = torch.arange(24).view(2, 12) * 5 % 90 + 4
+
+
+def save(folder, family: str):
+    inner = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    place = families.save_model(folder / family, family, **WIDE, **inner)
+    families.save_tokenizer(place)
+    return place
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    return lambda family="mixtral": save(tmp_path, family)
+
+
+def skeleton_of(folder) -> Skeleton:
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
+    skeleton.load_rest()
+    return skeleton
+
+
+def forward(skeleton: Skeleton, ids: torch.Tensor) -> torch.Tensor:
+    hidden = skeleton.embed(ids)
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+        skeleton.free_block(index)
+    return torch.stack([skeleton.logits(row) for row in hidden])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_streamed_logits_are_transformers_own(family, mixture):
+    folder = mixture(family)
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    assert (forward(skeleton_of(folder), IDS) - expected).abs().max() <= 1e-4
+
+
+def test_every_expert_is_linears_with_the_checkpoints_names(mixture):
+    rows = linears.linears(skeleton_of(mixture("mixtral")))
+    names = {row.name for row in rows if ".0.block_sparse_moe." in row.name}
+    assert names == {
+        f"model.layers.0.block_sparse_moe.experts.{e}.{part}" for e in range(4) for part in ("w1", "w2", "w3")
+    }
+    assert not [row for row in rows if "gate.weight" in row.name]
+
+
+def loaded(folder):
+    skeleton = skeleton_of(folder)
+    block = skeleton.load_block(0)
+    hidden = skeleton.embed(IDS)
+    sites = find_sites(block, lambda: skeleton.run_block(0, hidden[:1, :2]))
+    return skeleton, block, hidden, sites
+
+
+def test_sites_of_experts_without_tokens_stay_apart(mixture):
+    """Two probe tokens reach two to four of the experts; gate and up are a site, down another, and both kinds
+    stand behind the module that sees the inputs of all."""
+    _, _, _, sites = loaded(mixture("mixtral"))
+    place = "mlp.experts"
+    inside = [site for site in sites if site.pool]
+    assert inside[0] == capture.Site((), f"{place}.entering")
+    assert [site.linears for site in inside[1:5]] == [
+        (f"{place}.{e}.w1", f"{place}.{e}.w3") for e in range(4)
+    ]
+    assert inside[5] == capture.Site((), f"{place}.between")
+    assert [site.linears for site in inside[6:]] == [(f"{place}.{e}.w2",) for e in range(4)]
+    assert {site.pool for site in inside[6:]} == {f"{place}.between"}
+
+
+def test_the_layers_statistics_are_those_of_all_experts_together(mixture):
+    """Σ n_e H_e = n H of what passes `between`; for `entering`, which sees each token once, twice as much:
+    two experts are chosen for each token."""
+    skeleton, block, hidden, sites = loaded(mixture("mixtral"))
+    sums = capture.gather(block, sites, {"hessian"}, skeleton.device, lambda: skeleton.run_block(0, hidden))
+    found = {site: part.finish() for site, part in sums.items()}
+    for pool, times in (("entering", 2), ("between", 1)):
+        name = f"mlp.experts.{pool}"
+        layer = found[capture.Site((), name)]
+        own = [statistics for site, statistics in found.items() if site.pool == name and site.linears]
+        assert sum(part.tokens for part in own) == times * layer.tokens == (48 if times == 1 else 2 * 24)
+        together = sum(part.tokens * part.hessian for part in own) / sum(part.tokens for part in own)
+        torch.testing.assert_close(together, layer.hessian, rtol=1e-4, atol=1e-6)
+
+
+def statistics(tokens: int, seed: int, width: int = 8) -> SiteStatistics:
+    sums = Statistics(width, torch.device("cpu"), {"hessian", "magnitude", "peak", "square"})
+    sums.add(torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)))
+    return sums.finish()
+
+
+def test_shrinkage_is_the_posterior_mean():
+    own, layer = statistics(24, 1), statistics(500, 2)
+    wanted = (24 * own.hessian + 8 * layer.hessian) / (24 + 8)
+    peak = own.peak.clone()
+    mixed = experts.of_expert(own, layer, 8, "shrink")
+    torch.testing.assert_close(mixed.hessian, wanted)
+    assert torch.equal(mixed.peak, peak) and mixed.tokens == 24
+
+
+@pytest.mark.parametrize(("choice", "tokens", "share"), [
+    ("shrink", 0, 1.0), ("shrink", 8, 0.5), ("shrink", 72, 0.1),
+    ("routed", 3, 0.0), ("routed", 0, 1.0), ("all", 72, 1.0),
+])  # fmt: skip
+def test_how_much_an_expert_borrows(choice, tokens, share):
+    assert experts.borrowed(tokens, 8, choice) == pytest.approx(share)
+
+
+def test_an_expert_that_nobody_reached_has_the_layers_statistics():
+    own, layer = statistics(0, 1), statistics(500, 2)
+    found = experts.of_expert(own, layer, 8, "routed")
+    for name in ("hessian", "magnitude", "peak", "square"):
+        assert torch.equal(getattr(found, name), getattr(layer, name))
+    assert found.hessian.data_ptr() != layer.hessian.data_ptr()  # solvers use theirs up
+
+
+def test_all_tokens_go_through_all_experts_on_demand(mixture):
+    skeleton, block, hidden, _ = loaded(mixture("mixtral"))
+    (layer,) = (module for module in block.modules() if isinstance(module, Experts))
+    seen = []
+    layer.get_submodule("3.w1").register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    with all_experts(block):
+        skeleton.run_block(0, hidden)
+    skeleton.run_block(0, hidden)
+    assert seen[0] == 24 and seen[1] < 24
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("gptq", {"group_size": 32}),
+        ("gptq", {"group_size": 32, "layout": "compressed-tensors"}),
+        ("awq", {"group_size": 32}),
+        ("nf4", {}),
+        ("int8", {}),
+    ],
+)
+def test_jobs_take_mixtures(family, method, options, mixture, tmp_path):
+    """Verified by the job itself; routers keep their bytes, and gptq beats rounding on the routed tokens."""
+    folder, text = mixture(family), jobs.calibration(tmp_path)
+    summary = jobs.quantize(method, folder, tmp_path / "out", options, calibration=text)
+    assert summary.linears == 2 * (4 + 4 * 3)
+    source, written = load_file(folder / "model.safetensors"), jobs.tensors(tmp_path / "out")
+    routers = [name for name in source if name.endswith("gate.weight")]
+    assert len(routers) == 2 and all(torch.equal(source[name], written[name]) for name in routers)
+    rows = [row for row in jobs.manifest(tmp_path / "out").values() if "experts" in row["name"]]
+    if method == "gptq":
+        assert summary.error < 0.6 * summary.rtn_error
+        tokens = 6 * 32  # two experts for each, three linears an expert
+        assert sum(row["tokens"] for row in rows if ".layers.0." in row["name"]) == 3 * 2 * tokens
+
+
+def test_suspended_and_repeated_forwards_write_the_same(mixture, tmp_path):
+    folder, text = mixture(), jobs.calibration(tmp_path)
+    for mode in ("suspend", "repeat"):
+        jobs.quantize("gptq", folder, tmp_path / mode, {"group_size": 32}, calibration=text, sequential=mode)
+    first, other = (jobs.tensors(tmp_path / mode) for mode in ("suspend", "repeat"))
+    assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_choice_of_statistics_is_part_of_the_job(mixture, tmp_path):
+    folder, text = mixture(), jobs.calibration(tmp_path)
+    for choice in ("shrink", "routed", "all"):
+        jobs.quantize("gptq", folder, tmp_path / choice, {"group_size": 32}, calibration=text, experts=choice)
+    record = json.loads((tmp_path / "routed" / "quantkit.json").read_text())
+    assert record["job"]["experts"] == "routed"
+    name = "model.layers.0.block_sparse_moe.experts.1.w1.qweight"
+    made = [jobs.tensors(tmp_path / choice)[name] for choice in ("shrink", "routed", "all")]
+    assert not torch.equal(made[0], made[1]) and not torch.equal(made[1], made[2])
+
+
+def test_an_expert_that_is_absent_is_named(mixture):
+    folder = mixture()
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Exception, match=r"experts\.2\.w3"):
+        skeleton_of(folder)
+
+
+def test_eval_reads_what_was_written(mixture, tmp_path):
+    folder, text = mixture(), jobs.calibration(tmp_path)
+    jobs.quantize("gptq", folder, tmp_path / "out", {"group_size": 32, "bits": 8}, calibration=text)
+    (near,), (own,) = ((forward(skeleton_of(place), IDS),) for place in (tmp_path / "out", folder))
+    assert (near - own).abs().max() < 0.05 * own.abs().max()
+
+
+def test_experts_of_several_schemes_are_told(mixture, tmp_path):
+    """`--override` knows experts; engines want one scheme for the three linears of each."""
+    listener = jobs.Listener()
+    options = {"group_size": 32, "solver": "rtn"}
+    made = jobs.prepare(
+        "gptq", mixture(), tmp_path / "out", options, progress=listener, override=(r"experts\.1\.w2=8",)
+    )
+    bits = {row.name.partition("experts.")[2]: row.grid.bits for row in made.specs if "experts" in row.name}
+    assert {name for name, width in bits.items() if width == 8} == {"1.w2"}
+    (warning,) = [text for text in listener.warnings if "unlike" in text]
+    assert "model.layers.0.block_sparse_moe.experts.1" in warning
