@@ -10,6 +10,7 @@ model_type                                          of GGUF files the architectu
 group_size                                          -1 for whole rows
 mixed, kept                                         not all linears alike; linears left in 16 bit
 activations, biases, rope_scaled                    whether there are such
+experts                                             whether there are tensors of all experts of a layer
 """
 
 from __future__ import annotations

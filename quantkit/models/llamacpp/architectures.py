@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls `name`.
+    """What llama.cpp calls `name`; a mixture of experts may have the name of a dense one.
 
     model_types: of transformers; a file is read as the first. fields: see COMMON. fixed: field -> values
     that give what llama.cpp computes. flags: field -> tensor whose presence says it is true ("not" before
@@ -79,6 +79,10 @@ class Architecture:
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
     restore: Callable[[int, Collection[str]], dict[str, Any]] | None = None
 
+    @property
+    def mixture(self) -> bool:
+        return "expert_count" in self.fields
+
 
 def _falcon(kv_heads: int, names: Collection[str]) -> dict[str, Any]:
     """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
@@ -103,6 +107,12 @@ def _norms_by_depth(config: PretrainedConfig) -> str | None:
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
 
+def _grouped_heads(config: PretrainedConfig) -> str | None:
+    """Its loader wants as many numbers in the norm of the keys as in that of the queries."""
+    few = kv_heads(config) < config.num_attention_heads
+    return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
+
+
 SWIGLU: Mapping[str, tuple] = {"hidden_act": SILU}
 SWIGLU_NO_BIAS = SWIGLU | {"attention_bias": (False,)}
 GPT2_FIXED: Mapping[str, tuple] = {
@@ -123,6 +133,9 @@ ROTARY = {"attn_q": "rotary_q", "attn_k": "rotary_kv"}
 GROUPED = {"attn_qkv": "grouped"}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
 LLAMA_SCALINGS = ("linear", "yarn", "longrope", "llama3")
+EXPERTS: Fields = RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
+WIDTH: Fields = {"expert_feed_forward_length": "moe_intermediate_size"}
 
 TABLE = (
     Architecture(
@@ -135,8 +148,32 @@ TABLE = (
         rope=LLAMA_SCALINGS,
         free_head_dim=True,
     ),
+    Architecture(
+        "llama",
+        ("mixtral",),
+        EXPERTS,
+        fixed=SWIGLU,
+        rows=ROTARY,
+        rope=LLAMA_SCALINGS,
+        free_head_dim=True,
+    ),
     Architecture("qwen2", ("qwen2",), RMS, fixed=SWIGLU),
+    Architecture(
+        "qwen2moe",
+        ("qwen2_moe",),
+        EXPERTS | WIDTH | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fixed=SWIGLU | ALL_SPARSE | {"norm_topk_prob": (False,)},
+        flags={"qkv_bias": "blk.0.attn_q.bias"},
+    ),
     Architecture("qwen3", ("qwen3",), RMS, fixed=SWIGLU_NO_BIAS, free_head_dim=True),
+    Architecture(
+        "qwen3moe",
+        ("qwen3_moe",),
+        EXPERTS | WIDTH,
+        fixed=SWIGLU_NO_BIAS | ALL_SPARSE | {"norm_topk_prob": (True,)},
+        free_head_dim=True,
+        restore=lambda kv_heads, names: {"norm_topk_prob": True},
+    ),
     Architecture(
         "gemma2",
         ("gemma2",),
@@ -227,6 +264,14 @@ TABLE = (
     ),
     Architecture("olmo2", ("olmo2",), RMS, fixed=SWIGLU_NO_BIAS, head="always"),
     Architecture(
+        "olmoe",
+        ("olmoe",),
+        EXPERTS,
+        fixed=SWIGLU_NO_BIAS | {"norm_topk_prob": (False,), "clip_qkv": (None,)},
+        head="always",
+        refuse=_grouped_heads,
+    ),
+    Architecture(
         "granite",
         ("granite",),
         RMS
@@ -288,9 +333,15 @@ def of_config(config: PretrainedConfig) -> Architecture:
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
     name = metadata.get("general.architecture")
-    for row in TABLE:
-        if row.name == name:
-            return row
+    experts = metadata.get(f"{name}.expert_count")
+    if row := named(name, experts):
+        return row
+    if experts and named(name):
+        raise QuantkitError(
+            f"the GGUF file holds a mixture of {experts} experts",
+            hint=f"quantkit reads mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}",
+            exit_code=UNSUPPORTED,
+        )
     if metadata.get("general.type") == "imatrix":
         raise QuantkitError("this is an importance matrix, not a model", "give it to --imatrix", UNSUPPORTED)
     raise QuantkitError(
@@ -298,6 +349,11 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
         hint=f"quantkit reads: {', '.join(sorted(row.name for row in TABLE))}",
         exit_code=UNSUPPORTED,
     )
+
+
+def named(name: str, experts: object = None) -> Architecture | None:
+    """The row of an architecture of llama.cpp, of so many experts; None where there is none."""
+    return next((row for row in TABLE if row.name == name and row.mixture == bool(experts)), None)
 
 
 def kv_heads(config: PretrainedConfig) -> int:
