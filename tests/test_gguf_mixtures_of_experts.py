@@ -26,6 +26,7 @@ pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402
 
 FEW = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ERNIE = {**GROUPED, "moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 6, "pad_token_id": 0}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
     "mixtral of 8": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 8, "tie_word_embeddings": True}),
@@ -38,6 +39,11 @@ CASES = {  # name -> (configuration class, its arguments)
         {**FEW, "num_experts": 4, "shared_expert_intermediate_size": 64, "qkv_bias": False},
     ),
     "qwen3moe": (hf.Qwen3MoeConfig, {**FEW, "num_experts": 6, "norm_topk_prob": True, "head_dim": 32}),
+    "ernie": (hf.Ernie4_5_MoeConfig, ERNIE),
+    "ernie no shared experts": (
+        hf.Ernie4_5_MoeConfig,
+        ERNIE | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    ),
     "olmoe": (
         hf.OlmoeConfig,
         {**GROUPED, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},

@@ -37,12 +37,14 @@ RMS: Fields = COMMON | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EPSILON = "attention.layer_norm_epsilon"
 MULTI_HEAD: Fields = COMMON | {"attention.head_count_kv": None, EPSILON: "layer_norm_epsilon"}
 GPT2: Fields = MULTI_HEAD | {"feed_forward_length": "n_inner"}
+SHARED_LENGTH = "expert_shared_feed_forward_length"
 DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is absent or None
     "context_length": lambda config: 2048,
     "feed_forward_length": lambda config: 4 * config.hidden_size,
     "attention.head_count_kv": lambda config: kv_heads(config),
     "attention.key_length": lambda config: head_dim(config),
     "attention.value_length": lambda config: head_dim(config),
+    SHARED_LENGTH: lambda config: config.moe_intermediate_size * config.moe_num_shared_experts or None,
 }
 
 
@@ -58,8 +60,7 @@ class Architecture:
     window: it knows sliding attention, in all but the last of so many blocks unless told. wide_blocks: at
     this depth it takes hidden size per head, not the head's size, for the scale of attention. head:
     output.weight must exist ("always"), is left out when tied, or is never read. refuse: further reasons
-    against a configuration. restore: further fields, from the number of key/value heads and the names of
-    the tensors.
+    against a configuration. restore: further fields, from the keys of a file and the names of its tensors.
     """
 
     name: str
@@ -77,15 +78,16 @@ class Architecture:
     wide_blocks: int | None = None
     head: str = "tied"
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
-    restore: Callable[[int, Collection[str]], dict[str, Any]] | None = None
+    restore: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]] | None = None
 
     @property
     def mixture(self) -> bool:
         return "expert_count" in self.fields
 
 
-def _falcon(kv_heads: int, names: Collection[str]) -> dict[str, Any]:
+def _falcon(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    kv_heads = _kv_heads(keys)
     two_norms = "blk.0.attn_norm_2.weight" in names
     if kv_heads == 1 and not two_norms:
         return {"multi_query": True}
@@ -94,6 +96,24 @@ def _falcon(kv_heads: int, names: Collection[str]) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "num_ln_in_parallel_attn": 2 if two_norms else 1,
     }
+
+
+def _kv_heads(keys: Mapping[str, Any]) -> int:
+    """Of a file."""
+    return keys.get("attention.head_count_kv", keys.get("attention.head_count"))
+
+
+def _ernie(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
+    if type(shared) is not int or type(width) is not int or width < 1:
+        return {}
+    return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
+
+
+def _dense_at_the_end(config: PretrainedConfig) -> str | None:
+    last = config.moe_layer_end_index
+    return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
 
 
 def _without_capping(config: PretrainedConfig) -> str | None:
@@ -161,7 +181,7 @@ TABLE = (
     Architecture(
         "qwen2moe",
         ("qwen2_moe",),
-        EXPERTS | WIDTH | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        EXPERTS | WIDTH | {SHARED_LENGTH: "shared_expert_intermediate_size"},
         fixed=SWIGLU | ALL_SPARSE | {"norm_topk_prob": (False,)},
         flags={"qkv_bias": "blk.0.attn_q.bias"},
     ),
@@ -172,7 +192,7 @@ TABLE = (
         EXPERTS | WIDTH,
         fixed=SWIGLU_NO_BIAS | ALL_SPARSE | {"norm_topk_prob": (True,)},
         free_head_dim=True,
-        restore=lambda kv_heads, names: {"norm_topk_prob": True},
+        restore=lambda keys, names: {"norm_topk_prob": True},
     ),
     Architecture(
         "gemma2",
@@ -254,7 +274,7 @@ TABLE = (
         fixed=GPT2_FIXED,
         rows=GROUPED,
         rope=None,
-        restore=lambda kv_heads, names: {"multi_query": kv_heads == 1},
+        restore=lambda keys, names: {"multi_query": _kv_heads(keys) == 1},
     ),
     Architecture(
         "starcoder2",
@@ -270,6 +290,22 @@ TABLE = (
         fixed=SWIGLU_NO_BIAS | {"norm_topk_prob": (False,), "clip_qkv": (None,)},
         head="always",
         refuse=_grouped_heads,
+    ),
+    Architecture(
+        "ernie4_5-moe",
+        ("ernie4_5_moe",),
+        EXPERTS
+        | WIDTH
+        | {
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            SHARED_LENGTH: None,
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        fixed=SWIGLU | {"use_bias": (False,)},
+        refuse=_dense_at_the_end,
+        restore=_ernie,
     ),
     Architecture(
         "granite",

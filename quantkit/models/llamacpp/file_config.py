@@ -68,8 +68,7 @@ def fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str
     for name, tensor in row.flags.items():
         found[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
     if row.restore:
-        heads = keys.get("attention.head_count_kv", keys.get("attention.head_count"))
-        found |= row.restore(heads, infos.keys())
+        found |= row.restore(keys, infos.keys())
     return found
 
 

@@ -33,6 +33,7 @@ BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of i
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
+BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics)\.e_score_correction_bias$")
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class _Names:
     def __call__(self, name: str) -> str | None:
         if name == "lm_head.weight":  # the map has none for those whose head is always tied
             return HEAD
+        name = BALANCE.sub(r"\1.e_score_correction.bias", name)
         spellings = (name, name.removeprefix(self._prefix))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
         return next((name for name in found if name), None)
