@@ -27,6 +27,7 @@ from llama_cpp import Llama  # noqa: E402
 
 FEW = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ERNIE = {**GROUPED, "moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 6, "pad_token_id": 0}
+GLM = {**FEW, "n_routed_experts": 6, "partial_rotary_factor": 0.5}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
     "mixtral of 8": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 8, "tie_word_embeddings": True}),
@@ -43,6 +44,20 @@ CASES = {  # name -> (configuration class, its arguments)
     "ernie no shared experts": (
         hf.Ernie4_5_MoeConfig,
         ERNIE | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    ),
+    "glm4moe": (hf.Glm4MoeConfig, GLM),
+    "glm4moe everything": (
+        hf.Glm4MoeConfig,
+        GLM
+        | {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": False,
+            "head_dim": 32,
+        },
     ),
     "olmoe": (
         hf.OlmoeConfig,
@@ -61,6 +76,9 @@ def save(folder, make, arguments, seed=0, **more):
             parameter.data.normal_(0, 0.3 if "gate.weight" in name else 0.05)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
     model.save_pretrained(folder)
     return folder
 

@@ -144,7 +144,7 @@ CLIENTS = {
             "model_type": [
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
-                "qwen3moe", "olmoe", "ernie4_5-moe",
+                "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe",
             ],
             "loads": True,
         },

@@ -84,6 +84,10 @@ class Architecture:
     def mixture(self) -> bool:
         return "expert_count" in self.fields
 
+    def experts(self, config: PretrainedConfig) -> int:
+        """Of a layer, 0 of a dense model."""
+        return getattr(config, self.fields["expert_count"]) if self.mixture else 0
+
 
 def _falcon(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
@@ -154,6 +158,7 @@ GROUPED = {"attn_qkv": "grouped"}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
 LLAMA_SCALINGS = ("linear", "yarn", "longrope", "llama3")
 EXPERTS: Fields = RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+SIGMOID = 2  # of llama.cpp's gating functions
 ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 WIDTH: Fields = {"expert_feed_forward_length": "moe_intermediate_size"}
 
@@ -306,6 +311,24 @@ TABLE = (
         fixed=SWIGLU | {"use_bias": (False,)},
         refuse=_dense_at_the_end,
         restore=_ernie,
+    ),
+    Architecture(
+        "glm4moe",
+        ("glm4_moe",),
+        EXPERTS
+        | WIDTH
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        fixed=SWIGLU | {"n_group": (1,), "topk_group": (1,)},
+        flags=BIASES | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        constants={"expert_gating_func": SIGMOID},
+        partial_rotary=True,
+        free_head_dim=True,
     ),
     Architecture(
         "granite",

@@ -33,7 +33,7 @@ BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of i
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
-BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics)\.e_score_correction_bias$")
+BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate)\.e_score_correction_bias$")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     tied = {} if row.head == "always" else model.all_tied_weights_keys
     shapes = {
         name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in (*model.named_parameters(remove_duplicate=False), *_stored_buffers(model))
         if name not in tied
     }
     experts = _experts(model)
@@ -193,6 +193,12 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     for name, values in rope.factors(row, config).items():
         found[name] = Target(name, (), tuple(values.shape), values=values.float())
     return sorted(found.values(), key=lambda target: _order(target.name))
+
+
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that a checkpoint holds, such as what balances experts."""
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
 def _experts(model: nn.Module) -> dict[str, str]:

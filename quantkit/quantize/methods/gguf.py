@@ -204,12 +204,13 @@ def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleto
     from quantkit.models.llamacpp import architectures
 
     config = skeleton.checkpoint.config
+    row = architectures.of_config(config)
     model = Model(
-        architectures.of_config(config).name,
+        row.name,
         config.num_hidden_layers,
         config.num_attention_heads,
         architectures.kv_heads(config),
-        getattr(config, "num_experts", 0) if architectures.of_config(config).mixture else 0,
+        row.experts(config),
     )
     wishes = Wishes(
         options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure
