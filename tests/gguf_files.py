@@ -11,6 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import metadata, tensors
+from quantkit.models.llamacpp.mixtures import stays_float
 from quantkit.models.open import open_checkpoint
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types
@@ -42,7 +43,10 @@ def export(folder: Path, path: Path, type: str = "F32", extra: dict | None = Non
     targets = tensors.of_checkpoint(checkpoint)
     keys = metadata.assemble(checkpoint, targets, type, vocabulary(checkpoint.config.vocab_size))
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
-    types = {target.name: "F32" if target.float32 or target.shape[-1] % block else type for target in targets}
+    types = {target.name: type for target in targets}
+    for target in targets:
+        if stays_float(target.name, target.shape) or target.shape[-1] % block:
+            types[target.name] = "F32"
     entries = [Entry(target.name, types[target.name], target.shape) for target in targets]
     with GgufWriter(path, keys | (extra or {}), entries) as writer:
         for target in targets:

@@ -16,6 +16,7 @@ from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import tensors
+from quantkit.models.llamacpp.mixtures import stays_float
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
@@ -68,7 +69,7 @@ def test_every_tensor_is_what_the_file_says(tiny_model, family, type):
         read = [checkpoint.read(name, torch.float32) for name in target.parameters]
         found = torch.stack(read) if len(read) > 1 else read[0].t() if target.conv1d else read[0]
         assert torch.equal(found, wanted), target.name
-        if type != "F16" or target.float32:
+        if type != "F16" or stays_float(target.name, target.shape):
             continue
         assert checkpoint.read(target.parameters[0]).dtype == torch.float16
     sizes = {info.name: info.nbytes for info in checkpoint.infos.values()}
@@ -118,6 +119,7 @@ def test_a_file_is_known_by_its_content(llama_file, tmp_path):
     assert error.exit_code == NOT_FOUND and "or a GGUF file" in error.hint
 
 
+EXPERTS = {"llama.expert_count": 8, "llama.expert_used_count": 2}
 WRONG = {  # what is done to the file -> what the error says
     "architecture": (lambda k: k.update({"general.architecture": "rwkv7"}), {}, "GGUF files of rwkv7"),
     "no architecture": (lambda k: k.pop("general.architecture"), {}, "GGUF files of no architecture"),
@@ -134,7 +136,9 @@ WRONG = {  # what is done to the file -> what the error says
     "another width": (lambda k: k.update({"llama.embedding_length": 32}), {}, "instead of"),
     "another depth": (lambda k: k.update({"llama.block_count": 2}), {}, "not understood: blk.2."),
     "a block more": (lambda k: k.update({"llama.block_count": 4}), {}, "lacks blk.3."),
-    "experts": (lambda k: k.update({"llama.expert_count": 8}), {}, "8 experts"),
+    "experts": (lambda k: k.update(EXPERTS), {}, "lacks blk.0.ffn_down_exps.weight"),
+    "no experts chosen": (lambda k: k.update({"llama.expert_count": 8}), {}, "lacks llama.expert_used_count"),
+    "many experts": (lambda k: k.update(EXPERTS | {"llama.expert_count": 1 << 30}), {}, "1073741824"),
     "words for numbers": (lambda k: k.update({"llama.rope.freq_base": "many"}), {}, "describe no model"),
     "scaling": (lambda k: k.update({"llama.rope.scaling.type": "spiral"}), {}, "scaled by 'spiral'"),
     "a tensor less": (lambda k: None, {"drop": ["blk.1.ffn_up.weight"]}, "lacks blk.1.ffn_up.weight"),

@@ -320,6 +320,7 @@ LOADS = [
     (CT | {"bits": {8}}, "transformers"),
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "biases": {True}}, "llama.cpp"),
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"qwen3"}}, "llama.cpp"),
+    ({"layout": {"gguf"}, "form": {"Q4_K"}, "experts": {True}}, "llama.cpp"),
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"mamba"}}, ""),
 ]
 

@@ -67,7 +67,7 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
 
     Raises Unfit for a family that llama.cpp, or quantkit's exporter, does not know.
     """
-    rows = [row for row in architectures.TABLE if settings.model_type in row.model_types]
+    rows = [row for row in architectures.TABLE if settings.model_type in row.model_types and not row.mixture]
     if not rows:
         raise Unfit(f"{settings.model_type} has no GGUF architecture that quantkit knows")
     row = rows[0]

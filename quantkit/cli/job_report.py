@@ -77,7 +77,7 @@ def _print_linears(console: Console, job: Job) -> None:
     alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
     for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):
         blocks = [row.block for row in members if row.block is not None]
-        table.add_row(name, ranges(blocks), f"{shape[0]} × {shape[1]}", becomes)
+        table.add_row(name, ranges(blocks), " × ".join(map(str, shape)), becomes)
     console.print(table)
 
 

@@ -11,6 +11,7 @@ group_size                                          -1 for whole rows
 mixed, kept                                         not all linears alike; linears left in 16 bit
 experts                                             whether experts are among what is quantized
 activations, biases, rope_scaled                    whether there are such
+experts                                             whether there are tensors of all experts of a layer
 """
 
 from __future__ import annotations

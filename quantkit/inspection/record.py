@@ -158,6 +158,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "version": {str(config.get("checkpoint_format") or config.get("format") or "gptq")},
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
+        "experts": {any("_exps." in name for name in infos)},
         "biases": {any(name.endswith(".bias") for name in infos)},
         "experts": {any(re.search(r"\.experts\.\d+\.", weight.name) for weight in weights if weight.codes)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},

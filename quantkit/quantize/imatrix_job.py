@@ -43,7 +43,7 @@ class ImatrixJob:
             "schema": "quantkit.imatrix/1",
             "source": self.checkpoint.source,
             "output": str(self.output),
-            "matrices": len(self.names),
+            "matrices": len(set(self.names.values())),
             "calibration": self.calibration.record(),
             "memory_bytes": self.memory_bytes,
             "execution": {
@@ -111,11 +111,20 @@ def run(job: ImatrixJob, progress: Progress) -> dict:
 
 
 def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
-    """What was gathered as the content of a file; a chunk is a calibration sequence."""
+    """What was gathered as the content of a file, of experts in their order; a chunk is a calibration
+    sequence."""
     made = calibrated.provenance
+    alike: dict[str, list[str]] = {}
+    for linear, name in names.items():
+        if linear in gathered.sums:
+            alike.setdefault(name, []).append(linear)
+    sums = {name: torch.stack([gathered.sums[one] for one in linears]) for name, linears in alike.items()}
     return Imatrix(
-        sums={names[linear]: sums for linear, sums in gathered.sums.items()},
-        counts=dict.fromkeys(names.values(), torch.tensor([float(gathered.tokens)])),
+        sums={name: found.squeeze(0) for name, found in sums.items()},
+        counts={
+            name: torch.tensor([float(gathered.tokens[one]) for one in linears])
+            for name, linears in alike.items()
+        },
         datasets=(made.source,),
         chunk_count=made.samples,
         chunk_size=made.seqlen,

@@ -24,14 +24,11 @@ from quantkit.quantize.timings import Timings
 
 @dataclass(frozen=True)
 class Importance:
-    """sums: by stored name of a linear, Σx² of each input column, float32 `[in]`, over so many `tokens`."""
+    """sums: by stored name of a linear, Σx² of each input column, float32 `[in]`, over so many `tokens`:
+    fewer for an expert."""
 
     sums: dict[str, Tensor]
-    tokens: int
-
-    def means(self) -> dict[str, Tensor]:
-        """Mean squares, float32 `[in]`; the division that readers of an imatrix file do."""
-        return {name: sums / self.tokens for name, sums in self.sums.items()}
+    tokens: dict[str, int]
 
 
 def gather(
@@ -52,22 +49,22 @@ def gather(
     states = embedded(batches, skeleton.embed, skeleton.device)
     names = {(row.block, row.local): row.name for row in linears(skeleton)}
     sums: dict[str, Tensor] = {}
+    tokens: dict[str, int] = {}
     progress.start(len(skeleton.blocks), 0)
     for index, block in walk.blocks(skeleton, lambda index: (None, True), timings):
-        for local, found in _block(skeleton, index, block, states, timings).items():
-            sums[names[index, local]] = found
+        for local, (found, count) in _block(skeleton, index, block, states, timings).items():
+            sums[names[index, local]], tokens[names[index, local]] = found, count
         progress.block(index, replayed=False)
-    return Importance(sums, sum(ids.numel() for ids in batches))
+    return Importance(sums, tokens)
 
 
 def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
-) -> dict[str, Tensor]:
-    """Σx² by name inside block `index`; `states` become the block's outputs."""
+) -> dict[str, tuple[Tensor, int]]:
+    """Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
     probe = states[0][:1, : capture.PROBE_TOKENS]
-    sites = [
-        site for site in capture.find_sites(block, lambda: skeleton.run_block(index, probe)) if site.linears
-    ]
+    sites = capture.find_sites(block, lambda: skeleton.run_block(index, probe))
+    sites = [site for site in sites if site.linears]
     outputs = (skeleton.run_block(index, hidden) for hidden in states)
     with timings("forward"):
         gathered = capture.gather(block, sites, {"square"}, skeleton.device, lambda: states.advance(outputs))
@@ -75,7 +72,7 @@ def _block(
     for site, sums in gathered.items():
         name = skeleton.names.stored_of(index, f"{site.linears[0]}.weight")
         capture.refuse_not_finite(sums.finish(), name.removesuffix(".weight"), str(skeleton.dtype)[6:])
-        found |= dict.fromkeys(site.linears, sums.square_sums().float())
+        found |= dict.fromkeys(site.linears, (sums.square_sums().float(), sums.tokens))
     return found
 
 

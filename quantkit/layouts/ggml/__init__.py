@@ -106,7 +106,7 @@ HEADERS = Headers(marks=())
 CLIENTS = {
     "transformers": [
         {
-            "model_type": ["gptneox", "starcoder", "olmo2", "granite", "command-r"],
+            "model_type": ["gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r"],
             "loads": False,
             "note": "it does not read GGUF files of this architecture",
         },
@@ -114,6 +114,11 @@ CLIENTS = {
             "rope_scaled": True,
             "loads": False,
             "note": "it would compute without the scaling of its positions",
+        },
+        {
+            "experts": True,
+            "loads": False,
+            "note": "it takes experts that lie in one tensor apart wrongly, or not at all",
         },
         {
             "model_type": "llama",
@@ -138,7 +143,8 @@ CLIENTS = {
         {
             "model_type": [
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
-                "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r",
+                "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
+                "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe",
             ],
             "loads": True,
         },

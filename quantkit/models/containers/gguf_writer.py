@@ -52,7 +52,7 @@ class GgufWriter:
         self.path = path
         self._partial = path.with_name(path.name + ".partial")
         self._entries = list(entries)
-        self._done = 0
+        self._done = self._written = 0
         self._header = _header(metadata, self._entries)
 
     def __enter__(self) -> GgufWriter:
@@ -65,22 +65,26 @@ class GgufWriter:
         return self
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview | np.ndarray]) -> None:
-        """Write the next tensor, whose bytes are those of `chunks`, one after the other."""
+        """Write the next tensor, or more of it: its bytes are those of all `chunks`, one after the other."""
         entry = self._entries[self._done]
-        assert entry.name == name, f"{entry.name} comes before {name}"
-        written = 0
+        assert entry.name == name, f"{name}: {self._missing()}"
         for chunk in chunks:
-            written += self._file.write(memoryview(chunk).cast("B"))
-        assert written == entry.nbytes, f"{name}: {written} bytes of {entry.nbytes}"
-        self._file.write(bytes(-written % ALIGNMENT))
-        self._done += 1
+            self._written += self._file.write(memoryview(chunk).cast("B"))
+        assert self._written <= entry.nbytes, f"{name}: {self._written} bytes of {entry.nbytes}"
+        if self._written == entry.nbytes:
+            self._file.write(bytes(-self._written % ALIGNMENT))
+            self._done, self._written = self._done + 1, 0
+
+    def _missing(self) -> str:
+        entry = self._entries[self._done]
+        return f"{entry.name} was not written, {self._written} bytes of {entry.nbytes} were"
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind is not None:
             self._abandon()
             return
         try:
-            assert self._done == len(self._entries), f"{self._entries[self._done].name} was not written"
+            assert self._done == len(self._entries), self._missing()
             self._file.flush()
             os.fsync(self._file.fileno())
         except BaseException:

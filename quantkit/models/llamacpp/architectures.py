@@ -37,18 +37,20 @@ RMS: Fields = COMMON | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EPSILON = "attention.layer_norm_epsilon"
 MULTI_HEAD: Fields = COMMON | {"attention.head_count_kv": None, EPSILON: "layer_norm_epsilon"}
 GPT2: Fields = MULTI_HEAD | {"feed_forward_length": "n_inner"}
+SHARED_LENGTH = "expert_shared_feed_forward_length"
 DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is absent or None
     "context_length": lambda config: 2048,
     "feed_forward_length": lambda config: 4 * config.hidden_size,
     "attention.head_count_kv": lambda config: kv_heads(config),
     "attention.key_length": lambda config: head_dim(config),
     "attention.value_length": lambda config: head_dim(config),
+    SHARED_LENGTH: lambda config: config.moe_intermediate_size * config.moe_num_shared_experts or None,
 }
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls `name`.
+    """What llama.cpp calls `name`; a mixture of experts may have the name of a dense one.
 
     model_types: of transformers; a file is read as the first. fields: see COMMON. fixed: field -> values
     that give what llama.cpp computes. flags: field -> tensor whose presence says it is true ("not" before
@@ -58,8 +60,7 @@ class Architecture:
     window: it knows sliding attention, in all but the last of so many blocks unless told. wide_blocks: at
     this depth it takes hidden size per head, not the head's size, for the scale of attention. head:
     output.weight must exist ("always"), is left out when tied, or is never read. refuse: further reasons
-    against a configuration. restore: further fields, from the number of key/value heads and the names of
-    the tensors.
+    against a configuration. restore: further fields, from the keys of a file and the names of its tensors.
     """
 
     name: str
@@ -77,11 +78,20 @@ class Architecture:
     wide_blocks: int | None = None
     head: str = "tied"
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
-    restore: Callable[[int, Collection[str]], dict[str, Any]] | None = None
+    restore: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]] | None = None
+
+    @property
+    def mixture(self) -> bool:
+        return "expert_count" in self.fields
+
+    def experts(self, config: PretrainedConfig) -> int:
+        """Of a layer, 0 of a dense model."""
+        return getattr(config, self.fields["expert_count"]) if self.mixture else 0
 
 
-def _falcon(kv_heads: int, names: Collection[str]) -> dict[str, Any]:
+def _falcon(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    kv_heads = _kv_heads(keys)
     two_norms = "blk.0.attn_norm_2.weight" in names
     if kv_heads == 1 and not two_norms:
         return {"multi_query": True}
@@ -90,6 +100,24 @@ def _falcon(kv_heads: int, names: Collection[str]) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "num_ln_in_parallel_attn": 2 if two_norms else 1,
     }
+
+
+def _kv_heads(keys: Mapping[str, Any]) -> int:
+    """Of a file."""
+    return keys.get("attention.head_count_kv", keys.get("attention.head_count"))
+
+
+def _ernie(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
+    if type(shared) is not int or type(width) is not int or width < 1:
+        return {}
+    return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
+
+
+def _dense_at_the_end(config: PretrainedConfig) -> str | None:
+    last = config.moe_layer_end_index
+    return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
 
 
 def _without_capping(config: PretrainedConfig) -> str | None:
@@ -101,6 +129,12 @@ def _norms_by_depth(config: PretrainedConfig) -> str | None:
     """Its loader looks for norms of queries and keys in the models of 64 blocks and more, and only there."""
     expected = config.num_hidden_layers >= 64
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
+
+
+def _grouped_heads(config: PretrainedConfig) -> str | None:
+    """Its loader wants as many numbers in the norm of the keys as in that of the queries."""
+    few = kv_heads(config) < config.num_attention_heads
+    return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
 
 
 SWIGLU: Mapping[str, tuple] = {"hidden_act": SILU}
@@ -123,6 +157,10 @@ ROTARY = {"attn_q": "rotary_q", "attn_k": "rotary_kv"}
 GROUPED = {"attn_qkv": "grouped"}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
 LLAMA_SCALINGS = ("linear", "yarn", "longrope", "llama3")
+EXPERTS: Fields = RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+SIGMOID = 2  # of llama.cpp's gating functions
+ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
+WIDTH: Fields = {"expert_feed_forward_length": "moe_intermediate_size"}
 
 TABLE = (
     Architecture(
@@ -135,8 +173,32 @@ TABLE = (
         rope=LLAMA_SCALINGS,
         free_head_dim=True,
     ),
+    Architecture(
+        "llama",
+        ("mixtral",),
+        EXPERTS,
+        fixed=SWIGLU,
+        rows=ROTARY,
+        rope=LLAMA_SCALINGS,
+        free_head_dim=True,
+    ),
     Architecture("qwen2", ("qwen2",), RMS, fixed=SWIGLU),
+    Architecture(
+        "qwen2moe",
+        ("qwen2_moe",),
+        EXPERTS | WIDTH | {SHARED_LENGTH: "shared_expert_intermediate_size"},
+        fixed=SWIGLU | ALL_SPARSE | {"norm_topk_prob": (False,)},
+        flags={"qkv_bias": "blk.0.attn_q.bias"},
+    ),
     Architecture("qwen3", ("qwen3",), RMS, fixed=SWIGLU_NO_BIAS, free_head_dim=True),
+    Architecture(
+        "qwen3moe",
+        ("qwen3_moe",),
+        EXPERTS | WIDTH,
+        fixed=SWIGLU_NO_BIAS | ALL_SPARSE | {"norm_topk_prob": (True,)},
+        free_head_dim=True,
+        restore=lambda keys, names: {"norm_topk_prob": True},
+    ),
     Architecture(
         "gemma2",
         ("gemma2",),
@@ -217,7 +279,7 @@ TABLE = (
         fixed=GPT2_FIXED,
         rows=GROUPED,
         rope=None,
-        restore=lambda kv_heads, names: {"multi_query": kv_heads == 1},
+        restore=lambda keys, names: {"multi_query": _kv_heads(keys) == 1},
     ),
     Architecture(
         "starcoder2",
@@ -226,6 +288,48 @@ TABLE = (
         fixed={"hidden_act": GELU, "use_bias": (True,)},
     ),
     Architecture("olmo2", ("olmo2",), RMS, fixed=SWIGLU_NO_BIAS, head="always"),
+    Architecture(
+        "olmoe",
+        ("olmoe",),
+        EXPERTS,
+        fixed=SWIGLU_NO_BIAS | {"norm_topk_prob": (False,), "clip_qkv": (None,)},
+        head="always",
+        refuse=_grouped_heads,
+    ),
+    Architecture(
+        "ernie4_5-moe",
+        ("ernie4_5_moe",),
+        EXPERTS
+        | WIDTH
+        | {
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            SHARED_LENGTH: None,
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        fixed=SWIGLU | {"use_bias": (False,)},
+        refuse=_dense_at_the_end,
+        restore=_ernie,
+    ),
+    Architecture(
+        "glm4moe",
+        ("glm4_moe",),
+        EXPERTS
+        | WIDTH
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "leading_dense_block_count": "first_k_dense_replace",
+        },
+        fixed=SWIGLU | {"n_group": (1,), "topk_group": (1,)},
+        flags=BIASES | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        constants={"expert_gating_func": SIGMOID},
+        partial_rotary=True,
+        free_head_dim=True,
+    ),
     Architecture(
         "granite",
         ("granite",),
@@ -288,14 +392,25 @@ def of_config(config: PretrainedConfig) -> Architecture:
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
     name = metadata.get("general.architecture")
-    for row in TABLE:
-        if row.name == name:
-            return row
+    experts = metadata.get(f"{name}.expert_count")
+    if row := named(name, experts):
+        return row
+    if experts and named(name):
+        raise QuantkitError(
+            f"the GGUF file holds a mixture of {experts} experts",
+            hint=f"quantkit reads mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}",
+            exit_code=UNSUPPORTED,
+        )
     raise QuantkitError(
         f"GGUF files of {name or 'no architecture'} are not read",
         hint=f"quantkit reads: {', '.join(sorted(row.name for row in TABLE))}",
         exit_code=UNSUPPORTED,
     )
+
+
+def named(name: str, experts: object = None) -> Architecture | None:
+    """The row of an architecture of llama.cpp, of so many experts; None where there is none."""
+    return next((row for row in TABLE if row.name == name and row.mixture == bool(experts)), None)
 
 
 def kv_heads(config: PretrainedConfig) -> int:

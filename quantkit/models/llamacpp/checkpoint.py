@@ -176,7 +176,7 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
     odd = [
         f"{name} is {list(stored[name].shape)} instead of {list(target.shape)}"
         for name, target in wanted.items()
-        if stored[name].shape != target.shape
+        if _matrix(stored[name].shape) != _matrix(target.shape)
     ]
     if odd:
         raise QuantkitError(
@@ -195,11 +195,16 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
         )
 
 
+def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading dimensions of 1, which ggml does not tell apart."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
 def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """The stored tensors that a tensor of the file stands for, each with its place."""
     if len(target.parameters) == 1:
         name = target.parameters[0]
-        yield name, replace(info, name=name, shape=info.shape[::-1] if target.conv1d else info.shape)
+        yield name, replace(info, name=name, shape=target.shape[::-1] if target.conv1d else target.shape)
         return
     nbytes = info.nbytes // len(target.parameters)
     for row, name in enumerate(target.parameters):

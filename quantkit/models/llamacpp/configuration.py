@@ -19,6 +19,8 @@ from quantkit.models.llamacpp.architectures import DEFAULTS, Architecture, head_
 from quantkit.models.llamacpp.file_config import PATTERN, SLIDING, layer_types, pattern
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+NEEDED = ("epsilon", "expert_used_count")  # of the keys that not every architecture has
 MAX_HEAD_DIM = 1 << 16
 SPECIAL_TOKENS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
@@ -114,12 +116,6 @@ def to_config(
     prefix = f"{row.name}."
     keys = {key.removeprefix(prefix): _exact(value) for key, value in metadata.items()}
     _check(row, keys, infos)
-    if keys.get("expert_count", 0):
-        raise QuantkitError(
-            f"the GGUF file holds a mixture of {keys['expert_count']} experts",
-            hint="quantkit does not read those yet",
-            exit_code=UNSUPPORTED,
-        )
     heads = keys["attention.head_count"]
     keys.setdefault("attention.head_count_kv", heads)
     keys.setdefault("attention.key_length", keys["embedding_length"] // heads)
@@ -143,12 +139,12 @@ def _exact(value: Any) -> Any:
 def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
     absent = [f"{row.name}.{key}" for key in REQUIRED if key not in keys]
     absent += [name for name in ("token_embd.weight",) if name not in infos]
-    absent += [f"{row.name}.{key}" for key in row.fields if key.endswith("epsilon") and key not in keys]
+    absent += [f"{row.name}.{key}" for key in row.fields if key.endswith(NEEDED) and key not in keys]
     if absent:
         raise QuantkitError(
             f"the GGUF file lacks {name_all(absent)}", "it holds no whole model; download it again"
         )
-    whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length")
+    whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length", *EXPERTS)
     odd = [f"{row.name}.{key}" for key in whole if key in keys and not _is_count(keys[key])]
     if odd:
         raise QuantkitError(
@@ -162,6 +158,7 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
         "embedding_length": shape[-1],
         "attention.head_count": shape[-1],
         "attention.key_length": MAX_HEAD_DIM,
+        "expert_count": max(info.shape[0] for info in infos.values()),
     }
     large = [f"{row.name}.{key} {keys[key]}" for key, limit in limits.items() if keys.get(key, 0) > limit]
     if large or len(shape) != 2:

@@ -13,11 +13,11 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.containers.safetensors_folder import TensorInfo
-from quantkit.models.llamacpp.architectures import COMMON, TABLE, Architecture
+from quantkit.models.llamacpp.architectures import COMMON, Architecture, named
 
 Infos = Mapping[str, TensorInfo]
 # Architectures that are no row of the table, whose caches are those of a family that is known.
-FURTHER = {"gemma": "gemma", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}
+FURTHER = {"gemma": "gemma", "gpt-oss": "gpt_oss"}
 PLAIN = {key: name for key, name in COMMON.items() if key != "attention.value_length"} | {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
@@ -48,7 +48,7 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config = {field: own[key] for key, field in PLAIN.items() if key in own}
-    row = next((row for row in TABLE if row.name == name), None)
+    row = named(name, own.get("expert_count"))
     if row:
         config |= {"model_type": row.model_types[0]} | fields(row, own, infos)
     else:
@@ -78,8 +78,7 @@ def fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str
     for name, tensor in row.flags.items():
         found[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
     if row.restore:
-        heads = keys.get("attention.head_count_kv", keys.get("attention.head_count"))
-        found |= row.restore(heads, infos.keys())
+        found |= row.restore(keys, infos.keys())
     return found
 
 

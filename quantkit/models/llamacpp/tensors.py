@@ -22,6 +22,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.llamacpp import architectures, rope
 from quantkit.models.llamacpp.architectures import Architecture, kv_heads
+from quantkit.models.skeleton.experts import USUAL, Experts, take_apart
 from quantkit.models.skeleton.loading import checked
 
 if TYPE_CHECKING:
@@ -32,16 +33,18 @@ BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of i
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
+BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate)\.e_score_correction_bias$")
 
 
 @dataclass(frozen=True)
 class Target:
     """One tensor of a GGUF file.
 
-    parameters: the model's names of what it is made of, one or (a norm per head) several to be stacked;
-    none for computed ones, whose values are `values`. stored: the same by the checkpoint's names.
-    shape: `[out, in]`. index: row k of the file is row `index[k]` of the model; None when they agree.
-    shift: what the file's values have over the model's. conv1d: the checkpoint holds `[in, out]`.
+    parameters: the model's names of what it is made of, one or (a norm per head, a linear per expert)
+    several to be stacked; none for computed ones, whose values are `values`. stored: the same by the
+    checkpoint's names. shape: `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row
+    `index[k]` of the model; None when they agree. shift: what the file's values have over the model's.
+    conv1d: the checkpoint holds `[in, out]`.
     """
 
     name: str
@@ -54,10 +57,12 @@ class Target:
     stored: tuple[str, ...] = ()
 
     @property
-    def float32(self) -> bool:
-        """Whether llama.cpp wants it in float32 whatever the type of the file."""
-        one = len(self.shape) == 1 or not self.name.endswith(".weight")
-        return one or self.name.endswith("_norm.weight") or self.name == "position_embd.weight"
+    def parts(self) -> list[Target]:
+        """Its matrices, one for each expert; of any other tensor itself."""
+        if len(self.shape) < 3:
+            return [self]
+        pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
+        return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Tensor:
         """Its values `[out, in]` in the model's order, from the checkpoint; see `to_gguf`.
@@ -93,7 +98,7 @@ def of_config(config: PretrainedConfig, source: str = "the model") -> list[Targe
     Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no place for.
     """
     row = architectures.of_config(config)
-    return _targets(row, meta_model.empty(copy.deepcopy(config), source), config)
+    return _targets(row, _model(config, source), config)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
@@ -102,12 +107,12 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
     Raises QuantkitError also for stored tensors that the model does not have, and for absent ones.
     """
     config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.config)
-    model = meta_model.empty(copy.deepcopy(config), checkpoint.source)
+    model = _model(config, checkpoint.source)
     found = meta_model.resolve_names(model, checkpoint.names)
     ties = model.all_tied_weights_keys
     if any(_differ(checkpoint, found.get(name), found.get(other)) for name, other in ties.items()):
         config.tie_word_embeddings = False  # as transformers does when both are stored and unlike
-        model, ties = meta_model.empty(copy.deepcopy(config), checkpoint.source), {}
+        model, ties = _model(config, checkpoint.source), {}
     _refuse_unknown(checkpoint, model, set(found.values()))
     for name, other in ties.items():
         for one, twin in ((name, other), (other, name)):
@@ -121,6 +126,13 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
             hint="the download is incomplete, or config.json belongs to another model",
         )
     return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]
+
+
+def _model(config: PretrainedConfig, source: str) -> nn.Module:
+    """Shapes alone; experts are linears, as checkpoints have them."""
+    model = meta_model.empty(copy.deepcopy(config), source)
+    take_apart(model)
+    return model
 
 
 def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool:
@@ -151,12 +163,13 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     tied = {} if row.head == "always" else model.all_tied_weights_keys
     shapes = {
         name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in (*model.named_parameters(remove_duplicate=False), *_stored_buffers(model))
         if name not in tied
     }
+    experts = _experts(model)
     stacks: dict[str, list[str]] = {}
     for name in shapes:
-        stacks.setdefault(STACKED.sub(r"\1\2", name), []).append(name)
+        stacks.setdefault(STACKED.sub(r"\1\2", experts.get(name, name)), []).append(name)
     found, lost = {}, []
     names = _Names(row, model, config.num_hidden_layers)
     for stack, parameters in stacks.items():
@@ -182,6 +195,25 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     return sorted(found.values(), key=lambda target: _order(target.name))
 
 
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that a checkpoint holds, such as what balances experts."""
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
+def _experts(model: nn.Module) -> dict[str, str]:
+    """Weight of an expert -> what the name map calls those of all experts of its layer."""
+    found = {}
+    for place, layer in model.named_modules():
+        if isinstance(layer, Experts):
+            usual = dict(zip((layer.gate, layer.up, layer.down), USUAL, strict=True))
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and name.partition(".")[0].isdigit():
+                    kind = usual[name.rpartition(".")[2]]
+                    found[f"{place}.{name}.weight"] = f"{place}.{kind}.weight"
+    return found
+
+
 class _Names:
     """llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
 
@@ -193,6 +225,7 @@ class _Names:
     def __call__(self, name: str) -> str | None:
         if name == "lm_head.weight":  # the map has none for those whose head is always tied
             return HEAD
+        name = BALANCE.sub(r"\1.e_score_correction.bias", name)
         spellings = (name, name.removeprefix(self._prefix))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
         return next((name for name in found if name), None)

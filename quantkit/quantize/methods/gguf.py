@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         exact=options.exact,
     )
     notes += configuration.notes(checkpoint.config)
-    stored = {target.stored[0]: output.chosen[target.name] for target in targets if target.stored}
+    stored = {name: output.chosen[target.name] for target in targets for name in target.stored}
 
     def make_grid(
         name: str, out_features: int, in_features: int, override: Override | None
@@ -187,7 +188,7 @@ def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
     odd = [
         f"{name} ({sums.numel()})"
         for name, sums in found.sums.items()
-        if name not in shapes or sums.numel() != shapes[name][-1]
+        if name not in shapes or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
     ]
     if odd:
         raise QuantkitError(
@@ -203,11 +204,13 @@ def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleto
     from quantkit.models.llamacpp import architectures
 
     config = skeleton.checkpoint.config
+    row = architectures.of_config(config)
     model = Model(
-        architectures.of_config(config).name,
+        row.name,
         config.num_hidden_layers,
         config.num_attention_heads,
         architectures.kv_heads(config),
+        row.experts(config),
     )
     wishes = Wishes(
         options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure

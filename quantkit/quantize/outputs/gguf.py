@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
@@ -24,7 +25,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix
-from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT
+from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT, stays_float
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.quantize import staging
 from quantkit.quantize.importance import of_head
@@ -68,7 +69,14 @@ class GgufOutput:
         kept = {f"{row.name}.weight" for row in specs if row.kept}
         found = dict(self.chosen)
         for target in self.targets:
-            if kept.intersection(target.stored):
+            if kept.intersection(target.stored) and not stays_float(target.name, target.shape):
+                if others := sorted(set(target.stored) - kept):
+                    raise QuantkitError(
+                        f"{target.name} holds all experts in one type: {count(len(others), 'expert')} of it "
+                        f"would be quantized, such as {others[0].removesuffix('.weight')}",
+                        "exclude all experts of a projection, or none",
+                        USAGE,
+                    )
                 info = checkpoint.infos.get(target.stored[0])
                 found[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
         return found
@@ -78,11 +86,11 @@ class GgufOutput:
         types = self.types(checkpoint, specs)
         entries = [Entry(target.name, types[target.name], target.shape) for target in self.targets]
         linears = {f"{row.name}.weight": row for row in specs if not row.kept}
-        rows = [linears.get(target.stored[0]) if target.stored else None for target in self.targets]
+        rows = [[linears[name] for name in target.stored if name in linears] for target in self.targets]
         return Sizes(
             total=sum(entry.nbytes for entry in entries),
             quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
-            weights=sum(row.weights for row in rows if row),
+            weights=sum(row.weights for several in rows for row in several),
         )
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
@@ -90,7 +98,7 @@ class GgufOutput:
         types = self.types(checkpoint, specs)
         rows = []
         for target in self.targets:
-            if len(target.shape) == 2:
+            if len(target.shape) >= 2:
                 block = re.fullmatch(r"blk\.(\d+)\.(.+)", target.name)
                 name, index = (block[2], int(block[1])) if block else (target.name, None)
                 rows.append(Planned(name, index, target.shape, types[target.name]))
@@ -140,14 +148,16 @@ class GgufOutput:
                 writers.append(stack.enter_context(writer))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
-                if target.name in staged:
-                    found = [staging.load(staged[target.name])]
-                else:
-                    wanted = [chosen[target.name] for chosen in types]
-                    found = self._encoded(target, material.checkpoint, wanted, importance.get(target.name))
-                for writer, rows in zip(writers, found, strict=True):
-                    moved = rows if target.index is None else rows.index_select(0, target.index)
-                    writer.write(target.name, [moved.contiguous().numpy()])
+                wanted = [chosen[target.name] for chosen in types]
+                weights = _per_part(importance.get(target.name), len(target.parts))
+                for expert, part in enumerate(target.parts):
+                    if part.stored and part.stored[0] in staged:
+                        found = [staging.load(staged[part.stored[0]])]
+                    else:
+                        found = self._encoded(part, material.checkpoint, wanted, weights[expert])
+                    for writer, rows in zip(writers, found, strict=True):
+                        moved = rows if target.index is None else rows.index_select(0, target.index)
+                        writer.write(target.name, [moved.contiguous().numpy()])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
@@ -169,12 +179,13 @@ class GgufOutput:
         return {**self.metadata, **used, "quantkit.manifest": json.dumps(manifest, ensure_ascii=False)}
 
     def _staged(self, material: Material) -> dict[str, TensorInfo]:
-        """Where tensors lie that are encoded already, by their names in the file."""
-        names, infos = self.linears, material.staging.rest()
+        """Where tensors lie that are encoded already, by their stored names."""
+        rest = material.staging.rest()
+        infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
         for name, info in material.staging.tensors().items():
             linear, _, part = name.rpartition(".")
             if part == material.layout.marker:
-                infos[names[linear]] = info
+                infos[f"{linear}.weight"] = info
         return infos
 
 
@@ -185,6 +196,11 @@ class File(NamedTuple):
     material: Material
     place: Path
     manifest: dict
+
+
+def _per_part(importance: Tensor | None, parts: int) -> Sequence[Tensor | None]:
+    """What counts in encoding each expert's matrix, `[in]`."""
+    return [None] * parts if importance is None else importance.reshape(parts, -1)
 
 
 def _solved(

@@ -1,0 +1,277 @@
+"""Mixtures of experts in GGUF files: llama.cpp computes what transformers computes, and so do we."""
+
+import gguf
+import gguf_files
+import jobs
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from families import GROUPED, save_tokenizer
+
+from quantkit.errors import QuantkitError
+from quantkit.inspection import record
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.headers import open_contents
+from quantkit.models.llamacpp import configuration
+from quantkit.models.llamacpp.tensors import of_checkpoint
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import imatrix_job, importance, loop
+from quantkit.quantize.outputs import gguf as gguf_output
+from quantkit.quantize.progress import Progress
+
+pytest.importorskip("xllamacpp")
+from llama_cpp import Llama  # noqa: E402
+
+FEW = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ERNIE = {**GROUPED, "moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 6, "pad_token_id": 0}
+GLM = {**FEW, "n_routed_experts": 6, "partial_rotary_factor": 0.5}
+CASES = {  # name -> (configuration class, its arguments)
+    "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
+    "mixtral of 8": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 8, "tie_word_embeddings": True}),
+    "qwen2moe": (
+        hf.Qwen2MoeConfig,
+        {**FEW, "num_experts": 6, "shared_expert_intermediate_size": 96},
+    ),
+    "qwen2moe no biases": (
+        hf.Qwen2MoeConfig,
+        {**FEW, "num_experts": 4, "shared_expert_intermediate_size": 64, "qkv_bias": False},
+    ),
+    "qwen3moe": (hf.Qwen3MoeConfig, {**FEW, "num_experts": 6, "norm_topk_prob": True, "head_dim": 32}),
+    "ernie": (hf.Ernie4_5_MoeConfig, ERNIE),
+    "ernie no shared experts": (
+        hf.Ernie4_5_MoeConfig,
+        ERNIE | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    ),
+    "glm4moe": (hf.Glm4MoeConfig, GLM),
+    "glm4moe everything": (
+        hf.Glm4MoeConfig,
+        GLM
+        | {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": False,
+            "head_dim": 32,
+        },
+    ),
+    "olmoe": (
+        hf.OlmoeConfig,
+        {**GROUPED, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+EXACT = 1e-5
+
+
+def save(folder, make, arguments, seed=0, **more):
+    """A random checkpoint whose experts and routers are far from alike."""
+    torch.manual_seed(seed)
+    model = hf.AutoModelForCausalLM.from_config(make(**arguments | more), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.3 if "gate.weight" in name else 0.05)
+        else:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def streamed(path, ids) -> torch.Tensor:
+    """Logits `[tokens, vocabulary]` of the checkpoint, block by block."""
+    skeleton = Skeleton(open_checkpoint(str(path)), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
+    skeleton.load_rest()
+    hidden = skeleton.embed(ids)
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+    return skeleton.logits(hidden[0])
+
+
+def ids_of(length=40) -> torch.Tensor:
+    return torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """Folder, F32 file, ids and transformers' logits of each case."""
+    folder = save(tmp_path_factory.mktemp("case") / "model", *CASES[request.param])
+    path = gguf_files.export(folder, folder.with_suffix(".gguf"))
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return folder, path, ids_of(), model(ids_of()).logits[0]
+
+
+def test_llama_cpp_computes_the_same(case):
+    _, path, ids, expected = case
+    with Llama(path, 256) as llama:
+        difference = np.abs(llama.logits(ids[0].tolist()) - expected.numpy()).max()
+    assert difference <= EXACT
+    assert expected.abs().max() > 0.1
+
+
+def test_the_file_read_back_computes_the_same(case):
+    _, path, ids, expected = case
+    torch.testing.assert_close(streamed(path, ids), expected, rtol=0, atol=1e-6)
+
+
+def test_a_file_written_from_the_file_is_the_same(case, tmp_path):
+    _, path, *_ = case
+    again = gguf_files.export(path, tmp_path / path.name)
+    (metadata, infos), (expected, places) = read_header(again), read_header(path)
+    assert metadata == expected and list(infos) == list(places)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_inspect_knows_what_transformers_makes_of_the_file(case):
+    _, path, ids, expected = case
+    rows = record.describe(open_contents(str(path)))["clients"]
+    loads = {row["client"]: row["loads"] for row in rows}
+    assert loads["transformers"] is False and loads["llama.cpp"] is True
+    try:
+        model = hf.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except (ValueError, RuntimeError):  # not supported yet; mismatched sizes
+        return
+    with torch.no_grad():
+        assert (model(ids).logits[0] - expected).abs().max() > 0.1
+
+
+def wide(folder, name):
+    """A checkpoint with a tokenizer whose rows K-quants divide."""
+    make, arguments = CASES[name]
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "moe_intermediate_size": 256,
+    }
+    given = {key: size for key, size in sizes.items() if key in arguments or key != "moe_intermediate_size"}
+    save(folder, make, arguments | given)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["mixtral of 8", "qwen2moe", "qwen3moe"])
+def source(request, tmp_path_factory):
+    return wide(tmp_path_factory.mktemp("source") / "model", request.param)
+
+
+def agrees_with_llama_cpp(path):
+    """The values of a file exactly; its blocks nearly, for llama.cpp rounds activations to 8 bits then, which
+    sends some tokens to other experts."""
+    ids = ids_of()
+    found = streamed(path, ids)
+    floats = gguf_files.export(path, path.with_suffix(".f32.gguf"))
+    for file, tolerance in ((path, 0.1), (floats, 1e-5)):
+        with Llama(file, 256) as llama:
+            theirs = torch.from_numpy(llama.logits(ids[0].tolist()))
+        assert (theirs - found).norm() <= tolerance * found.norm()
+
+
+def experts_of(path) -> dict[str, np.ndarray]:
+    """Bytes of every expert's matrix, `[experts, ...]` by tensor."""
+    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors if "_exps." in tensor.name}
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M", "F16"])
+def test_encoded_files_compute_in_llama_cpp_what_they_decode_to(source, tmp_path, name):
+    path = tmp_path / "model.gguf"
+    jobs.quantize("gguf", source, path, {"type": (name,), "solver": "rtn", "imatrix": "none"})
+    agrees_with_llama_cpp(path)
+    checkpoint, original = open_checkpoint(str(path)), open_checkpoint(str(source))
+    for target in of_checkpoint(original):
+        if "_exps." not in target.name:
+            continue
+        kind = checkpoint.infos[target.parameters[0]].dtype
+        for model_name, stored in zip(target.parameters, target.stored, strict=True):
+            expected = encode_rows(kind, original.read(stored, torch.float32))
+            values = decode_rows(kind, expected, target.shape[-1])
+            assert torch.equal(checkpoint.read(model_name, torch.float32), values), model_name
+
+
+def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
+    path, plain = tmp_path / "model.gguf", tmp_path / "plain.gguf"
+    summary = jobs.quantize(
+        "gguf", source, path, {"type": ("Q4_K_M",), "refine": 0}, calibration=jobs.calibration(tmp_path)
+    )
+    assert summary.error < summary.rtn_error
+    agrees_with_llama_cpp(path)
+    jobs.quantize("gguf", source, plain, {"type": ("Q4_K_M",), "solver": "rtn", "imatrix": "none"})
+    found, rounded = experts_of(path), experts_of(plain)
+    for name, bytes in found.items():
+        assert bytes.shape == rounded[name].shape
+        assert all((mine != theirs).any() for mine, theirs in zip(bytes, rounded[name], strict=True)), name
+
+
+def test_an_importance_matrix_counts_per_expert(source, tmp_path):
+    """Those that no token reached are encoded as if all columns counted the same."""
+    options = jobs.calibration(tmp_path, samples=1, seqlen=32)
+    done = jobs.prepare(
+        "gguf", source, tmp_path / "model.gguf", {"type": ("Q4_K_M",), "solver": "rtn"}, calibration=options
+    )
+    loop.run(done, Progress())
+    skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device("cpu"))
+    gathered = importance.gather(skeleton, done.batches)
+    made = imatrix_job.as_imatrix(gathered, done.method.output.linears, done.calibration)
+    name = "blk.1.ffn_down_exps.weight"
+    assert made.counts[name].sum() == 2 * 32  # of every token two experts
+    checkpoint = open_checkpoint(str(source))
+    (target,) = (target for target in of_checkpoint(checkpoint) if target.name == name)
+    found = experts_of(tmp_path / "model.gguf")[name]
+    kind = next(
+        t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == name
+    )
+    for expert, stored in enumerate(target.stored):
+        weights = made.values()[name][expert]
+        assert made.counts[name][expert] or (weights == 1).all()
+        encoded = encode_rows(kind, checkpoint.read(stored), weights)
+        assert np.array_equal(encoded.numpy(), found[expert]), expert
+
+
+def test_part_of_the_experts_cannot_be_excluded(source, tmp_path):
+    with pytest.raises(QuantkitError) as refused:
+        jobs.prepare(
+            "gguf",
+            source,
+            tmp_path / "m.gguf",
+            {"solver": "rtn", "imatrix": "none"},
+            exclude=(r"experts\.0\.",),
+        )
+    assert "all experts in one type" in refused.value.message
+
+
+def test_it_resumes(source, tmp_path, monkeypatch):
+    options = {"type": ("Q4_K_M",), "refine": 0}
+    arguments = {"calibration": jobs.calibration(tmp_path), "sequential": "repeat"}
+    jobs.quantize("gguf", source, tmp_path / "whole.gguf", options, **arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_output.GgufOutput, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            jobs.quantize("gguf", source, tmp_path / "again.gguf", options, **arguments)
+    jobs.quantize("gguf", source, tmp_path / "again.gguf", options, resume=True, **arguments)
+    assert experts_of(tmp_path / "again.gguf").keys() == experts_of(tmp_path / "whole.gguf").keys()
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+REFUSED = {
+    "probabilities that add up to 1": ("qwen2moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
+    "probabilities that do not": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+    "dense blocks between": ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),
+    "grouped heads": ("olmoe", {"num_key_value_heads": 2}, "2 key/value heads of 4"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(name):
+    family, changes, why = REFUSED[name]
+    make, arguments = CASES[family]
+    with pytest.raises(QuantkitError) as refused:
+        configuration.to_metadata(make(**arguments | changes))
+    assert why in refused.value.message
