@@ -133,9 +133,9 @@ def evaluate(
 def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
     first, *others = checkpoints
-    hashes = [tokenizer_sha256(c.tokenizer, c.config.vocab_size) for c in checkpoints] if others else []
+    hashes = [tokenizer_sha256(c.tokenizer, c.text_config.vocab_size) for c in checkpoints] if others else []
     for other, found in zip(others, hashes[1:], strict=True):
-        sizes = first.config.vocab_size, other.config.vocab_size
+        sizes = first.text_config.vocab_size, other.text_config.vocab_size
         if found != hashes[0]:
             raise QuantkitError(
                 f"{other.source} and {first.source} have different tokenizers: "
