@@ -263,3 +263,47 @@ def test_a_model_without_a_language_model_is_refused(quantkit, tmp_path, tiny_mo
     done = quantkit("nf4", folder, "-o", "out")
     assert done.code == UNSUPPORTED and not (tmp_path / "out").exists()
     assert "is no causal language model" in done.err and "hint: " in done.err and "Traceback" not in done.err
+
+
+def test_names_of_towers_match_nothing_of_the_language_model(tmp_path):
+    """Clients take them for beginnings: `model` would spare all of it."""
+    folder = save(tmp_path / "gemma3", "gemma3")
+    tensors = load_file(folder / "model.safetensors")
+    further = {"model.audio.weight": torch.ones(2, 2), "mlp.fc.weight": torch.ones(2, 2)}
+    save_file(tensors | further, folder / "model.safetensors", metadata={"format": "pt"})
+    skeleton = open_skeleton(folder)
+    found = towers.beside(skeleton.model, skeleton.names, skeleton.checkpoint)
+    assert {module.name: module.spellings for module in found} == {
+        **TOWER["gemma3"][1],
+        "mlp": ("mlp",),
+        "model.audio": ("model.audio", "audio"),
+    }
+
+
+def test_bits_of_the_whole_model_count_the_towers(quantkit, tmp_path):
+    folder = save(tmp_path / "gemma3", "gemma3")
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = quantkit("eval", folder, "--text", "text.txt", "--json", "-q")
+    assert done.code == 0, done.err
+    (measured,) = json.loads(done.out)["models"]
+    assert measured["size"]["bits_per_weight"] == 32
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+def test_transformers_loads_nf4_of_the_language_model_alone(quantkit, tmp_path, family):
+    pytest.importorskip("bitsandbytes")
+    folder = save(tmp_path / family, family)
+    assert quantkit("nf4", folder, "-o", "out").code == 0
+    model = hf.AutoModelForImageTextToText.from_pretrained(tmp_path / "out", device_map="cpu")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    packed = {name for name, module in linears.items() if type(module).__name__ == "Linear4bit"}
+    assert packed == {name for name in linears if ".language_model.layers." in name}
+    ids = torch.randint(1, 480, (1, 20), generator=torch.Generator().manual_seed(0))
+    skeleton = open_skeleton(tmp_path / "out")
+    hidden = skeleton.embed(ids)
+    for index in range(len(skeleton.blocks)):
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+    with torch.no_grad():
+        logits = model(ids).logits[0].float()
+    torch.testing.assert_close(logits, skeleton.logits(hidden[0]), atol=0.1, rtol=0)

@@ -245,8 +245,8 @@ def _size(checkpoint: Checkpoint, skeleton: Skeleton, trial: Trial | None) -> Si
         counts = {skeleton.names.stored[name]: p.numel() for name, p in skeleton.held().items()}
         names = coded.keys() & counts.keys()
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
-    parameters = {id(p): p.numel() for p in skeleton.model.parameters()}
-    count = sum(parameters.values()) + sum(p.numel() for b in skeleton.blocks for p in b.parameters())
+    modules = (skeleton.model, *skeleton.blocks, *skeleton.towers.values())
+    count = sum(p.numel() for module in modules for p in module.parameters())
     return Size(
         disk_bytes=disk_bytes,
         weight_bytes=weight_bytes,

@@ -30,7 +30,7 @@ class Skeleton:
 
     `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
     `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
-    those of the whole model.
+    those of the whole model. towers: of other modalities, by name, on the meta device for good.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -42,7 +42,7 @@ class Skeleton:
         name, container = meta_model.find_blocks(self.model, checkpoint)
         self.names = Names(self.model, name, meta_model.replace_conv1d(self.model), checkpoint)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self._towers = towers.set_aside(self.model, self.names.towers)
+        self.towers = towers.set_aside(self.model, self.names.towers)
         self.blocks = list(container)
         self._recorder = Recorder(self.model, container, device)
         self._reader = Reader(self.names, checkpoint, dtype, device)
@@ -57,7 +57,7 @@ class Skeleton:
         }
         beside = {
             f"{name}.{local}": parameter
-            for name, tower in self._towers.items()
+            for name, tower in self.towers.items()
             for local, parameter in tower.named_parameters()
         }
         everything = inside | dict(self.model.named_parameters()) | beside

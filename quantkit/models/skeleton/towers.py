@@ -60,27 +60,21 @@ def beside(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[Besid
     built = {stored: name for name, stored in names.stored.items()}
     inside = f"{names.language}." if names.language else ""
     text = {stored for stored, name in built.items() if name.startswith((inside, *heads))}
-    text |= {stored for stored in checkpoint.names if _in_block(stored, names)}
-    above = set(_above(text)), set(_above(built[stored] for stored in text & built.keys()))
-    parts = {part for name in above[0] | above[1] for part in name.split(".")}
+    text |= {stored for stored in checkpoint.names if stored.startswith(names.stored_blocks)}
+    spoken = text | {built[stored] for stored in text & built.keys()}  # none of these names may be matched
+    above = set(_above(spoken))
     found: dict[str, Beside] = {}
     for stored in sorted(set(checkpoint.names) - text):
-        root, module = _outermost(stored, above[0]), _outermost(built.get(stored, ""), above[1])
+        root, module = _outermost(stored, above), _outermost(built.get(stored, ""), above)
         if root is None or (stored not in built and not stored.endswith(".weight")):  # a stale buffer
             continue
         nbytes = sum(checkpoint.infos[part].nbytes for part in checkpoint.stored_as(stored))
         leaf = root.rpartition(".")[2]
-        known = found.get(
-            root, Beside(root, (root, *([] if leaf in parts or leaf.isdecimal() else [leaf])), 0)
-        )
+        short = () if any(leaf in name for name in spoken) else (leaf,)
+        known = found.get(root, Beside(root, (root, *short), 0))
         spellings = dict.fromkeys((*known.spellings, *([module] if module else [])))
         found[root] = Beside(root, tuple(spellings), known.nbytes + nbytes)
     return list(found.values())
-
-
-def _in_block(stored: str, names: Names) -> bool:
-    """Whether a tensor lies in a block that the model has, as stale buffers do."""
-    return stored.startswith(names.stored_blocks)
 
 
 def _above(names: Iterable[str]) -> Iterator[str]:
