@@ -133,9 +133,9 @@ def evaluate(
 def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
     first, *others = checkpoints
-    hashes = [tokenizer_sha256(c.tokenizer, c.config.vocab_size) for c in checkpoints] if others else []
+    hashes = [tokenizer_sha256(c.tokenizer, c.text_config.vocab_size) for c in checkpoints] if others else []
     for other, found in zip(others, hashes[1:], strict=True):
-        sizes = first.config.vocab_size, other.config.vocab_size
+        sizes = first.text_config.vocab_size, other.text_config.vocab_size
         if found != hashes[0]:
             raise QuantkitError(
                 f"{other.source} and {first.source} have different tokenizers: "
@@ -245,8 +245,8 @@ def _size(checkpoint: Checkpoint, skeleton: Skeleton, trial: Trial | None) -> Si
         counts = {skeleton.names.stored[name]: p.numel() for name, p in skeleton.held().items()}
         names = coded.keys() & counts.keys()
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
-    parameters = {id(p): p.numel() for p in skeleton.model.parameters()}
-    count = sum(parameters.values()) + sum(p.numel() for b in skeleton.blocks for p in b.parameters())
+    modules = (skeleton.model, *skeleton.blocks, *skeleton.towers.values())
+    count = sum(p.numel() for module in modules for p in module.parameters())
     return Size(
         disk_bytes=disk_bytes,
         weight_bytes=weight_bytes,

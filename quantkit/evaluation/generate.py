@@ -119,7 +119,7 @@ def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
     """Which checkpoints cut texts as the first does, so that continuations compare token by token."""
     if len(checkpoints) == 1:
         return [True]
-    hashes = [tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in checkpoints]
+    hashes = [tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in checkpoints]
     return [found == hashes[0] for found in hashes]
 
 
@@ -222,7 +222,7 @@ def _ends(checkpoint: Checkpoint) -> list[int]:
     stored = None
     if (checkpoint.folder / "generation_config.json").is_file():
         stored = transformers.GenerationConfig.from_pretrained(checkpoint.folder).eos_token_id
-    found = (stored, getattr(checkpoint.config, "eos_token_id", None), checkpoint.tokenizer.eos_token_id)
+    found = (stored, getattr(checkpoint.text_config, "eos_token_id", None), checkpoint.tokenizer.eos_token_id)
     ends = next((value for value in found if value is not None), [])
     return [ends] if isinstance(ends, int) else list(ends)
 

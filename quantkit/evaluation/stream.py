@@ -61,7 +61,7 @@ class StreamedModel:
     @property
     def chunk_tokens(self) -> int:
         """How many tokens' logits are held at a time."""
-        return max(1, CHUNK_BYTES // (4 * self.skeleton.model.config.vocab_size))
+        return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))
 
 
 def named(checkpoint: Checkpoint, trial: Trial | None) -> str:

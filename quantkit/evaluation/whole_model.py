@@ -38,8 +38,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
 
 def _memory(skeleton: Skeleton, tokens: int) -> int:
     """Bytes of all weights decoded, of the keys and values, and of the largest weight while it is decoded."""
-    sizes = [math.prod(shape) for shape in skeleton.names.shapes.values()]
-    config = skeleton.model.config
+    names = skeleton.names
+    sizes = [math.prod(shape) for name, shape in names.shapes.items() if not names.in_tower(name)]
+    config = skeleton.checkpoint.text_config
     heads = getattr(config, "num_attention_heads", 1) or 1
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

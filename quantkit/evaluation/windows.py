@@ -94,7 +94,7 @@ def load(
         ctx=ctx,
         stride=stride,
         bos=bos,
-        tokenizer=tokenizer_sha256(tokenizer, checkpoint.config.vocab_size),
+        tokenizer=tokenizer_sha256(tokenizer, checkpoint.text_config.vocab_size),
     )
     return Windows(ids, first, protocol)
 

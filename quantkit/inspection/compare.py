@@ -96,7 +96,7 @@ def _config(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
 def _tokenizers(left: Checkpoint, right: Checkpoint) -> str:
     """`equal`, `different`, or why that is not known."""
     try:
-        hashes = {tokenizer_sha256(made.tokenizer, made.config.vocab_size) for made in (left, right)}
+        hashes = {tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in (left, right)}
     except QuantkitError as error:
         return error.message
     return "equal" if len(hashes) == 1 else "different"

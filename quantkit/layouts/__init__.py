@@ -34,7 +34,8 @@ class LinearSpec:
     name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
     name inside it. kept: why it is kept in 16 bit; None when it is quantized. grid: what a solver works on;
     None when it is kept, and where the output encodes it. conv1d: the model itself has a Conv1D there
-    (GPT-2), which some clients do not replace.
+    (GPT-2), which some clients do not replace. module: what transformers calls it inside a wrapper of other
+    modalities, where engines keep to stored names and it does not.
     """
 
     name: str
@@ -45,6 +46,12 @@ class LinearSpec:
     grid: Grid | Width | None
     kept: str | None = None
     conv1d: bool = False
+    module: str | None = None
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All names that clients may know it by."""
+        return (self.name,) if self.module in (None, self.name) else (self.name, self.module)
 
     @property
     def weights(self) -> int:
@@ -100,10 +107,11 @@ class Layout(Protocol):
         the input, because activations are quantized too; None elsewhere."""
         return None
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
-        """`quantization_config` of config.json."""
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+        """`quantization_config` of config.json. beside: names of modules outside the language model, such as
+        towers of other modalities, which are not quantized."""
 
-    def files(self, specs: Sequence[LinearSpec]) -> dict[str, dict]:
+    def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
         """Further JSON files that clients look for, by file name."""
         return {}
 

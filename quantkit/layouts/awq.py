@@ -108,11 +108,11 @@ class AwqLayout(Layout):
         params = AffineParams(scales.t().float(), _unpack(qzeros, out_features).float())
         return QuantizedWeight(grid, _unpack(qweight, out_features), params)
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Clients leave the head alone when `modules_to_not_convert` is null;
         transformers 4.49 to 4.51 does not when it is a list without it.
         """
-        kept = [spec.name for spec in specs if spec.grid is None]
+        kept = [*beside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
         return {
             "quant_method": "awq",
             "bits": BITS,

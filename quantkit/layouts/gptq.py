@@ -131,7 +131,7 @@ class GptqLayout(Layout):
                 hint="config.json belongs to another checkpoint: download both again",
             )
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel and
         vLLM; optimum knows none, and packs the names that end with what `modules_in_block_to_quantize` lists.
         """
@@ -148,14 +148,17 @@ class GptqLayout(Layout):
             "pack_dtype": "int32",
             "meta": {"quantizer": [f"quantkit:{__version__}"]},
         }
-        rules = {spec.name: rule for spec in specs if (rule := self._rule(spec))}
+        rules = {name: rule for spec in specs if (rule := self._rule(spec)) for name in spec.spellings}
         for name, members in fusions(specs).items():  # by which vLLM looks for a rule
             if members[0].name in rules and all(self._rule(row) == self._rule(members[0]) for row in members):
                 rules[name] = rules[members[0].name]
-        if rules:
-            config["dynamic"] = {f"{sign}:^{re.escape(name)}$": rule for name, (sign, rule) in rules.items()}
-        if any(spec.grid is None for spec in specs):
-            config["modules_in_block_to_quantize"] = [[spec.name for spec in specs if spec.grid]]
+        dynamic = {f"{sign}:^{re.escape(name)}$": rule for name, (sign, rule) in rules.items()}
+        dynamic |= {rf"-:^{re.escape(name)}(\.|$)": {} for name in beside}
+        if dynamic:
+            config["dynamic"] = dynamic
+        if beside or any(spec.grid is None for spec in specs):
+            packed = [name for spec in specs if spec.grid for name in spec.spellings]
+            config["modules_in_block_to_quantize"] = [packed]
         return config
 
     def _rule(self, spec: LinearSpec) -> tuple[str, dict] | None:
@@ -168,10 +171,10 @@ class GptqLayout(Layout):
             return None
         return "+", {"bits": spec.grid.bits, "group_size": group_size}
 
-    def files(self, specs: Sequence[LinearSpec]) -> dict[str, dict]:
+    def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
         """`quantize_config.json`, which AutoGPTQ requires."""
         legacy = {"static_groups": False, "model_name_or_path": None, "model_file_base_name": "model"}
-        return {"quantize_config.json": self.config(specs) | legacy}
+        return {"quantize_config.json": self.config(specs, beside) | legacy}
 
 
 def detect(config: dict) -> GptqLayout | None:

@@ -166,9 +166,14 @@ class Checkpoint:
             ) from error
 
     @property
+    def text_config(self) -> transformers.PretrainedConfig:
+        """That of the language model: a part of `config` where other modalities are wrapped around it."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
-        return getattr(self.config, "max_position_embeddings", None)
+        return getattr(self.text_config, "max_position_embeddings", None)
 
     def companions(self) -> list[Path]:
         """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
@@ -36,19 +37,50 @@ def empty(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The model that `config` describes, shapes alone. Raises QuantkitError if it is no language model."""
+    """The model that `config` describes, shapes alone; with its towers, if it has other modalities, too.
+
+    Raises QuantkitError if it is no language model.
+    """
+    text = config.get_text_config(decoder=True)
+    wrapped = text is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    kind = transformers.AutoModelForMultimodalLM if wrapped else transformers.AutoModelForCausalLM
     try:
+        if wrapped and (config.is_encoder_decoder or text.is_encoder_decoder):
+            raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-    except ValueError as error:
+            return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError) as error:
         raise QuantkitError(
             f"{source} is no causal language model that transformers "
             f"{transformers.__version__} knows: {first_line(error)}",
-            hint="quantkit compresses decoder-only models (…ForCausalLM)",
+            hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
+            "are wrapped around",
             exit_code=UNSUPPORTED,
         ) from error
+
+
+def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:
+    """Name of the part that `text_config` describes; "" where that is the whole model."""
+    text = checkpoint.text_config
+    if text is checkpoint.config:
+        return ""
+    parts = (name for name, part in submodels(model) if name and type(part.config) is type(text))
+    return next(parts, "")
+
+
+def towers(model: nn.Module, language: str) -> list[str]:
+    """Names of the models beside the language model, such as a vision tower: text does not enter them."""
+    found: list[str] = []
+    for name, _ in submodels(model):
+        related = f"{language}.".startswith(f"{name}.") or name.startswith(f"{language}.")
+        if name and language and not related and not name.startswith(tuple(f"{one}." for one in found)):
+            found.append(name)
+    return found
+
+
+def submodels(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The models inside, from the outside in, with their names."""
+    return (found for found in model.named_modules() if isinstance(found[1], transformers.PreTrainedModel))
 
 
 def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
@@ -62,10 +94,12 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
-    depth = getattr(checkpoint.config, "num_hidden_layers", None)
+    """The decoder blocks, and the name of their list: as long as the language model is deep, and in it."""
+    depth = getattr(checkpoint.text_config, "num_hidden_layers", None)
+    language = language_model(model, checkpoint)
     found = [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in model.get_submodule(language).named_modules(prefix=language)
         if isinstance(module, nn.ModuleList) and len(module) == depth
     ]
     if not found:

@@ -232,7 +232,7 @@ def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
     """One sequence of seeded random ids: a data-free job needs no tokenizer, only a check."""
     length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(checkpoint.config.vocab_size, (1, length), generator=generator)
+    return torch.randint(checkpoint.text_config.vocab_size, (1, length), generator=generator)
 
 
 def _begin(work: Callable[[], str]) -> Future[str]:

@@ -49,7 +49,7 @@ def resolve(
     patterns = {text: _compile(text, "--exclude") for text in exclude}
     overrides = [_override(text) for text in override]
     specs = []
-    if reason := layout.check_model(skeleton.checkpoint.config.model_type):
+    if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
     for row in linears(skeleton):
         kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), row.kept)
@@ -81,7 +81,8 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
                 shape = module.out_features, module.in_features
                 conv1d = name in skeleton.names.transposed
                 kept = ROUTER if local in routers else None
-                specs.append(LinearSpec(stored, index, local, *shape, grid=None, kept=kept, conv1d=conv1d))
+                place = name.removesuffix(".weight") if skeleton.names.language else None
+                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place))
     return specs
 
 

@@ -88,14 +88,14 @@ class Int8Layout(Layout):
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold)
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Clients spare the head unless a list of exceptions leaves it out."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_8bit": True,
             "load_in_4bit": False,
             "llm_int8_threshold": self.threshold,
-            "llm_int8_skip_modules": _skipped(specs),
+            "llm_int8_skip_modules": _skipped(specs, beside),
             "llm_int8_has_fp16_weight": False,
             "llm_int8_enable_fp32_cpu_offload": False,
         }
@@ -192,7 +192,7 @@ class Nf4Layout(Layout):
         offset = torch.tensor(state["nested_offset"], device=absmax.device).expand(shape)
         return packed, NestedParams(absmax.view(shape), expanded, offset)
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`."""
         return {
             "quant_method": "bitsandbytes",
@@ -202,7 +202,7 @@ class Nf4Layout(Layout):
             "bnb_4bit_use_double_quant": self.double_quant,
             "bnb_4bit_compute_dtype": "float32",
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": _skipped(specs),
+            "llm_int8_skip_modules": _skipped(specs, beside),
         }
 
 
@@ -224,8 +224,8 @@ def detect(config: dict) -> Layout | None:
     )
 
 
-def _skipped(specs: Sequence[LinearSpec]) -> list[str] | None:
-    kept = [spec.name for spec in specs if spec.grid is None]
+def _skipped(specs: Sequence[LinearSpec], beside: Sequence[str]) -> list[str] | None:
+    kept = [*beside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
     return [*kept, "lm_head"] if kept else None
 
 

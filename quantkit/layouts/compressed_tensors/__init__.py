@@ -111,13 +111,13 @@ class CompressedTensorsLayout(Layout):
             )
         return QuantizedInputLinear(weight, bias, numbers, scale, zero)
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Linears unlike the rest are targets by their exact names, which clients
         prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for that.
         """
         default = self.bits, self.group_size
         groups: dict[tuple[int, int], list[str]] = {}
-        settings = {spec.name: self._settings(spec) for spec in specs if spec.grid}
+        settings = {name: self._settings(spec) for spec in specs if spec.grid for name in spec.spellings}
         if default in settings.values():
             groups[default] = ["Linear"]
         for name, setting in settings.items():
@@ -128,14 +128,15 @@ class CompressedTensorsLayout(Layout):
             setting = of_members.pop()
             if not of_members and setting not in (default, None):
                 groups[setting].append(name)
-        kept = [spec.name for spec in specs if spec.grid is None]
+        kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
+        towers = [rf"re:{re.escape(name)}(\.|$)" for name in beside]
         return {
             "quant_method": NAME,
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
-            "ignore": ["lm_head", *_outside(specs), *kept],
+            "ignore": ["lm_head", *_outside(specs), *towers, *kept],
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,

@@ -4,7 +4,8 @@ transformers builds the model on the meta device. The decoder blocks are then re
 the arguments they are called with (`recording`); a block is later run by itself with what its stub recorded,
 so masks and rotary embeddings are the model's own, whatever the architecture. There is no table of
 architectures: the blocks are the ModuleList as long as the configuration says the model is deep. Experts that
-transformers fuses are linears again (`experts`).
+transformers fuses are linears again (`experts`). Text does not enter the towers of other modalities: they
+stay on the meta device (`towers`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map
 from quantkit.layouts import Layout
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.skeleton import experts
+from quantkit.models.skeleton import experts, towers
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names
 from quantkit.models.skeleton.recording import Recorder
@@ -29,7 +30,7 @@ class Skeleton:
 
     `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
     `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
-    those of the whole model.
+    those of the whole model. towers: of other modalities, by name, on the meta device for good.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -41,6 +42,7 @@ class Skeleton:
         name, container = meta_model.find_blocks(self.model, checkpoint)
         self.names = Names(self.model, name, meta_model.replace_conv1d(self.model), checkpoint)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.towers = towers.set_aside(self.model, self.names.towers)
         self.blocks = list(container)
         self._recorder = Recorder(self.model, container, device)
         self._reader = Reader(self.names, checkpoint, dtype, device)
@@ -58,7 +60,12 @@ class Skeleton:
             for index, block in enumerate(self.blocks)
             for local, parameter in block.named_parameters()
         }
-        everything = inside | dict(self.model.named_parameters())
+        beside = {
+            f"{name}.{local}": parameter
+            for name, tower in self.towers.items()
+            for local, parameter in tower.named_parameters()
+        }
+        everything = inside | dict(self.model.named_parameters()) | beside
         return {name: everything[name] for name in everything if name in self.names.stored}
 
     def read(self, name: str, expected: Tensor) -> Tensor:
@@ -66,7 +73,8 @@ class Skeleton:
         return self._reader.read(name, expected)
 
     def load_rest(self) -> None:
-        """Load everything outside the blocks; tied tensors stay one tensor, unless they are stored unlike.
+        """Load everything outside the blocks, but for towers of other modalities; tied tensors stay one
+        tensor, unless they are stored unlike.
 
         Raises QuantkitError for an architecture whose blocks cannot be run by themselves.
         """

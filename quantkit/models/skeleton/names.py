@@ -11,7 +11,9 @@ from quantkit.models.checkpoint import Checkpoint
 
 class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
-    shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`."""
+    shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`.
+    language: name of the language model inside a wrapper, else "". towers: of the models beside it, which
+    are never loaded."""
 
     def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -21,6 +23,9 @@ class Names:
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._tied = model.all_tied_weights_keys
+        self._depth = len(model.get_submodule(blocks))
+        self.language = meta_model.language_model(model, checkpoint)
+        self.towers = meta_model.towers(model, self.language)
 
     def of_block(self, index: int, local: str) -> str:
         """Name in the model of what block `index` calls `local`."""
@@ -30,11 +35,28 @@ class Names:
         """Name in the checkpoint of what block `index` calls `local`."""
         return self.stored[self.of_block(index, local)]
 
+    @property
+    def stored_blocks(self) -> tuple[str, ...]:
+        """What the stored names of every block begin with."""
+        first = f"{self.blocks}.0."
+        alike = (
+            stored.removesuffix(name.removeprefix(first)).removesuffix("0.")
+            for name, stored in self.stored.items()
+            if name.startswith(first) and stored.endswith(f".0.{name.removeprefix(first)}")
+        )
+        container = next(alike, f"{self.blocks}.")
+        return tuple(f"{container}{index}." for index in range(self._depth))
+
+    def in_tower(self, name: str) -> bool:
+        """Whether a parameter belongs to a tower of another modality."""
+        return name.startswith(tuple(f"{tower}." for tower in self.towers))
+
     def missing(self) -> list[str]:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
-        return sorted(set(self._twice) - (provided | self.stored.keys() | self._tied.keys()))
+        wanted = {name for name in self._twice if not self.in_tower(name)}
+        return sorted(wanted - (provided | self.stored.keys() | self._tied.keys()))
 
     def misshapen(self) -> list[str]:
         """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.
@@ -42,7 +64,7 @@ class Names:
         found = []
         for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
             stored = self.stored.get(name)
-            if stored is None or self._checkpoint.is_quantized(stored):
+            if stored is None or self._checkpoint.is_quantized(stored) or self.in_tower(name):
                 continue
             shape = list(self._checkpoint.infos[stored].shape)
             shape = shape[::-1] if name in self.transposed else shape

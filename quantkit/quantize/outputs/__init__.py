@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.safetensors_folder import TensorInfo
-from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton import Skeleton, towers
+from quantkit.models.skeleton.towers import Beside
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.staging import Staging
@@ -38,6 +40,25 @@ class Material:
     @property
     def checkpoint(self) -> Checkpoint:
         return self.skeleton.checkpoint
+
+    @cached_property
+    def beside(self) -> list[Beside]:
+        """What lies beside the language model, and is copied byte for byte."""
+        return towers.beside(self.skeleton.model, self.skeleton.names, self.checkpoint)
+
+    @property
+    def config(self) -> dict:
+        """`quantization_config` of config.json."""
+        return self.layout.config(self.specs, self._spared)
+
+    @property
+    def files(self) -> dict[str, dict]:
+        """Further JSON files that the layout's clients look for."""
+        return self.layout.files(self.specs, self._spared)
+
+    @property
+    def _spared(self) -> list[str]:
+        return [name for module in self.beside for name in module.spellings]
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
         """The source's tensors without weights that are staged, quantized or packed before; of one block

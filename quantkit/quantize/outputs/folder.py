@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from quantkit.errors import name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
@@ -43,21 +44,24 @@ class FolderOutput:
         ]
 
     def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
-        """It is stored as it was read."""
+        """It is stored as it was read; says so of what is no part of the language model."""
+        if material.beside:
+            progress.phase(f"copying byte for byte: {name_all([module.name for module in material.beside])}")
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
         """The folder without what `describe` adds."""
         place.mkdir()
-        checkpoint, layout, specs = material.checkpoint, material.layout, material.specs
+        checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
         infos |= material.staging.tensors()
         safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
         checkpoint.write_companions(place)
-        config = dict(checkpoint.raw_config, quantization_config=layout.config(specs))
+        config = dict(checkpoint.raw_config, quantization_config=material.config)
         _write_json(place / "config.json", config)
-        for name, content in layout.files(specs).items():
+        for name, content in material.files.items():
             _write_json(place / name, content)
-        _write_json(place / MANIFEST, manifest)
+        copied = {module.name: module.nbytes for module in material.beside}
+        _write_json(place / MANIFEST, manifest | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """Timings, which are outside the promise of equal bytes, and the model card."""

@@ -16,13 +16,13 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
     local = Path(summary.source).exists() or not hub.is_id(summary.source)
     source = Path(summary.source).name if local else summary.source
     measured = "output" if material.output_errors else "weight"
-    layout, made = material.layout.config(material.specs), manifest["job"]["calibration"]
+    made = manifest["job"]["calibration"]
     lines = [
         "---",
         f"base_model: {source}",
         "library_name: transformers",
         "tags:",
-        f"- {layout['quant_method']}",
+        f"- {material.config['quant_method']}",
         "- quantkit",
         "---",
         "",
@@ -46,6 +46,9 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
         )
     if summary.kept:
         lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
+    if material.beside:
+        copied = (f"`{module.name}` ({module.nbytes / 1e6:,.1f} MB)" for module in material.beside)
+        lines.append(f"Copied byte for byte: {', '.join(copied)}.")
     if summary.fallbacks:
         lines += ["", "Fallbacks:", "", *(f"- `{k}`: {v}" for k, v in summary.fallbacks.items())]
     lines += [

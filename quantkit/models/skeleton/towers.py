@@ -1,0 +1,89 @@
+"""What lies beside the language model: towers of other modalities, projectors, prediction heads.
+
+Text does not enter a tower, so it is never loaded; a stand-in shows its attributes to the model. All of it is
+copied byte for byte, and clients are told by name what is not quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton.names import Names
+
+
+class Tower(nn.Module):
+    """Stands in for a tower, whose weights stay on the meta device: the model's device is where text runs."""
+
+    def __init__(self, tower: nn.Module):
+        super().__init__()
+        self.__dict__["tower"] = tower  # not a child: its weights are not the model's to move
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["tower"], name)
+
+
+def set_aside(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Put stand-ins in the places of these towers; returns the towers."""
+    towers = {name: model.get_submodule(name) for name in names}
+    for name, tower in towers.items():
+        model.set_submodule(name, Tower(tower))
+    return towers
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A module that is copied byte for byte, by its stored name; its bytes on disk.
+
+    spellings: what clients may call it. transformers has names of its own, and engines drop a prefix like
+    `model.` but keep the last part.
+    """
+
+    name: str
+    spellings: tuple[str, ...]
+    nbytes: int
+
+
+def beside(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[Beside]:
+    """The outermost modules beside the language model and its head, in the order of their names: towers,
+    projectors, and what transformers does not build, such as heads that predict further tokens. Empty for a
+    model of text alone that is stored as transformers builds it.
+    """
+    head = model.get_output_embeddings()
+    heads = tuple(f"{name}." for name, module in model.named_modules() if module is head)
+    built = {stored: name for name, stored in names.stored.items()}
+    inside = f"{names.language}." if names.language else ""
+    text = {stored for stored, name in built.items() if name.startswith((inside, *heads))}
+    text |= {stored for stored in checkpoint.names if stored.startswith(names.stored_blocks)}
+    spoken = text | {built[stored] for stored in text & built.keys()}  # none of these names may be matched
+    above = set(_above(spoken))
+    found: dict[str, Beside] = {}
+    for stored in sorted(set(checkpoint.names) - text):
+        root, module = _outermost(stored, above), _outermost(built.get(stored, ""), above)
+        if root is None or (stored not in built and not stored.endswith(".weight")):  # a stale buffer
+            continue
+        nbytes = sum(checkpoint.infos[part].nbytes for part in checkpoint.stored_as(stored))
+        leaf = root.rpartition(".")[2]
+        short = () if any(leaf in name for name in spoken) else (leaf,)
+        known = found.get(root, Beside(root, (root, *short), 0))
+        spellings = dict.fromkeys((*known.spellings, *([module] if module else [])))
+        found[root] = Beside(root, tuple(spellings), known.nbytes + nbytes)
+    return list(found.values())
+
+
+def _above(names: Iterable[str]) -> Iterator[str]:
+    """All modules around these tensors."""
+    for name in names:
+        parts = name.split(".")
+        yield from (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+def _outermost(name: str, above: set[str]) -> str | None:
+    """The outermost module around a tensor that is none of `above`; None where there is none."""
+    return next((module for module in _above([name]) if module not in above), None)
