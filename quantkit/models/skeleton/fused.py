@@ -72,7 +72,7 @@ class Fused:
     names: tuple[str, str, str]
 
     def parts(self) -> Iterator[tuple[str, str, slice]]:
-        """Parameter, an expert's projection in it (`gate_proj.weight`), and which of the outputs those are."""
+        """Parameter, an expert's projection in it (`gate_proj.weight`), and which of its outputs that is."""
         gate, up, down = self.names
         everything = slice(None)
         rows = [(UP, up, everything), (DOWN, down, everything)]
