@@ -8,7 +8,6 @@ have in the checkpoint, and sites, grids, solvers and layouts see linears alone.
 
 from __future__ import annotations
 
-import inspect
 import re
 
 import torch
@@ -111,8 +110,7 @@ def take_apart(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, di
         return checkpoint, {}
     found = one_by_one(model, checkpoint, layers)
     for layer in layers:
-        arguments = list(inspect.signature(layer.module.forward).parameters)
-        kind = SortedExperts if len(arguments) == 1 else Experts
+        kind = Experts if layer.form.routes else SortedExperts
         model.set_submodule(layer.place, kind(layer.module, layer.form, names))
     return found
 

@@ -7,6 +7,7 @@ one, by the names that families have which store experts one by one.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ class Form:
     `gate_up_proj [experts, 2 * inner, hidden]`, or `up_proj` of half the size where experts are not gated.
 
     transposed: the last two axes the other way round. concatenated: all of gate's outputs before up's,
-    instead of one of each in turn. biased: `…_proj_bias` without the last axis.
+    instead of one of each in turn. biased: `…_proj_bias` without the last axis. normed: a norm follows each
+    expert. routes: a forward is told which token goes where, and not given the tokens of each expert in turn.
     """
 
     transposed: bool = False
@@ -37,6 +39,7 @@ class Form:
     biased: bool = False
     gated: bool = True
     normed: bool = False
+    routes: bool = True
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -55,11 +58,13 @@ def form_of(module: nn.Module) -> Form | None:
             gated=module.has_gate,
             normed=module.has_post_expert_norm,
         )
-    if len(module._parameters) != 2 or not isinstance(first, nn.Parameter) or not hasattr(module, "act_fn"):
+    arguments = len(inspect.signature(module.forward).parameters)
+    if len(module._parameters) != 2 or not hasattr(module, "act_fn") or arguments not in (1, 3):
         return None
     experts, one, other = down.shape
-    forms = {(experts, other, 2 * one): Form(transposed=True), (experts, 2 * other, one): Form()}
-    return forms.get(tuple(first.shape))
+    forms = {(experts, other, 2 * one): True, (experts, 2 * other, one): False}
+    transposed = forms.get(tuple(first.shape)) if isinstance(first, nn.Parameter) else None
+    return None if transposed is None else Form(transposed=transposed, routes=arguments == 3)
 
 
 @dataclass(frozen=True)
