@@ -97,6 +97,25 @@ class SortedExperts(Experts):
         return out
 
 
+class ParallelExperts(Experts):
+    """Experts of one matrix each, as JetMoE's: child `E` is a linear; what comes between two is elsewhere."""
+
+    down = ""
+
+    def __init__(self, fused: nn.Module):
+        nn.Module.__init__(self)
+        self.count, out_features, in_features = fused.weight.shape
+        self.entering = nn.Identity()
+        factory = {"bias": False, "dtype": fused.weight.dtype, "device": "meta"}
+        for expert in range(self.count):
+            self.add_module(str(expert), nn.Linear(in_features, out_features, **factory))
+
+    def forward(self, hidden: Tensor, counts: list[int]) -> Tensor:
+        """What the experts make of their rows of `hidden [tokens, in]`, `counts[0]` of the first expert."""
+        parts = self.entering(hidden).split(counts)
+        return torch.cat([self.get_submodule(str(e))(part) for e, part in enumerate(parts)])
+
+
 def take_apart(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
     """Put `Experts` in place of all fused experts of a model on the meta device; see `fused.one_by_one` for
     what is returned."""
@@ -110,6 +129,9 @@ def take_apart(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, di
         return checkpoint, {}
     found = one_by_one(model, checkpoint, layers)
     for layer in layers:
+        if layer.form.matrices:
+            model.set_submodule(layer.place, ParallelExperts(layer.module))
+            continue
         kind = Experts if layer.form.routes else SortedExperts
         model.set_submodule(layer.place, kind(layer.module, layer.form, names))
     return found
