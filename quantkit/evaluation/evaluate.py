@@ -122,7 +122,7 @@ def evaluate(
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
         scored = tasks.measure(model, listen) if tasks else None
-        results.append(Result(model.name, _size(checkpoint, model.skeleton, trial), metrics, layers, scored))
+        results.append(Result(model.name, _size(model.skeleton, trial), metrics, layers, scored))
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
@@ -233,7 +233,8 @@ def _chunks(states: States, windows: Windows, size: int) -> Iterator[tuple[int, 
             window += 1
 
 
-def _size(checkpoint: Checkpoint, skeleton: Skeleton, trial: Trial | None) -> Size:
+def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
+    checkpoint = skeleton.checkpoint
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
     if trial:  # what would be written

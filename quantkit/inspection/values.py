@@ -31,7 +31,9 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         notes.append(f"not compared with the shapes of a model: {error.message}")
         readers = {name: partial(_read_finite, checkpoint, name) for name in checkpoint.names}
     else:
+        checkpoint = skeleton.checkpoint
         problems += [f"{name} is absent" for name in skeleton.names.missing()]
+        problems += dict.fromkeys(skeleton.names.misfits.values())
         readers = {
             skeleton.names.stored[name]: partial(skeleton.read, name, parameter)
             for name, parameter in skeleton.held().items()

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers import safetensors_folder, slices
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import MANIFEST
 
@@ -136,8 +136,8 @@ class Checkpoint:
         info = self.infos[name]
         try:
             with safe_open(info.file, framework="pt") as file:
-                stored = file.get_tensor(name)
-                return stored.to(dtype or stored.dtype, copy=True)
+                stored = slices.read(file, info) if isinstance(info, slices.Slice) else file.get_tensor(name)
+                return stored.to(dtype or stored.dtype, copy=True, memory_format=torch.contiguous_format)
         except (SafetensorError, OSError) as error:
             raise QuantkitError(
                 f"{name} could not be read from {info.file}: {error}", hint="download the file again"
@@ -149,6 +149,8 @@ class Checkpoint:
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """The bytes of what `plain` describes, piece by piece."""
+        if isinstance(info, slices.Slice):
+            return iter([self.load(info.name).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 
     @cached_property

@@ -102,6 +102,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
 
     skeleton = open_skeleton(checkpoint, request.run, adopted)
+    checkpoint = skeleton.checkpoint
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
     for note in method.notes:
         progress.warn(note)

@@ -30,22 +30,23 @@ class Skeleton:
 
     `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
     `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
-    those of the whole model. towers: of other modalities, by name, on the meta device for good.
+    those of the whole model. towers: of other modalities, by name, on the meta device for good. `checkpoint` has
+    a tensor for each expert, also where one is stored for all.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
-        self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
         self.model = meta_model.build(checkpoint, dtype, device)
-        experts.take_apart(self.model)
+        self.checkpoint, misfits = experts.take_apart(self.model, checkpoint)
         name, container = meta_model.find_blocks(self.model, checkpoint)
-        self.names = Names(self.model, name, meta_model.replace_conv1d(self.model), checkpoint)
+        transposed = meta_model.replace_conv1d(self.model)
+        self.names = Names(self.model, name, transposed, self.checkpoint, misfits)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.towers = towers.set_aside(self.model, self.names.towers)
         self.blocks = list(container)
         self._recorder = Recorder(self.model, container, device)
-        self._reader = Reader(self.names, checkpoint, dtype, device)
+        self._reader = Reader(self.names, self.checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
 
     @property

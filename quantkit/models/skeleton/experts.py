@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.skeleton.fused import Form, Fused, form_of, one_by_one
+
 USUAL = ("gate_proj", "up_proj", "down_proj")
 SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's patterns: one expert's projection
 
@@ -29,19 +32,20 @@ class Experts(nn.Module):
     called once in a forward, if without tokens.
     """
 
-    def __init__(self, fused: nn.Module, names: tuple[str, str, str]):
+    def __init__(self, fused: nn.Module, form: Form, names: tuple[str, str, str]):
         super().__init__()
         self.__dict__["fused"] = fused  # not a child: its parameters are those of the linears now
+        self.form = form
         for name, child in fused.named_children():
             self.add_module(name, child)
         self.gate, self.up, self.down = names
         experts, *sizes = fused.down_proj.shape
-        inner, hidden = sizes if fused.is_transposed else reversed(sizes)
+        inner, hidden = sizes if form.transposed else reversed(sizes)
         self.count = experts
         self.everyone = False  # all tokens through all experts, see `all_experts`
         self.entering, self.between = nn.Identity(), nn.Identity()
-        first = (self.gate, self.up) if fused.has_gate else (self.up,)
-        factory = {"bias": fused.has_bias, "dtype": fused.down_proj.dtype, "device": "meta"}
+        first = (self.gate, self.up) if form.gated else (self.up,)
+        factory = {"bias": form.biased, "dtype": fused.down_proj.dtype, "device": "meta"}
         for expert in range(experts):
             child = nn.Module()
             for name in first:
@@ -61,7 +65,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(hidden)
         for expert, ((rows, places), part) in enumerate(zip(chosen, inner, strict=True)):
             found = self.get_submodule(str(expert)).get_submodule(self.down)(part)
-            if self.fused.has_post_expert_norm:
+            if self.form.normed:
                 found = self.fused.post_expert_norm(found)
             out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(out.dtype))
         return out
@@ -71,11 +75,13 @@ class Experts(nn.Module):
 
         Each linear is looked up when its turn comes: what came before may have put another in its place.
         """
-        gate = expert.get_submodule(self.gate)(hidden) if self.fused.has_gate else None
+        gate = expert.get_submodule(self.gate)(hidden) if self.form.gated else None
         up = expert.get_submodule(self.up)(hidden)
         if gate is None:
             return self.fused.act_fn(up)
-        concatenated = self.fused.is_concatenated
+        if not hasattr(self.fused, "_apply_gate"):
+            return self.fused.act_fn(gate) * up
+        concatenated = self.form.concatenated
         both = torch.cat((gate, up), -1) if concatenated else torch.stack((gate, up), -1).flatten(-2)
         return self.fused._apply_gate(both)
 
@@ -93,14 +99,61 @@ def all_experts(block: nn.Module) -> Iterator[None]:
             layer.everyone = False
 
 
-def take_apart(model: nn.Module) -> None:
-    """Put `Experts` in place of all fused experts of a model on the meta device."""
+class SortedExperts(Experts):
+    """Experts that are given every token, as Llama 4's: `[experts * tokens, hidden]`, the first expert's
+    first, weighted before; zeros where a token is not routed to an expert, and so are its outputs."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """What the experts make of all rows."""
+        routed = hidden.any(-1)
+        counts = routed.view(self.count, -1).sum(-1).tolist()
+        entering = self.entering(hidden[routed]).split(counts)
+        inner = [self._inner(self.get_submodule(str(e)), part) for e, part in enumerate(entering)]
+        inner = self.between(torch.cat(inner)).split(counts)
+        found = [self.get_submodule(f"{e}.{self.down}")(part) for e, part in enumerate(inner)]
+        out = torch.zeros_like(hidden)
+        out[routed] = torch.cat(found)
+        return out
+
+
+class ParallelExperts(Experts):
+    """Experts of one matrix each, as JetMoE's: child `E` is a linear; what comes between two is elsewhere."""
+
+    down = ""
+
+    def __init__(self, fused: nn.Module):
+        nn.Module.__init__(self)
+        self.count, out_features, in_features = fused.weight.shape
+        self.entering = nn.Identity()
+        factory = {"bias": False, "dtype": fused.weight.dtype, "device": "meta"}
+        for expert in range(self.count):
+            self.add_module(str(expert), nn.Linear(in_features, out_features, **factory))
+
+    def forward(self, hidden: Tensor, counts: list[int]) -> Tensor:
+        """What the experts make of their rows of `hidden [tokens, in]`, `counts[0]` of the first expert."""
+        parts = self.entering(hidden).split(counts)
+        return torch.cat([self.get_submodule(str(e))(part) for e, part in enumerate(parts)])
+
+
+def take_apart(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
+    """Put `Experts` in place of all fused experts of a model on the meta device; see `fused.one_by_one` for
+    what is returned."""
     names = _names(model)
-    for place, module in list(model.named_modules()):
-        if hasattr(module, "is_concatenated") and isinstance(
-            getattr(module, "down_proj", None), nn.Parameter
-        ):
-            model.set_submodule(place, Experts(module, names))
+    layers = [
+        Fused(place, module, form, names)
+        for place, module in model.named_modules()
+        if (form := form_of(module)) is not None
+    ]
+    if not layers:
+        return checkpoint, {}
+    found = one_by_one(model, checkpoint, layers)
+    for layer in layers:
+        if layer.form.matrices:
+            model.set_submodule(layer.place, ParallelExperts(layer.module))
+            continue
+        kind = Experts if layer.form.routes else SortedExperts
+        model.set_submodule(layer.place, kind(layer.module, layer.form, names))
+    return found
 
 
 def _names(model: nn.Module) -> tuple[str, str, str]:

@@ -12,11 +12,23 @@ from quantkit.models.checkpoint import Checkpoint
 class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
     shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`.
+<<<<<<< HEAD
     language: name of the language model inside a wrapper, else "". towers: of the models beside it, which
     are never loaded."""
+=======
+    misfits: what is wrong with tensors of all experts, by the names in the model that lack for it."""
+>>>>>>> w-g
 
-    def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: str,
+        transposed: set[str],
+        checkpoint: Checkpoint,
+        misfits: dict[str, str],
+    ):
         self._checkpoint = checkpoint
+        self.misfits = misfits
         self.blocks = blocks
         self.transposed = transposed
         self.stored = meta_model.resolve_names(model, checkpoint.names)
@@ -55,13 +67,19 @@ class Names:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
+<<<<<<< HEAD
         wanted = {name for name in self._twice if not self.in_tower(name)}
         return sorted(wanted - (provided | self.stored.keys() | self._tied.keys()))
+=======
+        return sorted(
+            set(self._twice) - (provided | self.stored.keys() | self._tied.keys() | self.misfits.keys())
+        )
+>>>>>>> w-g
 
     def misshapen(self) -> list[str]:
         """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.
         Those of packed linears are known once they are decoded."""
-        found = []
+        found = list(dict.fromkeys(self.misfits.values()))
         for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
             stored = self.stored.get(name)
             if stored is None or self._checkpoint.is_quantized(stored) or self.in_tower(name):
@@ -77,8 +95,7 @@ class Names:
         if missing := self.missing():
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
-                hint="the download is incomplete, config.json belongs to another model, or the architecture "
-                "is stored with all experts in one tensor, which quantkit does not read yet",
+                hint="the download is incomplete, or config.json belongs to another model",
             )
         if misshapen := self.misshapen():
             raise QuantkitError(

@@ -1,0 +1,168 @@
+"""Fused experts of a checkpoint: which part of a tensor of all experts is one expert's projection.
+
+Some families store all experts of a layer in one tensor, as transformers' parameters are (`Form` says how).
+The checkpoint then appears to hold one tensor per expert and projection instead, each a slice of the stored
+one, by the names that families have which store experts one by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from quantkit.models import meta_model
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
+from quantkit.models.containers.slices import Slice
+
+BIAS = "_bias"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer's parameters hold its experts: `down_proj [experts, hidden, inner]`, and
+    `gate_up_proj [experts, 2 * inner, hidden]`, or `up_proj` of half the size where experts are not gated.
+
+    transposed: the last two axes the other way round. concatenated: all of gate's outputs before up's,
+    instead of one of each in turn. biased: `…_proj_bias` without the last axis. normed: a norm follows each
+    expert. routes: a forward is told which token goes where, and not given the tokens of each expert in turn.
+    matrices: an expert is one matrix of `weight [experts, out, in]`, and a forward is told how many tokens
+    each has (JetMoE).
+    """
+
+    transposed: bool = False
+    concatenated: bool = True
+    biased: bool = False
+    gated: bool = True
+    normed: bool = False
+    routes: bool = True
+    matrices: bool = False
+
+
+def form_of(module: nn.Module) -> Form | None:
+    """How a module holds experts; None for one that does not.
+
+    transformers' decorator says it, and where a class has none (Llama 4), the shapes.
+    """
+    own = {name: parameter.ndim for name, parameter in module.named_parameters(recurse=False)}
+    if own != {"weight": 3} and own.get(DOWN) != 3:
+        return None
+    arguments = len(inspect.signature(module.forward).parameters)
+    if own == {"weight": 3}:
+        parallel = getattr(module, "num_experts", None) == len(module.weight) and arguments == 2
+        return Form(routes=False, matrices=True) if parallel else None
+    if hasattr(module, "is_concatenated"):
+        return Form(
+            transposed=module.is_transposed,
+            concatenated=module.is_concatenated,
+            biased=module.has_bias,
+            gated=module.has_gate,
+            normed=module.has_post_expert_norm,
+        )
+    if own != {GATE_UP: 3, DOWN: 3} or not hasattr(module, "act_fn") or arguments not in (1, 3):
+        return None
+    experts, one, other = module.down_proj.shape
+    forms = {(experts, other, 2 * one): True, (experts, 2 * other, one): False}
+    transposed = forms.get(tuple(module.gate_up_proj.shape))
+    return None if transposed is None else Form(transposed=transposed, routes=arguments == 3)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """All experts of the layer at `place` in the model. names: of an expert's gate, up and down."""
+
+    place: str
+    module: nn.Module
+    form: Form
+    names: tuple[str, str, str]
+
+    def parts(self) -> Iterator[tuple[str, str, slice]]:
+        """Parameter, an expert's projection in it (`gate_proj.weight`), and which of its outputs that is."""
+        gate, up, down = self.names
+        everything = slice(None)
+        if self.form.matrices:
+            yield "weight", "weight", everything
+            return
+        rows = [(UP, up, everything), (DOWN, down, everything)]
+        if self.form.gated:
+            inner = self.module.down_proj.shape[1 if self.form.transposed else 2]
+            halves = slice(0, inner), slice(inner, 2 * inner)
+            if not self.form.concatenated:
+                halves = slice(0, None, 2), slice(1, None, 2)
+            rows = [(GATE_UP, gate, halves[0]), (GATE_UP, up, halves[1]), rows[1]]
+        for parameter, name, outputs in rows:
+            yield parameter, f"{name}.weight", outputs
+            if self.form.biased:
+                yield parameter + BIAS, f"{name}.bias", outputs
+
+    def directory(self, stored: str) -> str:
+        """Where its experts belong in the checkpoint that holds them in `stored`."""
+        directory, _, last = stored.rpartition(".")
+        if last.startswith((GATE_UP, UP, DOWN)):
+            return directory
+        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE has them beside, not inside
+        mine = re.split(r"\.\d+\.", self.place, maxsplit=1)[0]
+        return head + self.place.removeprefix(mine)
+
+    def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Slice]:
+        """An expert's `part` of the stored parameter for every expert, by the place of experts in the model.
+
+        Raises ValueError with what is wrong if the tensor has not the parameter's shape.
+        """
+        expected = tuple(self.module.get_parameter(parameter).shape)
+        matrices = len(expected) == 3
+        transposed = matrices and self.form.transposed
+        if (
+            info.shape != expected
+        ):  # some families were stored either way: transformers looks at the shape, too
+            if not matrices or info.shape != (expected[0], *expected[:0:-1]):
+                raise ValueError(_misfit(info, expected))
+            transposed = not transposed
+        columns = info.shape[1 if transposed else 2] if matrices else None
+        rows = info.shape[2 if transposed else 1]
+        shape = (len(range(rows)[outputs]), columns) if matrices else (len(range(rows)[outputs]),)
+        nbytes = math.prod(shape) * DTYPE_BYTES.get(info.dtype, 1)
+        directory = self.directory(info.name)
+        found = {}
+        for expert in range(expected[0]):
+            index = (expert, slice(None), outputs) if transposed else (expert, outputs)
+            index = (*index, slice(None)) if matrices and not transposed else index
+            name = f"{directory}.{expert}.{part}"
+            found[name] = Slice(
+                name, info.dtype, shape, info.file, info.offset, nbytes, info.name, index, transposed
+            )
+        return found
+
+
+def _misfit(info: TensorInfo, expected: tuple[int, ...]) -> str:
+    found = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
+    if info.shape[:1] != expected[:1] and info.shape[1:] == expected[1:]:
+        found += f": {info.shape[0]} experts instead of {expected[0]}"
+    return found
+
+
+def one_by_one(
+    model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]
+) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with a tensor for each expert's projections, and what is wrong with fused tensors, by
+    the names in the model that are absent for it. `model` still has the fused parameters."""
+    stored = meta_model.resolve_names(model, checkpoint.names)
+    infos, misfits = dict(checkpoint.infos), {}
+    for layer in layers:
+        for parameter, part, outputs in layer.parts():
+            name = stored.get(f"{layer.place}.{parameter}")
+            if name not in checkpoint.infos:
+                continue
+            infos.pop(name, None)
+            try:
+                infos |= layer.slices(parameter, part, outputs, checkpoint.infos[name])
+            except ValueError as error:
+                experts = range(len(layer.module.get_parameter(parameter)))
+                misfits |= {f"{layer.place}.{expert}.{part}": str(error) for expert in experts}
+    return (replace(checkpoint, infos=infos) if infos != checkpoint.infos else checkpoint), misfits
