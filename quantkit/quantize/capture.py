@@ -16,7 +16,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import QuantkitError
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
@@ -28,11 +28,13 @@ class Site:
     """Linears of a block that read the same input tensor, by their names inside the block, in call order.
 
     Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
-    module's own, reached before those of its experts.
+    module's own, reached before those of its experts. calls: how often a forward calls the linears; inputs of
+    several calls add up, and where there is none they are rounded to nearest.
     """
 
     linears: tuple[str, ...]
     pool: str | None = None
+    calls: int = 1
 
     @property
     def place(self) -> str:
@@ -43,12 +45,12 @@ class Site:
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     """The block's sites in the order a forward reaches them, from one probing call of `run`.
 
-    Linears whose input is the same memory, unchanged in between, form a site. Raises QuantkitError
-    when a linear is never called or called twice: its statistics would be wrong.
+    Linears whose input is the same memory, unchanged in between, form a site, at every call if there are
+    several. Those that are never called come last.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     pools = pools_of(block)
-    groups: dict[tuple, list[str]] = {}
+    calls: dict[str, list[tuple]] = {}
     alive = []  # freed inputs could hand their address to another site's
 
     def hook(name: str):
@@ -57,7 +59,7 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
             alive.append(hidden)
             memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
             key = (memory, hidden._version, hidden.shape, hidden.stride())
-            groups.setdefault((name,) if name in pooling else key, []).append(name)
+            calls.setdefault(name, []).append((name,) if name in pooling else key)
 
         return record
 
@@ -69,18 +71,14 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     finally:
         for handle in handles:
             handle.remove()
-    called = [name for names in groups.values() for name in names]
-    odd = [name for name in linears if called.count(name) != 1]
-    if odd:
-        raise QuantkitError(
-            f"these linears are not called exactly once in a forward pass: {name_all(odd)}",
-            hint="quantkit cannot gather statistics for this architecture",
-            exit_code=UNSUPPORTED,
-        )
+    groups: dict[tuple, list[str]] = {}
+    for name, keys in calls.items():
+        groups.setdefault(tuple(keys), []).append(name)
+    never = [Site((name,), calls=0) for name in linears if name not in calls]
     return [
-        Site((), names[0]) if names[0] in pooling else Site(tuple(names), pools.get(names[0]))
-        for names in groups.values()
-    ]
+        Site((), names[0]) if names[0] in pooling else Site(tuple(names), pools.get(names[0]), len(keys))
+        for keys, names in groups.items()
+    ] + never
 
 
 def pools_of(block: nn.Module) -> dict[str, str]:
@@ -237,7 +235,10 @@ class SuspendedForward:
 
 
 class RepeatedForward:
-    """One batch in memory at a time: the block runs again up to each site. Same results, more time."""
+    """One batch in memory at a time: the block runs again up to each site. Same results, more time.
+
+    Where linears are called several times, it runs to its end: later inputs may depend on what they return.
+    """
 
     def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
         self._block = block
@@ -245,10 +246,13 @@ class RepeatedForward:
         self._batches = batches
 
     def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of a site, batch by batch."""
+        """The inputs of a site, batch by batch and call by call."""
+        seen: list[Tensor] = []
 
         def stop(module: nn.Module, args: tuple) -> None:
-            raise _Reached(args[0])
+            if site.calls == 1:
+                raise _Reached(args[0])
+            seen.append(args[0].clone())  # the forward goes on, and may change it in place
 
         handle = self._block.get_submodule(site.place).register_forward_pre_hook(stop)
         try:
@@ -257,6 +261,8 @@ class RepeatedForward:
                     self._run(index)
                 except _Reached as reached:
                     yield reached.inputs
+                yield from seen
+                seen.clear()
         finally:
             handle.remove()
 
