@@ -30,6 +30,7 @@ SIZES = [  # (what a setting's name matches, its value); the first counts
     (r"(rotary_dim|qk_rope_head_dim)", 8),
     (r"(head_dim|mamba_d_head|kv_channels|head_size|\w+_head_dim)", 16),
     (r"(\w*intermediate_size\w*|ffn_dim|n_inner|d_ff|\w*ffn_hidden_size|ffn_intermediate_size)", 128),
+    (r"(time_step_rank|mamba_dt_rank)", 4),
     (r"(\w*_rank|\w*low_rank\w*|hidden_size_per_layer_input)", 64),
     (r"(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)", 4),
     (r"(num_experts_per_tok(en)?|num_selected_experts|top_?k|(moe|num)_(top_?)?k)", 2),
@@ -47,7 +48,7 @@ DEPTH = r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers)
 REPAIRS = (  # tried one after another where a configuration does not fit together
     {}, {"num_heads": 8}, {"num_key_value_heads": 4}, {"head_dim": 32}, {"head_dim": 64, "num_heads": 2},
     {"rope_parameters": None}, {"rope_scaling": None}, {"num_attention_heads": 2},
-    {"fill": True}, {"head_dim": 8},
+    {"fill": True}, {"head_dim": 8}, {"qk_rope_head_dim": 16}, {"mamba_d_head": 16},
 )  # fmt: skip
 
 
@@ -218,7 +219,8 @@ def compressed(source: Path, output: Path, method: str, row: dict) -> float:
 
 
 def decoded(folder: Path, source: Path, conv1d: set[str]):
-    """transformers' model of `source`, with the weights that a quantized checkpoint holds; `conv1d`: stored `[in, out]`."""
+    """transformers' model of `source`, with the weights that a quantized checkpoint holds. conv1d: names of
+    those that are stored `[in, out]`."""
     import torch
     import transformers
     from safetensors.torch import save_file

@@ -298,14 +298,14 @@ class Toy(nn.Module):
 @pytest.mark.parametrize(
     ("forward", "wanted"),
     [
-        (lambda toy, x: toy.c(toy.a(x)) + toy.b(x), [(("a", "b"), 1), (("c",), 1), (("d",), 0)]),
+        (lambda toy, x: toy.c(toy.a(x)) + toy.b(x), [(("d",), 0), (("a", "b"), 1), (("c",), 1)]),
         (
             lambda toy, x: toy.d(toy.c(toy.c(toy.b(toy.a(x))))),
             [(("a",), 1), (("b",), 1), (("c",), 2), (("d",), 1)],
         ),
         (
             lambda toy, x: toy.b(h := toy.b(x)) + toy.c(x) + toy.c(h),  # the same inputs at both calls
-            [(("b", "c"), 2), (("a",), 0), (("d",), 0)],
+            [(("a",), 0), (("d",), 0), (("b", "c"), 2)],
         ),
     ],
 )

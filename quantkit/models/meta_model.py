@@ -18,6 +18,9 @@ from quantkit.models.checkpoint import Checkpoint
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._is_quantized = True  # Mamba's blocks then call linears whose weights they use else
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
     for name, buffer in list(model.named_buffers()):

@@ -29,12 +29,14 @@ class Site:
 
     Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
     module's own, reached before those of its experts. calls: how often a forward calls the linears; inputs of
-    several calls add up, and where there is none they are rounded to nearest.
+    several calls add up, and where there is none they are rounded to nearest. whole: a forward must not be
+    left in such a call, because others follow, or because the block has changed the linear until it is over.
     """
 
     linears: tuple[str, ...]
     pool: str | None = None
     calls: int = 1
+    whole: bool = False
 
     @property
     def place(self) -> str:
@@ -46,11 +48,13 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     """The block's sites in the order a forward reaches them, from one probing call of `run`.
 
     Linears whose input is the same memory, unchanged in between, form a site, at every call if there are
-    several. Those that are never called come last.
+    several. Those that are never called come first: a forward may use their weights all the same.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     pools = pools_of(block)
     calls: dict[str, list[tuple]] = {}
+    at_rest = {name: _memory(module) for name, module in linears.items()}
+    whole = set()  # Jamba takes the bias of a linear away while it calls it
     alive = []  # freed inputs could hand their address to another site's
 
     def hook(name: str):
@@ -60,6 +64,8 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
             memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
             key = (memory, hidden._version, hidden.shape, hidden.stride())
             calls.setdefault(name, []).append((name,) if name in pooling else key)
+            if name in linears and (len(calls[name]) > 1 or _memory(module) != at_rest[name]):
+                whole.add(name)
 
         return record
 
@@ -75,10 +81,17 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     for name, keys in calls.items():
         groups.setdefault(tuple(keys), []).append(name)
     never = [Site((name,), calls=0) for name in linears if name not in calls]
-    return [
-        Site((), names[0]) if names[0] in pooling else Site(tuple(names), pools.get(names[0]), len(keys))
+    return never + [
+        Site((), names[0])
+        if names[0] in pooling
+        else Site(tuple(names), pools.get(names[0]), len(keys), not whole.isdisjoint(names))
         for keys, names in groups.items()
-    ] + never
+    ]
+
+
+def _memory(linear: nn.Module) -> list[int]:
+    """Where its parameters lie."""
+    return [parameter.data_ptr() for parameter in linear.parameters(recurse=False)]
 
 
 def pools_of(block: nn.Module) -> dict[str, str]:
@@ -237,7 +250,7 @@ class SuspendedForward:
 class RepeatedForward:
     """One batch in memory at a time: the block runs again up to each site. Same results, more time.
 
-    Where linears are called several times, it runs to its end: later inputs may depend on what they return.
+    Where a site wants it whole, it runs to its end.
     """
 
     def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
@@ -250,7 +263,7 @@ class RepeatedForward:
         seen: list[Tensor] = []
 
         def stop(module: nn.Module, args: tuple) -> None:
-            if site.calls == 1:
+            if not site.whole:
                 raise _Reached(args[0])
             seen.append(args[0].clone())  # the forward goes on, and may change it in place
 

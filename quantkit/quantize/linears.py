@@ -16,7 +16,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
 
 ROUTER = "router"
-SMALL = 1 / 20  # share of its block's weights below which a linear may stay in 16 bit unasked
+SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit unasked
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,17 @@ def resolve(
             hint=f"names look like {specs[0].name}; --dry-run lists them all",
             exit_code=USAGE,
         )
-    specs = _without_small_unfit(specs, overrides, layout)
+    specs = _without_small_unfit(skeleton, specs, overrides, layout)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs
 
 
 def _without_small_unfit(
-    specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
+    skeleton: Skeleton, specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
 ) -> list[LinearSpec]:
     """Keep small projections that grid or layout cannot hold, such as the step sizes of a state-space model,
     unless they are overridden by name; they would not be worth a model's refusal."""
-    weights = Counter()
-    for spec in specs:
-        weights[spec.block] += spec.weights
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     found = []
     for spec in specs:
         asked = any(override.pattern.search(spec.name) for override in overrides)

@@ -153,8 +153,8 @@ class _Loop:
         if not self.method.needs:
             return _Measured(lambda site: None, lambda: self._forward(block.index))
         reached = [site for site in block.wanted if site.calls]
-        often = any(site.calls > 1 for site in reached)
-        run = FORWARDS["repeat" if often else self.execution.sequential](
+        whole = any(site.whole for site in reached)
+        run = FORWARDS["repeat" if whole else self.execution.sequential](
             block.module,
             reached,
             lambda k: self.skeleton.run_block(block.index, self.states[k]),
