@@ -65,12 +65,14 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
+    """The list as long as the model is deep; of several, the outermost. Raises QuantkitError for none."""
     depth = getattr(checkpoint.config, "num_hidden_layers", None)
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    found = [(name, module) for name, module in lists if len(module) == depth]
+    if not found:  # decoders of pairs: the depth of the encoder has the common name
+        settings = checkpoint.config.to_dict()
+        depths = [settings[key] for key in settings if key.endswith("decoder_layers")]
+        found = [(name, module) for name, module in lists if len(module) in depths]
     if not found:
         raise QuantkitError(
             f"no list of {depth} decoder blocks found in {type(model).__name__}",

@@ -88,7 +88,7 @@ class Skeleton:
         args, kwargs = call
         with torch.no_grad():
             out = self.blocks[index](hidden, *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        return out[0] if isinstance(out, (tuple, list)) else out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.

@@ -117,10 +117,12 @@ class Recorder:
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
     def _passes_unchanged(self) -> bool:
-        shapes = set()
-        with self._listening(lambda hidden, call: shapes.add(hidden.shape)):
+        shapes = []
+        with self._listening(lambda hidden, call: shapes.append(hidden.shape)):
             logits = self._run(torch.zeros(1, 4, dtype=torch.long)).logits
-        return len(shapes) == 1 and logits.shape[:2] == (1, 4)
+        if len(shapes) != len(self._stubs):
+            raise _unsupported(f"{self._kind} calls its {len(self._stubs)} blocks {len(shapes)} times")
+        return len(set(shapes)) == 1 and logits.shape[:2] == (1, 4)
 
 
 class _Recorded(Exception):
