@@ -53,12 +53,54 @@ PER_LAYER = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
 }
-REFUSED = {  # families that must be turned away, never quantized wrongly
+EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+KINDS = {  # of blocks beside the plain ones: mixtures and hybrids
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
-    "qwen3_moe": (
-        hf.Qwen3MoeConfig,
-        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": (hf.Qwen3MoeConfig, EXPERTS),
+    "qwen2_moe": (hf.Qwen2MoeConfig, {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "deepseek_v3": (  # a dense block, then experts with a shared one
+        hf.DeepseekV3Config,
+        {
+            **GATED, "num_key_value_heads": 4, "moe_intermediate_size": 64, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+        },
     ),
+    "mamba2": (  # no attention at all
+        hf.Mamba2Config,
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8,
+            "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16,
+        },
+    ),
+    "jamba": (  # state-space blocks between attention, experts between dense layers
+        hf.JambaConfig,
+        {
+            **GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3,
+            "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 16,
+            "mamba_dt_rank": 64, "use_mamba_kernels": False, "pad_token_id": 0,
+        },
+    ),
+    "bamba": (hf.BambaConfig, {**GROUPED, **MAMBA, "mamba_chunk_size": 16, "attn_layer_indices": [1]}),
+    "qwen3_next": (  # linear attention, convolutions and experts
+        hf.Qwen3NextConfig,
+        {
+            **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "bart": (  # as a decoder alone: its cross-attention is never called
+        hf.BartConfig,
+        {
+            "vocab_size": VOCABULARY, "d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 128,
+            "decoder_attention_heads": 4, "max_position_embeddings": 256, "is_encoder_decoder": False,
+        },
+    ),
+}  # fmt: skip
+REFUSED = {  # families that must be turned away, never quantized wrongly
     "gemma4": (  # blocks also read embeddings of the tokens, and keys and values of earlier blocks
         hf.Gemma4TextConfig,
         {
@@ -91,7 +133,7 @@ def save_model(folder: Path, family: str, dtype: str = "float32", seed: int = 0,
     No parameter has a value it would have by default: matrices are normal(0, 0.05), norms and biases
     are 0.1 away from theirs, so that one that is lost, swapped or left out shows.
     """
-    make, arguments = (FAMILIES | REFUSED)[family]
+    make, arguments = (FAMILIES | KINDS | REFUSED)[family]
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(make(**arguments | overrides), dtype=torch.float32)
     for parameter in model.parameters():

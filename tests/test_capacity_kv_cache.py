@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 import transformers as hf
-from families import FAMILIES, GROUPED, REFUSED, save_model
+from families import FAMILIES, GROUPED, KINDS, REFUSED, save_model
 from published import CONFIGS
 
 from quantkit.capacity import kv_cache, source
@@ -131,7 +131,7 @@ MORE = {
             "sliding_window": 16,
         },
     ),
-    "mixtral": REFUSED["mixtral"],
+    "mixtral": KINDS["mixtral"],
     "llama4": (
         hf.Llama4TextConfig,
         {

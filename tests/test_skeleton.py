@@ -15,10 +15,8 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
-from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import job, linears, methods
+from quantkit.quantize import linears
 from quantkit.quantize.capture import RepeatedForward, Site, Statistics, SuspendedForward, find_sites
-from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")
 TOKENS = 40  # more than the sliding window of mistral, gemma2 and gemma3
@@ -221,26 +219,6 @@ def test_names_in_the_plan_are_the_stored_ones(tiny_model):
 # What must be refused
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_fused_experts_are_refused_by_name(tiny_model, family):
-    folder = tiny_model(family)
-    with pytest.raises(QuantkitError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj") as caught:
-        skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, CPU)
-        resolve(skeleton, [])
-    assert caught.value.exit_code == UNSUPPORTED
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_a_job_calls_experts_unsupported_not_missing(tiny_model, family):
-    options = methods.load("gptq").Options()
-    run = RunOptions(threads=1)
-    request = job.Request(str(tiny_model(family)), "gptq", options, CalibrationOptions(), run)
-    with pytest.raises(QuantkitError, match="experts") as caught:
-        job.prepare(request, Progress(), dry_run=True)
-    assert caught.value.exit_code == UNSUPPORTED
-    assert "download" not in caught.value.hint
-
-
 @pytest.mark.parametrize("family", ["gemma4", "gemma3n"])
 def test_blocks_that_read_more_than_hidden_states_are_refused(tiny_model, family):
     assert refused(tiny_model(family)).exit_code == UNSUPPORTED
@@ -318,18 +296,35 @@ class Toy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("forward", "named"),
+    ("forward", "wanted"),
     [
-        (lambda toy, x: toy.c(toy.a(x)) + toy.b(x), "d"),
-        (lambda toy, x: toy.d(toy.c(toy.c(toy.b(toy.a(x))))), "c"),
-        (lambda toy, x: toy.b(toy.b(x)) + toy.c(x), "a, b, d"),
+        (lambda toy, x: toy.c(toy.a(x)) + toy.b(x), [(("d",), 0), (("a", "b"), 1), (("c",), 1)]),
+        (
+            lambda toy, x: toy.d(toy.c(toy.c(toy.b(toy.a(x))))),
+            [(("a",), 1), (("b",), 1), (("c",), 2), (("d",), 1)],
+        ),
+        (
+            lambda toy, x: toy.b(h := toy.b(x)) + toy.c(x) + toy.c(h),  # the same inputs at both calls
+            [(("a",), 0), (("d",), 0), (("b", "c"), 2)],
+        ),
     ],
 )
-def test_linears_not_called_once_are_refused(forward, named):
+def test_how_often_linears_are_called(forward, wanted):
     toy = Toy(forward)
-    with pytest.raises(QuantkitError, match=f"in a forward pass: {named}$") as caught:
-        find_sites(toy, lambda: toy(torch.ones(3, 8)))
-    assert caught.value.exit_code == UNSUPPORTED
+    found = find_sites(toy, lambda: toy(torch.ones(3, 8)))
+    assert [(site.linears, site.calls) for site in found] == wanted
+
+
+def test_inputs_of_several_calls_add_up():
+    """Each batch's, as the whole forward shows them."""
+    toy, batches = Toy(lambda toy, x: toy.b(toy.a(toy.a(x)))), [torch.ones(3, 8), torch.full((2, 8), 2.0)]
+    with torch.no_grad():
+        sites = [site for site in find_sites(toy, lambda: toy(batches[0])) if site.calls]
+        forward = RepeatedForward(toy, sites, lambda k: toy(batches[k]), 2)
+        seen = [list(forward.inputs(site)) for site in sites]
+        want = [part for x in batches for part in (x, toy.a(x))], [toy.a(toy.a(x)) for x in batches]
+    for inputs, expected in zip(seen, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(inputs, expected, strict=True))
 
 
 def test_a_site_is_one_input_not_one_address():

@@ -10,11 +10,11 @@ from shlex import quote
 
 from rich.console import Console
 
-from quantkit.errors import count
+from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import print_comparison
 from quantkit.quantize.job import Job
-from quantkit.quantize.outputs import Summary
-from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
+from quantkit.quantize.outputs import ExpertTokens, Summary
+from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
 
 
 def plan_record(job: Job) -> dict:
@@ -40,6 +40,7 @@ def plan_record(job: Job) -> dict:
             }
             for row in job.specs
         ],
+        "kept_parameters": [parameter.record() for parameter in job.kept_parameters],
     }
 
 
@@ -48,9 +49,11 @@ def print_plans(jobs: Sequence[Job]) -> None:
     console, plans = Console(highlight=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
-        size = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
+        sizes = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
         bits = f"{job.plan.bits_per_weight:.2f} bits per quantized weight"
-        print_facts(console, {"output": str(job.staging.output), "size": f"{size} ({bits})"})
+        print_facts(console, {"output": str(job.staging.output), "size": f"{sizes} ({bits})"})
+    if kept := jobs[0].kept_parameters:
+        print_facts(console, {"kept as is": _kept([parameter.record() for parameter in kept])})
     facts = {}
     if len(jobs) > 1:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
@@ -79,6 +82,24 @@ def _print_linears(console: Console, job: Job) -> None:
         blocks = [row.block for row in members if row.block is not None]
         table.add_row(name, ranges(blocks), " × ".join(map(str, shape)), becomes)
     console.print(table)
+
+
+def _kept(records: Sequence[dict]) -> str:
+    """`linear_attn.conv1d, mlp.gate: 6 tensors, 0.30 MB`: like parameters of all blocks have one name."""
+    names = (re.split(r"\.\d+\.", record["name"], maxsplit=1)[-1] for record in records)
+    kinds = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
+    nbytes = sum(record["bytes"] for record in records)
+    return f"{name_all(kinds)}: {count(len(records), 'tensor')}, {size(nbytes)}"
+
+
+def _reached(seen: ExpertTokens) -> str:
+    """`tokens per expert: fewest 3, median 111, most 900; 5 of 64 below their width (…)`."""
+    how = {"shrink": " (shrunk towards their layer)", "routed": " (--experts routed: on their own)"}
+    return (
+        f"tokens per expert: fewest {seen.fewest}, median {seen.median}, most {seen.most}; "
+        f"{seen.starved} of {seen.experts} below their width"
+        + (how.get(seen.statistics, "") if seen.starved else "")
+    )
 
 
 def _seconds(stages: dict[str, float]) -> str:
@@ -123,6 +144,10 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
     if summary.kept:
         facts["kept 16 bit"] = count(summary.kept, "linear")
+    if summary.kept_parameters:
+        facts["kept as is"] = _kept(summary.kept_parameters)
+    if summary.experts:
+        facts["experts"] = _reached(summary.experts)
     print_facts(console, facts)
     if summary.outlier_columns:
         _print_outliers(console, summary.outlier_columns)

@@ -171,7 +171,7 @@ def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite. A sum that is finite says so at once; one that is not may only
     have overflowed."""
-    rows = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor[None]
+    rows = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
     sums = torch.empty(len(rows), device=tensor.device)
     by_rows(lambda part: part.sum(1, dtype=torch.float32), sums, rows)
     return bool(sums.isfinite().all()) or all(map(torch.isfinite, tensor.aminmax()))

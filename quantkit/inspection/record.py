@@ -137,6 +137,9 @@ def _activations(contents: Contents) -> str | None:
     return str(config["activation_scheme"]) if config.get("activation_scheme") else None
 
 
+EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
+
+
 def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     """What the rules of clients ask for."""
     coded = [weight.codes for weight in weights if weight.codes]
@@ -158,9 +161,8 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "version": {str(config.get("checkpoint_format") or config.get("format") or "gptq")},
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
-        "experts": {any("_exps." in name for name in infos)},
         "biases": {any(name.endswith(".bias") for name in infos)},
-        "experts": {any(re.search(r"\.experts\.\d+\.", weight.name) for weight in weights if weight.codes)},
+        "experts": {any(EXPERT.search(weight.name) for weight in weights)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
         "kept": {
             any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)

@@ -19,6 +19,9 @@ from quantkit.models.checkpoint import Checkpoint
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._is_quantized = True  # Mamba's blocks then call linears whose weights they use else
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
     for name, buffer in list(model.named_buffers()):
@@ -94,14 +97,17 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks, and the name of their list: as long as the language model is deep, and in it."""
+    """The decoder blocks, and the name of their list: as long as the language model is deep, and in it; of
+    several, the outermost. Raises QuantkitError for none."""
     depth = getattr(checkpoint.text_config, "num_hidden_layers", None)
     language = language_model(model, checkpoint)
-    found = [
-        (name, module)
-        for name, module in model.get_submodule(language).named_modules(prefix=language)
-        if isinstance(module, nn.ModuleList) and len(module) == depth
-    ]
+    inside = model.get_submodule(language).named_modules(prefix=language)
+    lists = [(name, module) for name, module in inside if isinstance(module, nn.ModuleList)]
+    found = [(name, module) for name, module in lists if len(module) == depth]
+    if not found:  # decoders of pairs: the depth of the encoder has the common name
+        settings = checkpoint.config.to_dict()
+        depths = [settings[key] for key in settings if key.endswith("decoder_layers")]
+        found = [(name, module) for name, module in lists if len(module) in depths]
     if not found:
         raise QuantkitError(
             f"no list of {depth} decoder blocks found in {type(model).__name__}",

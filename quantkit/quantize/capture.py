@@ -16,7 +16,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import QuantkitError
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
@@ -28,12 +28,17 @@ class Site:
     """Linears of a block that read the same input tensor, by their names inside the block, in call order.
 
     Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
-    module's own, reached before those of its experts. in_features: width of the inputs.
+    module's own, reached before those of its experts. in_features: width of the inputs. calls: how often a
+    forward calls the linears; inputs of several calls add up, and where there is none they are rounded to
+    nearest. whole: a forward must not be left in such a call, because others follow, or because the block has
+    changed the linear until it is over.
     """
 
     linears: tuple[str, ...]
     pool: str | None = None
     in_features: int = field(default=0, compare=False)
+    calls: int = 1
+    whole: bool = False
 
     @property
     def place(self) -> str:
@@ -44,13 +49,15 @@ class Site:
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     """The block's sites in the order a forward reaches them, from one probing call of `run`.
 
-    Linears whose input is the same memory, unchanged in between, form a site. Raises QuantkitError
-    when a linear is never called or called twice: its statistics would be wrong.
+    Linears whose input is the same memory, unchanged in between, form a site, at every call if there are
+    several. Those that are never called come first: a forward may use their weights all the same.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     pools = pools_of(block)
-    groups: dict[tuple, list[str]] = {}
-    widths: dict[str, int] = {}
+    widths: dict[str, int] = {name: module.in_features for name, module in linears.items()}
+    calls: dict[str, list[tuple]] = {}
+    at_rest = {name: _memory(module) for name, module in linears.items()}
+    whole = set()  # Jamba takes the bias of a linear away while it calls it
     alive = []  # freed inputs could hand their address to another site's
 
     def hook(name: str):
@@ -60,7 +67,9 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
             widths[name] = hidden.shape[-1]
             memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
             key = (memory, hidden._version, hidden.shape, hidden.stride())
-            groups.setdefault((name,) if name in pooling else key, []).append(name)
+            calls.setdefault(name, []).append((name,) if name in pooling else key)
+            if name in linears and (len(calls[name]) > 1 or _memory(module) != at_rest[name]):
+                whole.add(name)
 
         return record
 
@@ -72,20 +81,21 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
     finally:
         for handle in handles:
             handle.remove()
-    called = [name for names in groups.values() for name in names]
-    odd = [name for name in linears if called.count(name) != 1]
-    if odd:
-        raise QuantkitError(
-            f"these linears are not called exactly once in a forward pass: {name_all(odd)}",
-            hint="quantkit cannot gather statistics for this architecture",
-            exit_code=UNSUPPORTED,
-        )
-    return [
+    groups: dict[tuple, list[str]] = {}
+    for name, keys in calls.items():
+        groups.setdefault(tuple(keys), []).append(name)
+    never = [Site((name,), in_features=widths[name], calls=0) for name in linears if name not in calls]
+    return never + [
         Site((), names[0], widths[names[0]])
         if names[0] in pooling
-        else Site(tuple(names), pools.get(names[0]), widths[names[0]])
-        for names in groups.values()
+        else Site(tuple(names), pools.get(names[0]), widths[names[0]], len(keys), not whole.isdisjoint(names))
+        for keys, names in groups.items()
     ]
+
+
+def _memory(linear: nn.Module) -> list[int]:
+    """Where its parameters lie."""
+    return [parameter.data_ptr() for parameter in linear.parameters(recurse=False)]
 
 
 def pools_of(block: nn.Module) -> dict[str, str]:
@@ -243,7 +253,10 @@ class SuspendedForward:
 
 
 class RepeatedForward:
-    """One batch in memory at a time: the block runs again up to each site. Same results, more time."""
+    """One batch in memory at a time: the block runs again up to each site. Same results, more time.
+
+    Where a site wants it whole, it runs to its end.
+    """
 
     def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
         self._block = block
@@ -251,10 +264,13 @@ class RepeatedForward:
         self._batches = batches
 
     def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of a site, batch by batch."""
+        """The inputs of a site, batch by batch and call by call."""
+        seen: list[Tensor] = []
 
         def stop(module: nn.Module, args: tuple) -> None:
-            raise _Reached(args[0])
+            if not site.whole:
+                raise _Reached(args[0])
+            seen.append(args[0].clone())  # the forward goes on, and may change it in place
 
         handle = self._block.get_submodule(site.place).register_forward_pre_hook(stop)
         try:
@@ -263,6 +279,8 @@ class RepeatedForward:
                     self._run(index)
                 except _Reached as reached:
                     yield reached.inputs
+                yield from seen
+                seen.clear()
         finally:
             handle.remove()
 

@@ -14,7 +14,7 @@ from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
 from quantkit.quantize.job import Job
-from quantkit.quantize.outputs import Summary
+from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.timings import Timings
 
@@ -54,14 +54,17 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
             linears.append({"name": row.name, "shape": shape, "kept": row.kept})
         elif row.grid:
             linears.append({"name": row.name, "shape": shape, "grid": asdict(row.grid)} | by_name[row.name])
-    return {
+    described = {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
         "source": {"name": Path(job.request.source).name, "sha256": job.source_sha256.result()},
         "method": job.request.method,
         "job": job.identity,
         "linears": linears,
-    } | ({"notes": list(job.method.notes)} if job.method.notes else {})
+    }
+    if kept := job.kept_parameters:
+        described["kept_parameters"] = [parameter.record() for parameter in kept]
+    return described | ({"notes": list(job.method.notes)} if job.method.notes else {})
 
 
 def _verify(job: Job, place: Path, expected: Tensor) -> None:
@@ -84,6 +87,25 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
         )
 
 
+def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
+    """How many tokens the experts of a mixture saw; None where there is none, or no data was needed."""
+    widths = {row.name: row.in_features for row in job.specs}
+    tokens: dict[str, int] = {}
+    starved = set()
+    for record in records:
+        if "tokens" in record:
+            expert = record["name"].rpartition(".")[0]
+            tokens[expert] = record["tokens"]
+            if record["tokens"] < widths[record["name"]]:
+                starved.add(expert)
+    if not tokens:
+        return None
+    seen = sorted(tokens.values())
+    return ExpertTokens(
+        len(seen), seen[0], seen[len(seen) // 2], seen[-1], len(starved), job.request.run.experts
+    )
+
+
 def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
     """What to report of a job whose linears have these records."""
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
@@ -100,6 +122,8 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         rtn_error=sum(baselines) / len(baselines) if baselines else None,
         fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
         notes={row["name"]: row["notes"] for row in records if row["notes"]},
+        kept_parameters=[parameter.record() for parameter in job.kept_parameters],
+        experts=_reached(job, records),
         outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
         seconds=dict(timings.seconds),
         steps_down=list(timings.notes),

@@ -39,8 +39,7 @@ def gather(
 ) -> Importance:
     """What enters the linears while `batches` of token ids `[batch, tokens]` go through the checkpoint.
 
-    Loads all of the skeleton but its blocks. Raises QuantkitError for linears that a forward pass does not
-    call exactly once, and for activations that are not finite.
+    Loads all of the skeleton but its blocks. Raises QuantkitError for activations that are not finite.
     """
     progress, timings = progress or Progress(), timings or Timings(skeleton.device)
     map_large_blocks()

@@ -25,6 +25,7 @@ from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import linears, methods, plan
+from quantkit.quantize.linears import Kept
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.plan import JobPlan
@@ -77,6 +78,11 @@ class Job:
     def identity(self) -> dict:
         """The whole fingerprint: waits for the source's hash."""
         return self.fingerprint | {"source_sha256": self.source_sha256.result()}
+
+    @property
+    def kept_parameters(self) -> list[Kept]:
+        """What the blocks hold beside linears."""
+        return linears.kept_parameters(self.skeleton)
 
     @property
     def material(self) -> Material:

@@ -16,6 +16,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
 
 ROUTER = "router"
+SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit unasked
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def resolve(
     `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
     encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
     QuantkitError naming every linear the grid or layout cannot hold, and every pattern that is malformed or
-    matches nothing. Routers stay as they are.
+    matches nothing. Routers stay as they are, and small linears that would be refused.
     """
     patterns = {text: _compile(text, "--exclude") for text in exclude}
     overrides = [_override(text) for text in override]
@@ -65,8 +66,30 @@ def resolve(
             hint=f"names look like {specs[0].name}; --dry-run lists them all",
             exit_code=USAGE,
         )
+    specs = _without_small_unfit(skeleton, specs, overrides, layout)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs
+
+
+def _without_small_unfit(
+    skeleton: Skeleton, specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
+) -> list[LinearSpec]:
+    """Keep small projections that grid or layout cannot hold, such as the step sizes of a state-space model,
+    unless they are overridden by name; they would not be worth a model's refusal."""
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
+    found = []
+    for spec in specs:
+        asked = any(override.pattern.search(spec.name) for override in overrides)
+        small = spec.weights < SMALL * weights[spec.block]
+        reason = _unfit(spec, layout) if spec.grid and small and not asked else None
+        found.append(replace(spec, grid=None, kept=f"small; {reason}") if reason else spec)
+    return found
+
+
+def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
+    if spec.in_features % spec.grid.group_size:
+        return f"group size {spec.grid.group_size} does not divide {spec.in_features}"
+    return layout.check(spec)
 
 
 def linears(skeleton: Skeleton) -> list[LinearSpec]:
@@ -107,18 +130,22 @@ class Kept:
     shape: tuple[int, ...]
     nbytes: int
 
+    def record(self) -> dict:
+        """JSON of it."""
+        return {"name": self.name, "shape": list(self.shape), "bytes": self.nbytes}
+
 
 def kept_parameters(skeleton: Skeleton) -> list[Kept]:
     """All of two dimensions and more; vectors (norms, biases) are not worth a word."""
-    found = []
+    found = {}
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
         for local, parameter in block.named_parameters():
-            if parameter.ndim >= 2 and local not in linears:
-                stored = skeleton.names.stored_of(index, local)
+            stored = skeleton.names.stored.get(skeleton.names.of_block(index, local))
+            if parameter.ndim >= 2 and local not in linears and stored:
                 nbytes = skeleton.checkpoint.infos[stored].nbytes
-                found.append(Kept(stored, tuple(parameter.shape), nbytes))
-    return found
+                found[stored] = Kept(stored, tuple(parameter.shape), nbytes)
+    return list(found.values())
 
 
 def _compile(text: str, flag: str) -> re.Pattern:

@@ -33,6 +33,7 @@ from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import BlockView, Transformed
 
+UNREACHED = "no calibration token entered it"
 FORWARDS = {"suspend": capture.SuspendedForward, "repeat": capture.RepeatedForward}
 
 
@@ -118,6 +119,8 @@ class _Loop:
                 tokens = statistics.tokens if site.pool and statistics else None
                 for row, solved, parts in self._solve(block, site, statistics):
                     solved = measured.transformed.amend(row.local, solved)
+                    if statistics and not site.calls:
+                        solved = replace(solved, fallback=UNREACHED)
                     tensors |= {f"{row.name}.{part}": tensor for part, tensor in parts.items()}
                     records.append(_record(row, solved, tokens))
                     self.progress.linear(row, solved)
@@ -149,9 +152,11 @@ class _Loop:
             )
         if not self.method.needs:
             return _Measured(lambda site: None, lambda: self._forward(block.index))
-        run = FORWARDS[self.execution.sequential](
+        reached = [site for site in block.wanted if site.calls]
+        whole = any(site.whole for site in reached)
+        run = FORWARDS["repeat" if whole else self.execution.sequential](
             block.module,
-            block.wanted,
+            reached,
             lambda k: self.skeleton.run_block(block.index, self.states[k]),
             len(self.states),
         )
@@ -165,7 +170,7 @@ class _Loop:
     def _sum(self, block: _Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Statistics of a site over all batches of its inputs."""
         sums = Statistics(site.in_features, self.skeleton.device, self.method.needs)
-        for batch in self.timings.waiting("forward", inputs):
+        for batch in self.timings.waiting("forward", inputs if site.calls else ()):
             with self.timings("hessian", wait=False):
                 sums.add(batch)
         return self._finished(block, site, sums)

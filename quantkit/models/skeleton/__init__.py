@@ -30,8 +30,8 @@ class Skeleton:
 
     `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
     `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
-    those of the whole model. towers: of other modalities, by name, on the meta device for good. `checkpoint` has
-    a tensor for each expert, also where one is stored for all.
+    those of the whole model. towers: of other modalities, by name, on the meta device for good. `checkpoint`
+    has a tensor for each expert, also where one is stored for all.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -102,7 +102,7 @@ class Skeleton:
         args, kwargs = call
         with torch.no_grad():
             out = self.blocks[index](hidden, *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        return out[0] if isinstance(out, (tuple, list)) else out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.

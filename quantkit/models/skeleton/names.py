@@ -12,12 +12,9 @@ from quantkit.models.checkpoint import Checkpoint
 class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
     shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`.
-<<<<<<< HEAD
     language: name of the language model inside a wrapper, else "". towers: of the models beside it, which
-    are never loaded."""
-=======
-    misfits: what is wrong with tensors of all experts, by the names in the model that lack for it."""
->>>>>>> w-g
+    are never loaded. misfits: what is wrong with tensors of all experts, by the names in the model that lack
+    for it."""
 
     def __init__(
         self,
@@ -67,14 +64,8 @@ class Names:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
-<<<<<<< HEAD
-        wanted = {name for name in self._twice if not self.in_tower(name)}
-        return sorted(wanted - (provided | self.stored.keys() | self._tied.keys()))
-=======
-        return sorted(
-            set(self._twice) - (provided | self.stored.keys() | self._tied.keys() | self.misfits.keys())
-        )
->>>>>>> w-g
+        provided |= self.stored.keys() | self._tied.keys() | self.misfits.keys()
+        return sorted({name for name in self._twice if not self.in_tower(name)} - provided)
 
     def misshapen(self) -> list[str]:
         """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 
+RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple with this behind it
 SHAPES = 8  # whose arguments are kept, the last used: a job has three, tasks one for every length of text
 
 
@@ -102,22 +103,26 @@ class Recorder:
 
     def _learn_return_type(self) -> None:
         """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
-        for returns_tuple in (False, True):
+        wrong = None
+        for returns in RETURNS:
             for stub in self._stubs:
-                stub.returns_tuple = returns_tuple
+                stub.returns = returns
             try:
                 if self._passes_unchanged():
                     return
-            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError):
-                if returns_tuple:  # neither way works: the model's own error says most
-                    raise
+            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+                wrong = error if returns in RETURNS[:2] else wrong
+        if wrong:  # no way works: the model's own error says most
+            raise wrong
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
     def _passes_unchanged(self) -> bool:
-        shapes = set()
-        with self._listening(lambda hidden, call: shapes.add(hidden.shape)):
+        shapes = []
+        with self._listening(lambda hidden, call: shapes.append(hidden.shape)):
             logits = self._run(torch.zeros(1, 4, dtype=torch.long)).logits
-        return len(shapes) == 1 and logits.shape[:2] == (1, 4)
+        if len(shapes) != len(self._stubs):
+            raise _unsupported(f"{self._kind} calls its {len(self._stubs)} blocks {len(shapes)} times")
+        return len(set(shapes)) == 1 and logits.shape[:2] == (1, 4)
 
 
 class _Recorded(Exception):
@@ -130,7 +135,7 @@ class _Stub(nn.Module):
     def __init__(self, block: nn.Module):
         super().__init__()
         self.__dict__["block"] = block  # not a child: its weights are not the model's to move
-        self.returns_tuple = False
+        self.returns = RETURNS[0]
         self.record: Record | None = None
         self.replacement: Tensor | None = None
 
@@ -147,7 +152,7 @@ class _Stub(nn.Module):
             self.record(hidden, (tuple(args[1:]), kwargs))
         if self.replacement is not None:
             hidden = self.replacement
-        return (hidden,) if self.returns_tuple else hidden
+        return hidden if self.returns is None else (hidden, *self.returns)
 
 
 def _unsupported(message: str) -> QuantkitError:

@@ -78,9 +78,22 @@ class Material:
 
 
 @dataclass(frozen=True)
+class ExpertTokens:
+    """How many calibration tokens were routed to each expert of a mixture. starved: experts with fewer than
+    a linear of theirs has input features; statistics: how `--experts` made theirs."""
+
+    experts: int
+    fewest: int
+    median: int
+    most: int
+    starved: int
+    statistics: str
+
+
+@dataclass(frozen=True)
 class Summary:
-    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. steps_down: what it did to
-    get along with less memory than planned."""
+    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
+    and bytes of what is no linear. steps_down: what it did to get along with less memory than planned."""
 
     source: str
     output: str
@@ -94,6 +107,8 @@ class Summary:
     rtn_error: float | None
     fallbacks: dict[str, str]
     notes: dict[str, list[str]]
+    kept_parameters: list[dict]
+    experts: ExpertTokens | None
     outlier_columns: dict[str, int]
     seconds: dict[str, float]
     steps_down: list[str]

@@ -1,0 +1,145 @@
+"""Blocks of every kind: mixtures, state-space models, hybrids, decoders without their encoder."""
+
+import json
+
+import jobs
+import pytest
+import torch
+from families import KINDS
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import linears, walk
+from quantkit.quantize.loop import UNREACHED
+
+MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "jamba", "qwen3_next"}
+KEPT = {  # what is kept as it is, by its name inside a block
+    "mixtral": {"block_sparse_moe.gate.weight"},
+    "qwen3_moe": {"mlp.gate.weight"},
+    "qwen2_moe": {"mlp.gate.weight"},
+    "deepseek_v3": {"mlp.gate.weight"},
+    "mamba2": {"mixer.conv1d.weight"},
+    "jamba": {"mamba.A_log", "mamba.conv1d.weight", "feed_forward.router.weight"},
+    "bamba": {"mamba.conv1d.weight"},
+    "qwen3_next": {"mlp.gate.weight", "linear_attn.conv1d.weight"},
+    "bart": set(),
+}
+IDS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def open_skeleton(folder) -> Skeleton:
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
+    return skeleton
+
+
+def record(folder) -> dict:
+    return json.loads((folder / "quantkit.json").read_text())
+
+
+def quantize(method: str, source, folder, options: dict | None = None, **run):
+    """Of a few sequences of text."""
+    return jobs.quantize(method, source, folder / "out", options, calibration=jobs.calibration(folder), **run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
+    folder = tiny_model(kind)
+    skeleton = open_skeleton(folder)
+    skeleton.load_rest()
+    (hidden,) = walk.through(skeleton, [IDS])
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS, use_cache=False).logits
+    assert want.std() > 0.02
+    for row, expected in zip(hidden, want, strict=True):
+        assert (skeleton.logits(row) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linears_are_quantized_and_all_else_keeps_its_bytes(tiny_model, tmp_path, kind):
+    source = tiny_model(kind, tokenizer=True)
+    summary = quantize("gptq", source, tmp_path, {"group_size": 32})
+    described = record(tmp_path / "out")
+    kept = described.get("kept_parameters", [])
+    assert {row["name"].split(".", 3)[3] for row in kept} == KEPT[kind]
+    assert ("kept_parameters" in described) == bool(kept) and summary.kept_parameters == kept
+    before, after = jobs.tensors(source), jobs.tensors(tmp_path / "out")
+    for row in kept:
+        assert torch.equal(before[row["name"]], after[row["name"]])
+        assert before[row["name"]].nbytes == row["bytes"]
+        assert list(before[row["name"]].shape) == row["shape"]
+    packed = {row["name"] for row in described["linears"] if "grid" in row}
+    for name in before.keys() & after.keys():
+        assert torch.equal(before[name], after[name]), name
+    assert before.keys() - after.keys() == {f"{name}.weight" for name in packed}
+    assert len(packed) == summary.linears and packed
+
+
+@pytest.mark.parametrize("kind", sorted(MIXTURES))
+def test_tokens_per_expert_are_reported(tiny_model, tmp_path, kind):
+    source = tiny_model(kind, tokenizer=True)
+    seen = quantize("gptq", source, tmp_path, {"group_size": 32}).experts
+    rows = [row for row in jobs.manifest(tmp_path / "out").values() if "tokens" in row]
+    assert {row["name"].split(".")[-3] for row in rows} == {"experts"}
+    experts = {row["name"].rpartition(".")[0]: row["tokens"] for row in rows}
+    found = sorted(experts.values())
+    assert (seen.experts, seen.fewest, seen.median, seen.most) == (
+        len(found), found[0], found[len(found) // 2], found[-1],
+    )  # fmt: skip
+    narrow = {row["name"].rpartition(".")[0] for row in rows if row["tokens"] < row["shape"][1]}
+    assert seen.starved == len(narrow)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_no_mixture_reports_no_experts(tiny_model, tmp_path, kind):
+    source = tiny_model(kind, tokenizer=True)
+    assert quantize("gptq", source, tmp_path, {"group_size": 32}).experts is None
+
+
+def test_what_is_kept_is_said_before_and_after(quantkit, tiny_model, tmp_path):
+    source = tiny_model("qwen3_next", tokenizer=True)
+    jobs.calibration(tmp_path)
+    command = ["gptq", str(source), "--group-size", "32", "--calibration", "calibration.txt"]
+    command += ["--samples", "6", "--seqlen", "32", "-o", "out"]
+    kept = "linear_attn.conv1d, mlp.gate: 5 tensors, "
+    code, said, _ = quantkit(*command, "--dry-run")
+    assert code == 0 and f"kept as is   {kept}" in said
+    code, said, _ = quantkit(*command, "--dry-run", "--json")
+    rows = json.loads(said)["kept_parameters"]
+    assert len(rows) == 5 and rows[0].keys() == {"name", "shape", "bytes"}
+    code, said, _ = quantkit(*command)
+    assert code == 0 and f"kept as is   {kept}" in said
+    assert "experts      tokens per expert: fewest " in said
+    assert "of 12 below their width" in said
+
+
+def test_linears_that_no_token_enters_are_rounded_to_nearest(tiny_model, tmp_path):
+    source = tiny_model("bart", tokenizer=True)
+    summary = quantize("gptq", source, tmp_path, {"group_size": 32})
+    assert {name.split(".")[-2] for name in summary.fallbacks} == {"encoder_attn"}
+    assert set(summary.fallbacks.values()) == {UNREACHED} and len(summary.fallbacks) == 8
+
+
+@pytest.mark.parametrize("sequential", ["suspend", "repeat"])
+def test_a_linear_called_twice_is_solved_for_both_inputs(tiny_model, tmp_path, monkeypatch, sequential):
+    """The job verifies that what it wrote computes what it saw."""
+
+    def twice(self, x):
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(self.up_proj(self.down_proj(inner)))
+
+    monkeypatch.setattr(LlamaMLP, "forward", twice)
+    source = tiny_model("llama", tokenizer=True)
+    summary = quantize("gptq", source, tmp_path, {"group_size": 32}, sequential=sequential)
+    assert not summary.fallbacks and summary.error < summary.rtn_error
+
+
+def test_small_projections_that_no_group_fits_stay_in_16_bit(tiny_model, tmp_path):
+    source = tiny_model("jamba", tokenizer=True, mamba_dt_rank=8)
+    summary = quantize("gptq", source, tmp_path, {"group_size": 32})
+    rows = [row for row in jobs.manifest(tmp_path / "out").values() if row["name"].endswith("dt_proj")]
+    assert [row["kept"] for row in rows] == ["small; group size 32 does not divide 8"] * len(rows) and rows
+    assert summary.kept >= len(rows)
+    assert not linears.kept_parameters(open_skeleton(source))[0].name.endswith("dt_proj.weight")
