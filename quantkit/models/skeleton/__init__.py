@@ -38,7 +38,7 @@ class Skeleton:
         self.dtype = dtype
         self.device = device
         self.model = meta_model.build(checkpoint, dtype, device)
-        self.checkpoint, misfits = experts.take_apart(self.model, checkpoint)
+        self.checkpoint, misfits = experts.of_checkpoint(self.model, checkpoint)
         name, container = meta_model.find_blocks(self.model, checkpoint)
         transposed = meta_model.replace_conv1d(self.model)
         self.names = Names(self.model, name, transposed, self.checkpoint, misfits)

@@ -9,7 +9,7 @@ have in the checkpoint, and sites, grids, solvers and layouts see linears alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -135,25 +135,28 @@ class ParallelExperts(Experts):
         return torch.cat([self.get_submodule(str(e))(part) for e, part in enumerate(parts)])
 
 
-def take_apart(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
-    """Put `Experts` in place of all fused experts of a model on the meta device; see `fused.one_by_one` for
-    what is returned."""
-    names = _names(model)
-    layers = [
-        Fused(place, module, form, names)
-        for place, module in model.named_modules()
-        if (form := form_of(module)) is not None
-    ]
-    if not layers:
-        return checkpoint, {}
-    found = one_by_one(model, checkpoint, layers)
-    for layer in layers:
+def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
+    """Put `Experts` in place of all fused experts of a model on the meta device."""
+    for layer in _layers(model) if layers is None else layers:
         if layer.form.matrices:
             model.set_submodule(layer.place, ParallelExperts(layer.module))
             continue
         kind = Experts if layer.form.routes else SortedExperts
-        model.set_submodule(layer.place, kind(layer.module, layer.form, names))
+        model.set_submodule(layer.place, kind(layer.module, layer.form, layer.names))
+
+
+def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
+    """`take_apart`, and the checkpoint with a tensor for each expert; see `fused.one_by_one`."""
+    layers = _layers(model)
+    found = one_by_one(model, checkpoint, layers) if layers else (checkpoint, {})
+    take_apart(model, layers)
     return found
+
+
+def _layers(model: nn.Module) -> list[Fused]:
+    names = _names(model)
+    modules = ((place, module, form_of(module)) for place, module in model.named_modules())
+    return [Fused(place, module, form, names) for place, module, form in modules if form is not None]
 
 
 def _names(model: nn.Module) -> tuple[str, str, str]:
