@@ -70,7 +70,7 @@ def beside(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[Besid
             continue
         nbytes = sum(checkpoint.infos[part].nbytes for part in checkpoint.stored_as(stored))
         leaf = root.rpartition(".")[2]
-        short = () if any(leaf in name for name in spoken) else (leaf,)
+        short = () if leaf.isdecimal() or any(leaf in name for name in spoken) else (leaf,)
         known = found.get(root, Beside(root, (root, *short), 0))
         spellings = dict.fromkeys((*known.spellings, *([module] if module else [])))
         found[root] = Beside(root, tuple(spellings), known.nbytes + nbytes)
