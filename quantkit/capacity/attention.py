@@ -33,7 +33,8 @@ KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 # Keys that say that something else is going on.
 UNUSUAL = re.compile(
     r"mamba|ssm|rwkv|lora_rank|linear_|attn_layer|block_types|layers_block_type|num_kv_shared|global_head_dim"
-    r"|index_|compress|recurrent|lru_|conv_|hybrid|attention_window|attention.chunk|share"
+    r"|index_|compress|recurrent|lru_|conv_|hybrid|attention_window|attention.chunk"
+    r"|(?<!expert_)share(?!d_expert)"
     r"|cross_attention|is_encoder_decoder"
 )
 

@@ -67,10 +67,11 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
 
     Raises Unfit for a family that llama.cpp, or quantkit's exporter, does not know.
     """
-    rows = [row for row in architectures.TABLE if settings.model_type in row.model_types and not row.mixture]
-    if not rows:
+    row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
+    if row is None:
         raise Unfit(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    row = rows[0]
+    if row.mixture:
+        raise Unfit("sizes of mixtures of experts are what quantkit gguf MODEL --dry-run says")
     model = Model(row.name, settings.layers, settings.heads, settings.kv_heads)
     tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
     named = _named(parameters, tied)

@@ -117,6 +117,7 @@ CLIENTS = {
         },
         {
             "experts": True,
+            "not_model_type": ["minimax-m2"],
             "loads": False,
             "note": "it takes experts that lie in one tensor apart wrongly, or not at all",
         },
@@ -133,7 +134,7 @@ CLIENTS = {
             ],
         },
         {
-            "model_type": ["llama", "qwen2", "bloom", "starcoder2"],
+            "model_type": ["llama", "qwen2", "bloom", "starcoder2", "minimax-m2"],
             "loads": True,
             "note": "decoded, by gguf_file=NAME",
         },
@@ -144,7 +145,7 @@ CLIENTS = {
             "model_type": [
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
-                "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe",
+                "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe", "dots1", "minimax-m2",
             ],
             "loads": True,
         },

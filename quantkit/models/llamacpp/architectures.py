@@ -132,7 +132,7 @@ def _norms_by_depth(config: PretrainedConfig) -> str | None:
 
 
 def _grouped_heads(config: PretrainedConfig) -> str | None:
-    """Its loader wants as many numbers in the norm of the keys as in that of the queries."""
+    """Its loader wants as many keys as queries, or numbers in the norm of the keys."""
     few = kv_heads(config) < config.num_attention_heads
     return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
 
@@ -158,9 +158,21 @@ GROUPED = {"attn_qkv": "grouped"}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
 LLAMA_SCALINGS = ("linear", "yarn", "longrope", "llama3")
 EXPERTS: Fields = RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+WIDTH: Fields = {"expert_feed_forward_length": "moe_intermediate_size"}
+DEEP: Fields = (  # as in DeepSeek 3: the first blocks dense, shared experts beside those that are chosen
+    EXPERTS
+    | WIDTH
+    | {
+        "expert_count": "n_routed_experts",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "leading_dense_block_count": "first_k_dense_replace",
+    }
+)
+ONE_GROUP: Mapping[str, tuple] = {"n_group": (1,), "topk_group": (1,)}
 SIGMOID = 2  # of llama.cpp's gating functions
 ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
-WIDTH: Fields = {"expert_feed_forward_length": "moe_intermediate_size"}
 
 TABLE = (
     Architecture(
@@ -313,18 +325,30 @@ TABLE = (
         restore=_ernie,
     ),
     Architecture(
+        "dots1",
+        ("dots1",),
+        DEEP,
+        fixed=SWIGLU_NO_BIAS | ONE_GROUP,
+        constants={"expert_gating_func": SIGMOID},
+        free_head_dim=True,
+        head="always",
+        refuse=_grouped_heads,
+    ),
+    Architecture(
+        "minimax-m2",
+        ("minimax_m2",),
+        EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        fixed=SWIGLU,
+        constants={"expert_gating_func": SIGMOID},
+        partial_rotary=True,
+        free_head_dim=True,
+        head="always",
+    ),
+    Architecture(
         "glm4moe",
         ("glm4_moe",),
-        EXPERTS
-        | WIDTH
-        | {
-            "expert_count": "n_routed_experts",
-            "expert_shared_count": "n_shared_experts",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "leading_dense_block_count": "first_k_dense_replace",
-        },
-        fixed=SWIGLU | {"n_group": (1,), "topk_group": (1,)},
+        DEEP,
+        fixed=SWIGLU | ONE_GROUP,
         flags=BIASES | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
         constants={"expert_gating_func": SIGMOID},
         partial_rotary=True,

@@ -33,7 +33,7 @@ BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of i
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
-BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate)\.e_score_correction_bias$")
+BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\.e_score_correction_bias$")
 
 
 @dataclass(frozen=True)
