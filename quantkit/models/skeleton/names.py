@@ -11,13 +11,15 @@ from quantkit.models.checkpoint import Checkpoint
 
 class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
-    shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`."""
+    joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
+    parameters, by name in the model. transposed: weights that are stored `[in, out]`."""
 
     def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
         self.blocks = blocks
         self.transposed = transposed
         self.stored = meta_model.resolve_names(model, checkpoint.names)
+        self.joined = meta_model.joined_names(model, checkpoint.names)
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._tied = model.all_tied_weights_keys
@@ -34,7 +36,9 @@ class Names:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
-        return sorted(set(self._twice) - (provided | self.stored.keys() | self._tied.keys()))
+        return sorted(
+            set(self._twice) - (provided | self.stored.keys() | self.joined.keys() | self._tied.keys())
+        )
 
     def misshapen(self) -> list[str]:
         """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.
