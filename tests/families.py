@@ -92,6 +92,14 @@ KINDS = {  # of blocks beside the plain ones: mixtures and hybrids
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "olmo_hybrid": (  # whose convolutions transformers joins while it loads them
+        hf.OlmoHybridConfig,
+        {
+            **GROUPED, "num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pad_token_id": 0,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
     "bart": (  # as a decoder alone: its cross-attention is never called
         hf.BartConfig,
         {

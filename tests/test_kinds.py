@@ -24,6 +24,7 @@ KEPT = {  # what is kept as it is, by its name inside a block
     "jamba": {"mamba.A_log", "mamba.conv1d.weight", "feed_forward.router.weight"},
     "bamba": {"mamba.conv1d.weight"},
     "qwen3_next": {"mlp.gate.weight", "linear_attn.conv1d.weight"},
+    "olmo_hybrid": {f"linear_attn.{part}_conv1d.weight" for part in "qkv"},
     "bart": set(),
 }
 IDS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))

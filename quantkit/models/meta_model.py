@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
@@ -94,6 +94,33 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
         name: rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0] for name in stored
     }
     return {target: name for name, target in targets.items() if target in wanted}
+
+
+def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]]:
+    """Model name -> stored names of the parts that transformers concatenates along dimension 0 for it.
+
+    Weights of linears are not among them: what is quantized is what is stored.
+    """
+    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    wanted = model.state_dict()
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {}
+    for rule in get_model_conversion_mapping(model):
+        if not isinstance(rule, WeightConverter) or len(rule.target_patterns) > 1:
+            continue
+        (target,) = rule.target_patterns
+        if [type(step) for step in rule.operations] != [Concatenate] or rule.operations[0].dim != 0:
+            continue
+        inside = [name for name in stored if any(name.endswith(part) for part in rule.source_patterns)]
+        renamed = {
+            rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0]: name
+            for name in inside
+        }
+        for name in wanted:
+            parts = [f"{name.removesuffix(target)}{part}" for part in rule.source_patterns]
+            if name.endswith(target) and name not in linears and renamed.keys() >= set(parts):
+                found[name] = [renamed[part] for part in parts]
+    return found
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:

@@ -141,10 +141,12 @@ def kept_parameters(skeleton: Skeleton) -> list[Kept]:
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
         for local, parameter in block.named_parameters():
-            stored = skeleton.names.stored.get(skeleton.names.of_block(index, local))
-            if parameter.ndim >= 2 and local not in linears and stored:
-                nbytes = skeleton.checkpoint.infos[stored].nbytes
-                found[stored] = Kept(stored, tuple(parameter.shape), nbytes)
+            name, names = skeleton.names.of_block(index, local), skeleton.names
+            if parameter.ndim < 2 or local in linears:
+                continue
+            for stored in names.joined.get(name) or [names.stored[name]] * (name in names.stored):
+                info = skeleton.checkpoint.infos[stored]
+                found[stored] = Kept(stored, tuple(info.shape), info.nbytes)
     return list(found.values())
 
 

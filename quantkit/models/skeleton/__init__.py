@@ -79,14 +79,14 @@ class Skeleton:
 
         Raises QuantkitError for an architecture whose blocks cannot be run by themselves.
         """
-        tensors, stored = self.model.state_dict(), self.names.stored
+        tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
         state = {
             name: self.read(name, tensor).to(self.device)
             for name, tensor in tensors.items()
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)
-        self.model.tie_weights(missing_keys=tensors.keys() - stored.keys(), recompute_mapping=False)
+        self.model.tie_weights(missing_keys=tensors.keys() - stored, recompute_mapping=False)
         self.model.requires_grad_(False)
         self._recorder.learn()
 

@@ -44,6 +44,9 @@ class Reader:
 
         Raises QuantkitError unless they have the shape of `expected` and are finite.
         """
+        if name in self.names.joined:
+            parts = [self.checkpoint.read(part, self.dtype) for part in self.names.joined[name]]
+            return checked(torch.cat(parts), expected.shape, name)
         stored = self.names.stored[name]
         tensor = self.checkpoint.read(stored, self.dtype if expected.is_floating_point() else None)
         if name in self.names.transposed and not self.checkpoint.is_quantized(stored):
@@ -58,7 +61,7 @@ class Reader:
         tensors = {
             name: pinned(self.read(full[name], tensor), self.device)
             for name, tensor in block.state_dict().items()
-            if name in stored and name not in packed
+            if (name in stored and name not in packed) or full[name] in self.names.joined
         }
         parts = {name: self.checkpoint.parts(key) for name, key in packed.items()}
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)

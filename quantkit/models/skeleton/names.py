@@ -11,10 +11,10 @@ from quantkit.models.checkpoint import Checkpoint
 
 class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
-    shapes: of all parameters, by name in the model. transposed: weights that are stored `[in, out]`.
-    language: name of the language model inside a wrapper, else "". towers: of the models beside it, which
-    are never loaded. misfits: what is wrong with tensors of all experts, by the names in the model that lack
-    for it."""
+    joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
+    parameters, by name in the model. transposed: weights that are stored `[in, out]`. language: name of the
+    language model inside a wrapper, else "". towers: of the models beside it, which are never loaded. misfits:
+    what is wrong with tensors of all experts, by the names in the model that lack for it."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Names:
         self.blocks = blocks
         self.transposed = transposed
         self.stored = meta_model.resolve_names(model, checkpoint.names)
+        self.joined = meta_model.joined_names(model, checkpoint.names)
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._tied = model.all_tied_weights_keys
@@ -64,7 +65,7 @@ class Names:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
-        provided |= self.stored.keys() | self._tied.keys() | self.misfits.keys()
+        provided |= self.stored.keys() | self.joined.keys() | self._tied.keys() | self.misfits.keys()
         return sorted({name for name in self._twice if not self.in_tower(name)} - provided)
 
     def misshapen(self) -> list[str]:
