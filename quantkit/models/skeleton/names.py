@@ -13,8 +13,8 @@ class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
     joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
     parameters, by name in the model. transposed: weights that are stored `[in, out]`. language: name of the
-    language model inside a wrapper, else "". towers: of the models beside it, which are never loaded. misfits:
-    what is wrong with tensors of all experts, by the names in the model that lack for it."""
+    language model inside a wrapper, else "". towers: of the models beside it, which are never loaded.
+    misfits: what is wrong with tensors of all experts, by the names in the model that lack for it."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class TritsLayout(Layout):
             TernaryGrid(self.group_size), codes, TernaryParams(tensors["trit_scale"].float())
         )
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         return {"quant_method": NAME, "group_size": self.group_size}
 
 
