@@ -30,7 +30,7 @@ SIZES = [  # (what a setting's name matches, its value); the first counts
     (r"(rotary_dim|qk_rope_head_dim)", 8),
     (r"(head_dim|mamba_d_head|kv_channels|head_size|\w+_head_dim)", 16),
     (r"(\w*intermediate_size\w*|ffn_dim|n_inner|d_ff|\w*ffn_hidden_size|ffn_intermediate_size)", 128),
-    (r"(time_step_rank|mamba_dt_rank)", 4),
+    (r"(time_step_rank|mamba_dt_rank)", 8),
     (r"(\w*_rank|\w*low_rank\w*|hidden_size_per_layer_input)", 64),
     (r"(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)", 4),
     (r"(num_experts_per_tok(en)?|num_selected_experts|top_?k|(moe|num)_(top_?)?k)", 2),
