@@ -9,7 +9,7 @@ from published import CONFIGS, PARAMETERS
 
 from quantkit.capacity import formats, gguf, source
 from quantkit.models.llamacpp import architectures, mixtures, tensors
-from quantkit.models.llamacpp.architectures import kv_heads
+from quantkit.models.llamacpp.architecture import kv_heads
 from quantkit.models.llamacpp.file_types import Model
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp import architectures, file_config, rope
-from quantkit.models.llamacpp.architectures import DEFAULTS, Architecture, head_dim
+from quantkit.models.llamacpp.architecture import DEFAULTS, Architecture, head_dim, inexpressible
 from quantkit.models.llamacpp.file_config import PATTERN, SLIDING, layer_types, pattern
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
@@ -66,7 +66,7 @@ def _refuse_others(row: Architecture, config: PretrainedConfig) -> None:
     if (further := row.refuse(config)) is not None:
         why.append(further)
     if why:
-        raise architectures.inexpressible(row, name_all(why))
+        raise inexpressible(row, name_all(why))
 
 
 def _attention_scalar(row: Architecture, config: PretrainedConfig) -> int:
@@ -84,7 +84,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     for period in (row.window, *range(1, len(kinds) + 1)):
         if kinds == pattern(period, len(kinds)):
             return {} if period == row.window else {PATTERN: period}
-    raise architectures.inexpressible(row, "sliding attention other than in all but every nth block")
+    raise inexpressible(row, "sliding attention other than in all but every nth block")
 
 
 def notes(config: PretrainedConfig) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.containers.safetensors_folder import TensorInfo
-from quantkit.models.llamacpp.architectures import COMMON, Architecture, named
+from quantkit.models.llamacpp.architecture import COMMON, Architecture
+from quantkit.models.llamacpp.architectures import named
 
 Infos = Mapping[str, TensorInfo]
 # Architectures that are no row of the table, whose caches are those of a family that is known.

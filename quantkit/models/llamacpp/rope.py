@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.errors import name_all
-from quantkit.models.llamacpp.architectures import Architecture, head_dim, inexpressible
+from quantkit.models.llamacpp.architecture import Architecture, head_dim, inexpressible
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.llamacpp import architectures, rope
-from quantkit.models.llamacpp.architectures import Architecture, kv_heads
+from quantkit.models.llamacpp.architecture import Architecture, inexpressible, kv_heads
 from quantkit.models.skeleton.experts import USUAL, Experts, take_apart
 from quantkit.models.skeleton.loading import checked
 
@@ -189,7 +189,7 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
             conv1d=stack in conv1d,
         )
     if lost:
-        raise architectures.inexpressible(row, f"tensors such as {name_all(lost)}")
+        raise inexpressible(row, f"tensors such as {name_all(lost)}")
     for name, values in rope.factors(row, config).items():
         found[name] = Target(name, (), tuple(values.shape), values=values.float())
     return sorted(found.values(), key=lambda target: _order(target.name))

@@ -202,6 +202,7 @@ def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
 def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton) -> list[Choice]:
     """Raises QuantkitError where --strict refuses what does not fit."""
     from quantkit.models.llamacpp import architectures
+    from quantkit.models.llamacpp.architecture import kv_heads
 
     config = skeleton.checkpoint.config
     row = architectures.of_config(config)
@@ -209,7 +210,7 @@ def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleto
         row.name,
         config.num_hidden_layers,
         config.num_attention_heads,
-        architectures.kv_heads(config),
+        kv_heads(config),
         row.experts(config),
     )
     wishes = Wishes(

@@ -1,0 +1,218 @@
+"""Architectures of llama.cpp without experts: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quantkit.models.llamacpp.architecture import (
+    BIASES,
+    COMMON,
+    EPSILON,
+    GELU,
+    GPT2,
+    GROUPED,
+    LLAMA_SCALINGS,
+    MULTI_HEAD,
+    RMS,
+    ROTARY,
+    SWIGLU,
+    SWIGLU_NO_BIAS,
+    Architecture,
+    Fields,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def _falcon(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    kv_heads = _kv_heads(keys)
+    two_norms = "blk.0.attn_norm_2.weight" in names
+    if kv_heads == 1 and not two_norms:
+        return {"multi_query": True}
+    return {
+        "new_decoder_architecture": True,
+        "num_kv_heads": kv_heads,
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+    }
+
+
+def _kv_heads(keys: Mapping[str, Any]) -> int:
+    """Of a file."""
+    return keys.get("attention.head_count_kv", keys.get("attention.head_count"))
+
+
+def _without_capping(config: PretrainedConfig) -> str | None:
+    caps = config.attn_logit_softcapping, config.final_logit_softcapping
+    return "scores and logits without soft-capping" if None in caps else None
+
+
+def _norms_by_depth(config: PretrainedConfig) -> str | None:
+    """Its loader looks for norms of queries and keys in the models of 64 blocks and more, and only there."""
+    expected = config.num_hidden_layers >= 64
+    return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
+
+
+GPT2_FIXED: Mapping[str, tuple] = {
+    "activation_function": GELU,
+    "scale_attn_weights": (True,),
+    "add_cross_attention": (False,),
+}
+GEMMA: Fields = RMS | {
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.sliding_window": "sliding_window",
+}
+GEMMA_FIXED: Mapping[str, tuple] = {
+    "hidden_activation": GELU,
+    "attention_bias": (False,),
+    "use_bidirectional_attention": (None, False),
+}
+
+DENSE = (
+    Architecture(
+        "llama",
+        ("llama", "mistral"),
+        RMS,
+        fixed=SWIGLU,
+        flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
+        rows=ROTARY,
+        rope=LLAMA_SCALINGS,
+        free_head_dim=True,
+    ),
+    Architecture("qwen2", ("qwen2",), RMS, fixed=SWIGLU),
+    Architecture("qwen3", ("qwen3",), RMS, fixed=SWIGLU_NO_BIAS, free_head_dim=True),
+    Architecture(
+        "gemma2",
+        ("gemma2",),
+        RMS | {"attn_logit_softcapping": "attn_logit_softcapping"} | GEMMA,
+        fixed=GEMMA_FIXED,
+        norm_shift=1.0,
+        free_head_dim=True,
+        window=2,
+        wide_blocks=46,
+        head="never",
+        refuse=_without_capping,
+    ),
+    Architecture(
+        "gemma3",
+        ("gemma3_text",),
+        GEMMA,
+        fixed=GEMMA_FIXED | {"attn_logit_softcapping": (None,)},
+        norm_shift=1.0,
+        rope=("linear",),
+        free_head_dim=True,
+        window=6,
+        wide_blocks=62,
+    ),
+    Architecture(
+        "phi3",
+        ("phi3",),
+        RMS
+        | {
+            "attention.sliding_window": "sliding_window",
+            "rope.scaling.original_context_length": "original_max_position_embeddings",
+        },
+        fixed=SWIGLU,
+        rope=("longrope",),
+        partial_rotary=True,
+    ),
+    Architecture(
+        "gpt2",
+        ("gpt2",),
+        GPT2,
+        fixed=GPT2_FIXED | {"scale_attn_by_inverse_layer_idx": (False,)},
+        rope=None,
+    ),
+    Architecture(
+        "gptneox",
+        ("gpt_neox",),
+        COMMON
+        | {
+            "attention.head_count_kv": None,
+            EPSILON: "layer_norm_eps",
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        fixed={"hidden_act": GELU, "attention_bias": (True,)},
+        rows=GROUPED,
+        partial_rotary=True,
+        head="always",
+    ),
+    Architecture(
+        "bloom",
+        ("bloom",),
+        MULTI_HEAD | {"context_length": "seq_length", "feed_forward_length": None},
+        fixed={"apply_residual_connection_post_layernorm": (False,)},
+        rows=GROUPED,
+        rope=None,
+    ),
+    Architecture(
+        "falcon",
+        ("falcon",),
+        MULTI_HEAD | {"feed_forward_length": "ffn_hidden_size"},
+        fixed={"activation": GELU, "alibi": (False,), "bias": (False,), "parallel_attn": (True,)},
+        rows=GROUPED,
+        constants={"tensor_data_layout": "jploski"},
+        restore=_falcon,
+    ),
+    Architecture(
+        "starcoder",
+        ("gpt_bigcode",),
+        GPT2,
+        fixed=GPT2_FIXED,
+        rows=GROUPED,
+        rope=None,
+        restore=lambda keys, names: {"multi_query": _kv_heads(keys) == 1},
+    ),
+    Architecture(
+        "starcoder2",
+        ("starcoder2",),
+        COMMON | {EPSILON: "norm_epsilon"},
+        fixed={"hidden_act": GELU, "use_bias": (True,)},
+    ),
+    Architecture("olmo2", ("olmo2",), RMS, fixed=SWIGLU_NO_BIAS, head="always"),
+    Architecture(
+        "granite",
+        ("granite",),
+        RMS
+        | {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        fixed=SWIGLU,
+        flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
+        rows=ROTARY,
+        rope=LLAMA_SCALINGS,
+        free_head_dim=True,
+    ),
+    Architecture(
+        "stablelm",
+        ("stablelm",),
+        COMMON | {EPSILON: "layer_norm_eps"},
+        fixed=SWIGLU,
+        flags={
+            "use_qkv_bias": "blk.0.attn_q.bias",
+            "qk_layernorm": "blk.0.attn_q_norm.weight",
+            "use_parallel_residual": "not blk.0.ffn_norm.weight",
+        },
+        partial_rotary=True,
+        head="always",
+    ),
+    Architecture(
+        "command-r",
+        ("cohere",),
+        COMMON
+        | {
+            "context_length": ("model_max_length", "max_position_embeddings"),
+            EPSILON: "layer_norm_eps",
+            "logit_scale": "logit_scale",
+        },
+        fixed=SWIGLU_NO_BIAS,
+        flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        head="never",
+        refuse=_norms_by_depth,
+    ),
+)

@@ -1,0 +1,134 @@
+"""Architectures of llama.cpp that are mixtures of experts: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quantkit.models.llamacpp.architecture import (
+    BIASES,
+    LLAMA_SCALINGS,
+    RMS,
+    ROTARY,
+    SHARED_LENGTH,
+    SWIGLU,
+    SWIGLU_NO_BIAS,
+    Architecture,
+    Fields,
+    _grouped_heads,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def _ernie(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
+    if type(shared) is not int or type(width) is not int or width < 1:
+        return {}
+    return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
+
+
+def _dense_at_the_end(config: PretrainedConfig) -> str | None:
+    last = config.moe_layer_end_index
+    return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
+
+
+EXPERTS: Fields = RMS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+WIDTH: Fields = {"expert_feed_forward_length": "moe_intermediate_size"}
+DEEP: Fields = (  # as in DeepSeek 3: the first blocks dense, shared experts beside those that are chosen
+    EXPERTS
+    | WIDTH
+    | {
+        "expert_count": "n_routed_experts",
+        "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "leading_dense_block_count": "first_k_dense_replace",
+    }
+)
+ONE_GROUP: Mapping[str, tuple] = {"n_group": (1,), "topk_group": (1,)}
+SIGMOID = 2  # of llama.cpp's gating functions
+ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
+
+SPARSE = (
+    Architecture(
+        "llama",
+        ("mixtral",),
+        EXPERTS,
+        fixed=SWIGLU,
+        rows=ROTARY,
+        rope=LLAMA_SCALINGS,
+        free_head_dim=True,
+    ),
+    Architecture(
+        "qwen2moe",
+        ("qwen2_moe",),
+        EXPERTS | WIDTH | {SHARED_LENGTH: "shared_expert_intermediate_size"},
+        fixed=SWIGLU | ALL_SPARSE | {"norm_topk_prob": (False,)},
+        flags={"qkv_bias": "blk.0.attn_q.bias"},
+    ),
+    Architecture(
+        "qwen3moe",
+        ("qwen3_moe",),
+        EXPERTS | WIDTH,
+        fixed=SWIGLU_NO_BIAS | ALL_SPARSE | {"norm_topk_prob": (True,)},
+        free_head_dim=True,
+        restore=lambda keys, names: {"norm_topk_prob": True},
+    ),
+    Architecture(
+        "olmoe",
+        ("olmoe",),
+        EXPERTS,
+        fixed=SWIGLU_NO_BIAS | {"norm_topk_prob": (False,), "clip_qkv": (None,)},
+        head="always",
+        refuse=_grouped_heads,
+    ),
+    Architecture(
+        "ernie4_5-moe",
+        ("ernie4_5_moe",),
+        EXPERTS
+        | WIDTH
+        | {
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            SHARED_LENGTH: None,
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        fixed=SWIGLU | {"use_bias": (False,)},
+        refuse=_dense_at_the_end,
+        restore=_ernie,
+    ),
+    Architecture(
+        "dots1",
+        ("dots1",),
+        DEEP,
+        fixed=SWIGLU_NO_BIAS | ONE_GROUP,
+        constants={"expert_gating_func": SIGMOID},
+        free_head_dim=True,
+        head="always",
+        refuse=_grouped_heads,
+    ),
+    Architecture(
+        "minimax-m2",
+        ("minimax_m2",),
+        EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        fixed=SWIGLU,
+        constants={"expert_gating_func": SIGMOID},
+        partial_rotary=True,
+        free_head_dim=True,
+        head="always",
+    ),
+    Architecture(
+        "glm4moe",
+        ("glm4_moe",),
+        DEEP,
+        fixed=SWIGLU | ONE_GROUP,
+        flags=BIASES | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
+        constants={"expert_gating_func": SIGMOID},
+        partial_rotary=True,
+        free_head_dim=True,
+    ),
+)
