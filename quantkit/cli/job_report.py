@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import groupby
 from shlex import quote
 
 from rich.console import Console
 
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import print_comparison
+from quantkit.inspection.names import without_expert
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
@@ -73,14 +73,20 @@ def print_plans(jobs: Sequence[Job]) -> None:
 
 
 def _print_linears(console: Console, job: Job) -> None:
-    """Identical linears of several blocks share a row."""
+    """Identical linears of several blocks, and of several experts, share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
-    rows = job.method.output.planned(job.checkpoint, job.specs)
-    order = {row.name: position for position, row in reversed(list(enumerate(rows)))}
-    alike = sorted(rows, key=lambda row: (order[row.name], row.shape, row.becomes))
-    for (name, shape, becomes), members in groupby(alike, key=lambda row: (row.name, row.shape, row.becomes)):
-        blocks = [row.block for row in members if row.block is not None]
-        table.add_row(name, ranges(blocks), " × ".join(map(str, shape)), becomes)
+    alike: dict[tuple, tuple[list[int], list[int]]] = {}
+    for row in job.method.output.planned(job.checkpoint, job.specs):
+        name, expert = without_expert(row.name)
+        blocks, experts = alike.setdefault((name, row.shape, row.becomes), ([], []))
+        blocks += [] if row.block is None else [row.block]
+        experts += [] if expert is None else [expert]
+    order = list(dict.fromkeys(name for name, *_ in alike))
+    for (name, shape, becomes), (blocks, experts) in sorted(
+        alike.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:])
+    ):
+        name = name.replace("{}", f"{{{ranges(sorted(set(experts)))}}}")
+        table.add_row(name, ranges(sorted(set(blocks))), " × ".join(map(str, shape)), becomes)
     console.print(table)
 
 
