@@ -118,6 +118,13 @@ def test_a_method_writes_the_bytes_of_the_cpu(both, source, method):
     assert manifest["job"]["execution"]["device"] == "far"
 
 
+@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "nf4 gptq", "int8", "awq"])
+def test_a_mixture_has_the_bytes_of_the_cpu(both, tiny_model, method):
+    name, *rest = METHODS[method]
+    model = tiny_model("mixtral", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    same_tensors(*both(name, model, *rest))
+
+
 GGUF = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
