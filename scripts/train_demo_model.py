@@ -2,8 +2,9 @@
 
     python scripts/train_demo_model.py TEXT... -o OUT [--steps N | --epochs X]
 
-The defaults are demo-llama-6m: tied embeddings, grouped-query attention, 5.8 M parameters.
-Matrices are trained by Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/:
+The defaults are demo-llama-6m: tied embeddings, grouped-query attention, 5.8 M parameters. With
+--experts it is a mixture, a small Qwen3-MoE; `--experts 8 --intermediate-size 256 --layers 4` is
+demo-moe-8m. Matrices, and each expert's, are trained by Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/:
 momentum orthogonalised by Newton-Schulz), embeddings and norms by AdamW. The same text, options
 and seed give the same weights on one machine with the same number of threads.
 """
@@ -27,7 +28,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from quantkit.grids import processor
 
@@ -94,10 +102,22 @@ def windows(stream: Tensor, seqlen: int) -> Tensor:
     return stream.unfold(0, seqlen + 1, seqlen)
 
 
-def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A randomly initialised float32 Llama of the shape asked for."""
+def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A randomly initialised float32 Llama or Qwen3-MoE of the shape asked for."""
     end = tokenizer.eos_token_id
-    config = LlamaConfig(
+    kind, more = LlamaConfig, {}
+    if args.experts:
+        kind = Qwen3MoeConfig
+        more = dict(
+            moe_intermediate_size=args.intermediate_size,
+            head_dim=args.hidden_size // args.heads,
+            num_experts=args.experts,
+            num_experts_per_tok=args.experts_per_token,
+            norm_topk_prob=True,
+            output_router_logits=True,  # so that a forward returns the loss that keeps experts in balance
+        )
+    config = kind(
+        **more,
         hidden_size=args.hidden_size,
         intermediate_size=args.intermediate_size,
         num_hidden_layers=args.layers,
@@ -111,20 +131,38 @@ def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) ->
         eos_token_id=end,
         pad_token_id=end,
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     # The padding token is also END, which must learn as an input; training has no padding.
     model.get_input_embeddings().padding_idx = None
     return model
 
 
-def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the (tied) embedding and the norms."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    rest = [model.get_input_embeddings().weight, *(p for p in model.parameters() if p.ndim == 1)]
-    return [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+def taken_apart(stacked: Tensor, name: str) -> list[Tensor]:
+    """The matrices of all experts [experts, out, in] as views; gate and up are two of them."""
+    return [part for expert in stacked for part in expert.chunk(2 if name.endswith("gate_up_proj") else 1)]
+
+
+def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the (tied) embedding, routers and norms."""
+    blocks = dict(model.model.layers.named_parameters())
+    matrices = {name: p for name, p in blocks.items() if p.ndim == 2 and not name.endswith("mlp.gate.weight")}
+    stacked = {name: p for name, p in blocks.items() if p.ndim == 3}
+    chosen = {id(p) for p in (*matrices.values(), *stacked.values())}
+    apart = {name: [*map(torch.nn.Parameter, taken_apart(p.data, name))] for name, p in stacked.items()}
+    muon = torch.optim.Muon(
+        [*matrices.values(), *(part for parts in apart.values() for part in parts)],
+        lr=0.02, momentum=0.95, weight_decay=0.0,
+    )  # fmt: skip
+
+    def share_gradients(*_: object) -> None:
+        for name, parts in apart.items():
+            for part, gradient in zip(parts, taken_apart(stacked[name].grad, name), strict=True):
+                part.grad = gradient
+            stacked[name].grad = None  # the next backward starts anew
+
+    muon.register_step_pre_hook(share_gradients)
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [muon, torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def schedule(steps: int) -> Callable[[int], float]:
@@ -142,11 +180,13 @@ def batches(data: Tensor, batch_size: int, steps: int, seed: int) -> Iterator[Te
         yield data[chosen]
 
 
-def next_token_loss(model: LlamaForCausalLM, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, in float32, of windows [batch, seqlen + 1]."""
+def next_token_loss(model: PreTrainedModel, batch: Tensor, balance: float = 0.0) -> Tensor:
+    """Mean cross-entropy in nats per token, in float32, of windows [batch, seqlen + 1]; with `balance`
+    times the loss of Switch Transformers (arXiv 2101.03961, equation 4) where the model is a mixture."""
     ids = batch.to(model.device, torch.int64)
-    logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # [batch, seqlen, vocabulary]
-    return cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    out = model(input_ids=ids[:, :-1], use_cache=False)  # logits [batch, seqlen, vocabulary]
+    loss = cross_entropy(out.logits.float().flatten(0, 1), ids[:, 1:].flatten())
+    return loss + balance * out.aux_loss if balance else loss
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -156,7 +196,7 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and processor.has_bfloat16()
 
 
-def train(model: LlamaForCausalLM, data: Tensor, batch_size: int, steps: int, seed: int) -> None:
+def train(model: PreTrainedModel, data: Tensor, batch_size: int, steps: int, seed: int) -> None:
     """Train the model in place on windows [windows, seqlen + 1]; progress goes to stderr."""
     optimizers = build_optimizers(model)
     schedulers = [LambdaLR(optimizer, schedule(steps)) for optimizer in optimizers]
@@ -164,7 +204,7 @@ def train(model: LlamaForCausalLM, data: Tensor, batch_size: int, steps: int, se
     start = time.perf_counter()
     for step, batch in enumerate(batches(data, batch_size, steps, seed), start=1):
         with bfloat16:
-            loss = next_token_loss(model, batch)
+            loss = next_token_loss(model, batch, getattr(model, "router_aux_loss_coef", 0.0))
         loss.backward()
         for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
@@ -179,16 +219,17 @@ def train(model: LlamaForCausalLM, data: Tensor, batch_size: int, steps: int, se
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, data: Tensor, batch_size: int) -> float:
+def held_out_loss(model: PreTrainedModel, data: Tensor, batch_size: int) -> float:
     """Mean loss in nats per token over windows [windows, seqlen + 1]."""
     sums = [next_token_loss(model, part).item() * len(part) for part in data.split(batch_size)]
     return sum(sums) / len(data)
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the bfloat16 model folder beside `out`, then rename it: whole or not at all."""
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as beside:
         folder = Path(beside, out.name)
+        model.config.output_router_logits = False
         model.bfloat16().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         folder.rename(out)
@@ -213,6 +254,8 @@ def check(args: argparse.Namespace) -> None:
         f"{tokenizer} holds no tokenizer.json": tokenizer and not Path(tokenizer, "tokenizer.json").is_file(),
         "--hidden-size must be an even multiple of --heads": args.hidden_size % (2 * args.heads),
         "--heads must be a multiple of --kv-heads": args.heads % args.kv_heads,
+        "--experts must be at least --experts-per-token": args.experts
+        and args.experts < args.experts_per_token,
         "--context must be at least --seqlen": args.context < args.seqlen,
         "--vocab-size must be at least 257, for 256 bytes and END": args.vocab_size < 257,
         "--held-out must lie between 0 and 1": not 0 < args.held_out < 1,
@@ -281,6 +324,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--vocab-size", type=positive, default=4096, help="of a new tokenizer")
     add("--hidden-size", type=positive, default=256, help="width of the residual stream")
     add("--intermediate-size", type=positive, default=768, help="width of the MLPs")
+    add("--experts", type=positive, help="per block, a mixture; --intermediate-size is one expert's")
+    add("--experts-per-token", type=positive, default=2, help="that the router chooses")
     add("--layers", type=positive, default=6, help="decoder blocks")
     add("--heads", type=positive, default=4, help="query heads")
     add("--kv-heads", type=positive, default=2, help="key and value heads")
