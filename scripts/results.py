@@ -14,6 +14,7 @@ import argparse
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import outlier_twin
@@ -30,6 +31,7 @@ from quantkit.quantize import job, loop, methods
 from quantkit.quantize.progress import Progress
 
 Job = tuple[str, dict]  # method, options
+RUN, CALIBRATION = RunOptions(), CalibrationOptions()
 GPTQ = {
     f"{solver} {bits} bit": ("gptq", {"bits": bits, "solver": solver})
     for bits in (8, 4, 3, 2)
@@ -62,15 +64,22 @@ CLAIMS = {
 }
 
 
-def quantize(model: str, output: Path, name: str, made: Job) -> str:
+def quantize(
+    model: str,
+    output: Path,
+    name: str,
+    made: Job,
+    run: RunOptions = RUN,
+    calibration: CalibrationOptions = CALIBRATION,
+) -> str:
     """One job; returns the folder written."""
     method, options = made
     request = job.Request(
         source=model,
         method=method,
         options=methods.load(method).Options(**options),
-        calibration=CalibrationOptions(),
-        run=RunOptions(),
+        calibration=calibration,
+        run=run,
         output=output / re.sub(r"\W+", "-", name),
     )
     loop.run(job.prepare(request, Progress()), Progress())
@@ -81,15 +90,23 @@ def quantize(model: str, output: Path, name: str, made: Job) -> str:
 def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple[str, dict[str, float]]:
     """The Markdown table of the model and what the jobs make of it, and the KL divergence of each."""
     with tempfile.TemporaryDirectory() as folder:
-        made = [quantize(model, Path(folder), name, one) for name, one in jobs.items()]
-        checkpoints = [open_checkpoint(source) for source in (model, *made)]
-        windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
-        device, chosen = choose_device("auto"), frozenset({"kld"})
-        measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, chosen=chosen)
-    record = records.record(windows.protocol, torch.float32, device, measured, chosen)
-    losses = [model["metrics"]["kld"]["mean"] for model in record["models"][1:]]
-    found = dict(zip(jobs, losses, strict=True))
-    return table(record, ["original", *jobs]), found
+        made = {name: quantize(model, Path(folder), name, one) for name, one in jobs.items()}
+        record = compare(model, made.values(), args)
+    return table(record, ["original", *jobs]), divergences(record, made)
+
+
+def compare(model: str, made: Iterable[str], args: argparse.Namespace) -> dict:
+    """The record of an evaluation of the model and what was made of it."""
+    checkpoints = [open_checkpoint(source) for source in (model, *made)]
+    windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
+    device, chosen = choose_device("auto"), frozenset({"kld"})
+    measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, chosen=chosen)
+    return records.record(windows.protocol, torch.float32, device, measured, chosen)
+
+
+def divergences(record: dict, names: Iterable[str]) -> dict[str, float]:
+    """KL divergence of each model but the first, by the names given."""
+    return dict(zip(names, (model["metrics"]["kld"]["mean"] for model in record["models"][1:]), strict=True))
 
 
 def table(record: dict, names: list[str]) -> str:

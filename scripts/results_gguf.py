@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -48,13 +49,13 @@ def quantkit(*arguments: str) -> str:
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
-def make(model: str, folder: Path) -> list[Path]:
+def make(model: str, folder: Path, names: Iterable[str] = LIMITS) -> list[Path]:
     """The F16 file and two of each type."""
-    types = [flag for name in LIMITS for flag in ("-t", name)]
+    types = [flag for name in names for flag in ("-t", name)]
     for solver in SOLVERS:
         quantkit("gguf", model, *types, "--solver", solver, "-o", str(folder / solver), "--quiet")
     quantkit("gguf", model, "-t", "F16", "-o", str(folder / "F16.gguf"), "--quiet")
-    return [folder / "F16.gguf", *(folder / solver / f"{name}.gguf" for name in LIMITS for solver in SOLVERS)]
+    return [folder / "F16.gguf", *(folder / solver / f"{name}.gguf" for name in names for solver in SOLVERS)]
 
 
 def decoded(model: str, files: list[Path], args: argparse.Namespace) -> dict[Path, dict]:
