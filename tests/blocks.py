@@ -35,7 +35,7 @@ class Bench:
     ) -> BlockView:
         return BlockView(
             block=self.block,
-            sites=self.sites,
+            sites=[site for site in self.sites if site.linears],
             statistics=statistics or {},
             grids={name: make_grid(name) for site in self.sites for name in site.linears},
             probe=self.run,

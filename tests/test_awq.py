@@ -11,7 +11,7 @@ from quantkit.quantize.solvers.clip import SHRINKS, clipped_ranges
 from quantkit.quantize.solvers.loss import loss, row_losses
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.transforms import awq
-from quantkit.quantize.transforms.awq import AwqTransform, Losses, search
+from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader, search
 
 CPU = torch.device("cpu")
 
@@ -102,7 +102,8 @@ def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, sy
     x = inputs(32, 40, seed)
     weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]
     grids, gathered, n_grid = [AffineGrid(4, 16, symmetric, search=False)] * 2, statistics(x), 8
-    site = Losses(weights, grids, gathered.hessian)
+    parts = zip(weights, grids, strict=True)
+    site = Losses([Reader(weight, grid, gathered.hessian) for weight, grid in parts])
 
     losses = {}
     for k in range(n_grid):
@@ -128,7 +129,7 @@ def test_nothing_is_scaled_where_nothing_is_gained():
     """Whole numbers from -7 to 8 in every group: exact as they are."""
     weight = torch.tensor([[-7.0, 8, 1, -3, 0, 5, 2, 4] * 2] * 3)
     gathered, grid = statistics(inputs(16, 20, 0)), AffineGrid(4, 8, symmetric=False, search=False)
-    assert search(Losses([weight], [grid], gathered.hessian), gathered.magnitude, 20) is None
+    assert search(Losses([Reader(weight, grid, gathered.hessian)]), gathered.magnitude, 20) is None
     dead = torch.zeros(16)  # channels without any input are not scaled to nothing
     assert awq.candidate(dead, 0.5).isfinite().all()
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.skeleton.experts import Experts, all_experts
 from quantkit.quantize import capture, experts, linears
 from quantkit.quantize.capture import Statistics, find_sites
 from quantkit.quantize.solvers import SiteStatistics
@@ -136,17 +135,6 @@ def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     assert found.hessian.data_ptr() != layer.hessian.data_ptr()  # solvers use theirs up
 
 
-def test_all_tokens_go_through_all_experts_on_demand(mixture):
-    skeleton, block, hidden, _ = loaded(mixture("mixtral"))
-    (layer,) = (module for module in block.modules() if isinstance(module, Experts))
-    seen = []
-    layer.get_submodule("3.w1").register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    with all_experts(block):
-        skeleton.run_block(0, hidden)
-    skeleton.run_block(0, hidden)
-    assert seen[0] == 24 and seen[1] < 24
-
-
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -159,13 +147,16 @@ def test_all_tokens_go_through_all_experts_on_demand(mixture):
     ],
 )
 def test_jobs_take_mixtures(family, method, options, mixture, tmp_path):
-    """Verified by the job itself; routers keep their bytes, and gptq beats rounding on the routed tokens."""
+    """Verified by the job itself; routers keep their bytes where awq does not scale them, and gptq beats
+    rounding on the routed tokens."""
     folder, text = mixture(family), jobs.calibration(tmp_path)
     summary = jobs.quantize(method, folder, tmp_path / "out", options, calibration=text)
     assert summary.linears == 2 * (4 + 4 * 3)
     source, written = load_file(folder / "model.safetensors"), jobs.tensors(tmp_path / "out")
     routers = [name for name in source if name.endswith("gate.weight")]
-    assert len(routers) == 2 and all(torch.equal(source[name], written[name]) for name in routers)
+    assert len(routers) == 2
+    for name in routers:
+        assert torch.equal(source[name], written[name]) or method == "awq", name
     rows = [row for row in jobs.manifest(tmp_path / "out").values() if "experts" in row["name"]]
     if method == "gptq":
         assert summary.error < 0.6 * summary.rtn_error

@@ -9,7 +9,8 @@ from torch.nn.functional import leaky_relu
 
 from quantkit.quantize.capture import Site, find_sites
 from quantkit.quantize.transforms import BlockView, fold
-from quantkit.quantize.transforms.fold import Producer, find_producer
+from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
+from quantkit.quantize.transforms.probe import probing
 
 # All families have a hidden size of 64, 4 heads of 16, and 2 or 4 heads of keys and values, or 1.
 GROUPED = torch.arange(32).view(2, 1, 16).expand(2, 2, 16).flatten()  # two heads follow the rows of one
@@ -84,6 +85,16 @@ PRODUCERS = {
 }
 
 
+def folds_of(view: BlockView) -> list[Fold]:
+    with probing(view) as probe:
+        return find_folds(probe)
+
+
+def producers_of(view: BlockView) -> dict[Site, Producer | None]:
+    found = {site: fold.producer for fold in folds_of(view) for site in fold.sites}
+    return {site: found.get(site) for site in view.sites}
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_producers_of_every_family(tiny_model, family):
     folder = tiny_model(family)
@@ -92,10 +103,7 @@ def test_producers_of_every_family(tiny_model, family):
         bench.block.float()  # as it is when pairs are proven
         bench.inputs = bench.inputs.float()
         before = {name: (part, part.clone()) for name, part in bench.block.named_parameters()}
-        found = {}
-        for site in bench.sites:
-            producer = find_producer(bench.view(), site)
-            found[site.linears[0]] = producer
+        found = {site.linears[0]: producer for site, producer in producers_of(bench.view()).items()}
         assert found.keys() == PRODUCERS[family].keys()
         for name, expected in PRODUCERS[family].items():
             producer = found[name]
@@ -122,13 +130,13 @@ def site_of(bench: blocks.Bench, linear: str) -> Site:
 
 
 def only(monkeypatch, *candidates: Producer) -> None:
-    monkeypatch.setattr(fold, "_candidates", lambda *_: iter(candidates))
+    monkeypatch.setattr(fold, "guesses", lambda *_: iter(candidates))
 
 
 def test_wrong_candidates_are_turned_down(tiny_model, monkeypatch):
     bench = blocks.load(tiny_model("llama"))
     view, site = bench.view(), site_of(bench, "self_attn.o_proj")
-    right = find_producer(view, site)
+    right = producers_of(view)[site]
     wrong = [
         Producer("input_layernorm", torch.arange(64)),
         Producer("self_attn.v_proj", GROUPED.flip(0)),
@@ -137,19 +145,19 @@ def test_wrong_candidates_are_turned_down(tiny_model, monkeypatch):
     ]
     for candidate in wrong:
         only(monkeypatch, candidate)
-        assert find_producer(view, site) is None
+        assert producers_of(view)[site] is None
     only(monkeypatch, *wrong, right)
-    assert find_producer(view, site) is right
+    assert producers_of(view)[site] is right
 
 
 @pytest.mark.parametrize("family, one_plus", [("llama", True), ("gemma2", False)])
 def test_how_a_norms_weight_acts_is_proven_too(tiny_model, monkeypatch, family, one_plus):
     bench = blocks.load(tiny_model(family))
     only(monkeypatch, Producer("input_layernorm", torch.arange(64), one_plus))
-    assert find_producer(bench.view(), bench.sites[0]) is None
+    assert producers_of(bench.view())[bench.sites[0]] is None
     right = Producer("input_layernorm", torch.arange(64), not one_plus)
     only(monkeypatch, right)
-    assert find_producer(bench.view(), bench.sites[0]) is right
+    assert producers_of(bench.view())[bench.sites[0]] is right
 
 
 # ---- blocks made to mislead
@@ -172,25 +180,27 @@ class Block(nn.Module):
 
 
 class Forked(Block):
-    """Another linear reads a copy of the norm's output; what it says happens not to count."""
+    """Another linear reads what `seen` makes of the norm's output; what it says happens not to count."""
 
-    def __init__(self):
+    def __init__(self, seen):
         super().__init__(torch.relu)
-        self.fc3 = nn.Linear(16, 16)
+        self.fc3, self.seen = nn.Linear(16, 16), seen
 
     def forward(self, x):
-        return super().forward(x) + 0 * self.fc3(self.norm(x).clone())
+        return super().forward(x) + 0 * self.fc3(self.seen(self.norm(x)))
 
 
-def producers(block: Block, massive: float = 1.0) -> list[str | None]:
+def view_of(block: nn.Module, massive: float = 1.0) -> BlockView:
     """massive: how much larger than the others the first token is."""
     x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(0))
     x[:, 0] *= massive
     block.requires_grad_(False)
     sites = find_sites(block, lambda: block(x))
-    view = BlockView(block, sites, {}, {}, lambda: block(x), lambda name, tensor: tensor)
-    found = [find_producer(view, site) for site in sites]
-    return [producer and producer.name for producer in found]
+    return BlockView(block, sites, {}, {}, lambda: block(x), lambda name, tensor: tensor)
+
+
+def producers(block: Block, massive: float = 1.0) -> list[str | None]:
+    return [producer and producer.name for producer in producers_of(view_of(block, massive)).values()]
 
 
 @pytest.mark.parametrize(
@@ -217,16 +227,20 @@ def test_one_massive_token_hides_no_other():
 
 
 def test_inputs_of_other_sites_must_not_move_even_if_the_output_does_not():
-    assert producers(Forked()) == [None, "fc1", None]
+    assert producers(Forked(torch.tanh)) == [None, "fc1", None]
+
+
+def test_sites_that_read_the_same_norm_share_a_fold():
+    block = Forked(torch.clone)
+    assert producers(block) == ["norm", "fc1", "norm"]
+    (norm, _) = folds_of(view_of(block))
+    assert norm.columns == {"fc1.weight": -1, "fc3.weight": -1}
 
 
 def test_rows_are_followed_through_a_permutation():
-    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(0))
     order = torch.randperm(32, generator=torch.Generator().manual_seed(2))
-    block = Block(lambda h: leaky_relu(h[..., order])).requires_grad_(False)
-    sites = find_sites(block, lambda: block(x))
-    view = BlockView(block, sites, {}, {}, lambda: block(x), lambda name, tensor: tensor)
-    assert torch.equal(find_producer(view, sites[1]).rows, order)
+    view = view_of(Block(lambda h: leaky_relu(h[..., order])))
+    assert torch.equal(producers_of(view)[view.sites[1]].rows, order)
 
 
 def test_channels_that_share_a_row_take_their_mean():

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks, return_freed_pages
-from quantkit.models.skeleton.experts import all_experts
 from quantkit.quantize import capture, experts, finish, plan, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site, Statistics
 from quantkit.quantize.job import Job
@@ -209,12 +208,12 @@ class _Loop:
             site: self._of_experts(site, self._finished(block, site, sums), pools)
             for site, sums in gathered.items()
         }
-        with self.timings("transform"), all_experts(block.module):
+        with self.timings("transform"):
             transformed = self.method.transform.apply(
                 BlockView(
                     block=block.module,
                     sites=[site for site in block.sites if site.linears],
-                    statistics={site: found for site, found in statistics.items() if site.linears},
+                    statistics=statistics,
                     grids={name: row.grid for name, row in block.rows.items()},
                     probe=lambda: skeleton.run_block(index, probe),
                     stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),

@@ -9,8 +9,7 @@ have in the checkpoint, and sites, grids, solvers and layouts see linears alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,6 @@ class Experts(nn.Module):
         experts, *sizes = fused.down_proj.shape
         inner, hidden = sizes if form.transposed else reversed(sizes)
         self.count = experts
-        self.everyone = False  # all tokens through all experts, see `all_experts`
         self.entering, self.between = nn.Identity(), nn.Identity()
         first = (self.gate, self.up) if form.gated else (self.up,)
         factory = {"bias": form.biased, "dtype": fused.down_proj.dtype, "device": "meta"}
@@ -55,9 +53,6 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`hidden [tokens, hidden]`, and of each token the experts `[tokens, k]` and their weights."""
-        if self.everyone:
-            top_k_index = torch.arange(self.count, device=hidden.device).expand(len(hidden), -1)
-            top_k_weights = hidden.new_full(top_k_index.shape, 1 / self.count)
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
         inner = [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
@@ -69,6 +64,12 @@ class Experts(nn.Module):
                 found = self.fused.post_expert_norm(found)
             out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(out.dtype))
         return out
+
+    def alone(self, index: int, hidden: Tensor) -> Tensor:
+        """What one expert makes of `hidden [tokens, hidden]`, whoever is routed to it."""
+        expert = self.get_submodule(str(index))
+        found = expert.get_submodule(self.down)(self._inner(expert, hidden))
+        return self.fused.post_expert_norm(found) if self.form.normed else found
 
     def _inner(self, expert: nn.Module, hidden: Tensor) -> Tensor:
         """What enters an expert's down projection; the gate is the architecture's own.
@@ -84,19 +85,6 @@ class Experts(nn.Module):
         concatenated = self.form.concatenated
         both = torch.cat((gate, up), -1) if concatenated else torch.stack((gate, up), -1).flatten(-2)
         return self.fused._apply_gate(both)
-
-
-@contextmanager
-def all_experts(block: nn.Module) -> Iterator[None]:
-    """Every token of a forward goes through every expert of `block`, so that a few tokens show them all."""
-    layers = [module for module in block.modules() if isinstance(module, Experts)]
-    for layer in layers:
-        layer.everyone = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.everyone = False
 
 
 class SortedExperts(Experts):

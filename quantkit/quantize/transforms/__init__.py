@@ -17,9 +17,10 @@ from quantkit.quantize.solvers import SiteStatistics, Solved
 class BlockView:
     """What a transform may look at. The block's weights are the original ones, in float32 or 16 bit.
 
-    sites: all of the block's. statistics: of every site with a linear to be quantized, on the original
-    inputs. grids: by linear; None for one that is kept in 16 bit. probe: runs the block, held in float32, on
-    a few tokens. stored: a parameter's values, by its name in the block, as they will be after storing.
+    sites: all of the block's that have linears. statistics: of every site with a linear to be quantized, on
+    the original inputs, and of what enters a layer's experts together, a site without linears; they are used
+    up. grids: by linear; None for one that is kept in 16 bit. probe: runs the block, held in float32, on a
+    few tokens. stored: a parameter's values, by its name in the block, as they will be after storing.
     """
 
     block: nn.Module
@@ -34,9 +35,9 @@ class BlockView:
 class Transformed:
     """What a transform did to a block, whose weights it changed in place.
 
-    statistics: of every site, as its inputs are now. changed: parameters with new values, by name in the
-    block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the original
-    weight to nearest. notes: by linear, what a user should know.
+    statistics: of every site with linears, as its inputs are now. changed: parameters with new values, by
+    name in the block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the
+    original weight to nearest. notes: by linear, what a user should know.
     """
 
     statistics: dict[Site, SiteStatistics]

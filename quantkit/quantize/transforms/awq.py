@@ -1,32 +1,42 @@
 """AWQ: activation-aware scaling (Lin et al. 2023, arXiv:2306.00978, section 3.2 and equation 5).
 
-Columns of a site's linears that meet large activations are scaled up before rounding, by
-`s = mean|x|^α` normalised so that `max(s) min(s) = 1`, and the inputs scaled down by the same factors, which
-are folded into whatever produces them. One α per site is searched: from 0, which changes nothing, to 1.
+Columns of linears that meet large activations are scaled up before rounding, by `s = mean|x|^α` normalised so
+that `max(s) min(s) = 1`, and the inputs scaled down by the same factors, which are folded into whatever
+produces them. One α per producer is searched: from 0, which changes nothing, to 1.
 
-The loss of a candidate is the squared error of the site's outputs, `tr(dW H dWᵀ)` with
+The loss of a candidate is the squared error of the linears' outputs, `tr(dW H dWᵀ)` with
 `dW = Q(W s) / s - W`: quadratic in dW, so the second moments H stand for the calibration tokens, and their
 number does not matter.
+
+Where several sites read one producer, as a router, all experts and a shared one read the norm before them,
+they share a scale, and their losses add up, weighted by tokens. Experts count with the second moments of what
+enters their layer, one matrix for all, and of many rows an even sample is searched: 128 experts cost no more
+than a dense layer. A router stays in 16 bit, and its columns are rounded to them once more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 from quantkit.quantize.capture import Site
+from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.loss import row_losses
-from quantkit.quantize.transforms import BlockView, Transformed
-from quantkit.quantize.transforms.fold import Producer, assign, find_producer
+from quantkit.quantize.transforms import BlockView, Transformed, inside
+from quantkit.quantize.transforms.fold import Fold, along, find_folds
+from quantkit.quantize.transforms.probe import assign, probing
 from quantkit.quantize.transforms.stored import divided, in_float32
 
 ROWS = 512  # rows looked at together, at least
+SEARCHED = 4096  # rows looked at where several sites share a scale
 SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
+UNFOLDED = "nothing to fold scales into: kept at 1"
 
 
 @dataclass(frozen=True)
@@ -38,82 +48,164 @@ class AwqTransform:
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
-        result = Transformed(statistics=dict(view.statistics))
+        result = Transformed({site: found for site, found in view.statistics.items() if site.linears})
         with in_float32(view, result.changed):
-            wanted = [site for site in view.sites if site in view.statistics]
-            producers = {site: find_producer(view, site) for site in wanted}
-            for site, producer in producers.items():
-                self._scale(view, site, producer, result)
+            with probing(view) as probe:
+                entering, folds = probe.run().inputs, find_folds(probe)
+            folded = {site for fold in folds for site in fold.sites}
+            experts = list(inside.experts(view, entering, folded))
+            hidden = {site for expert in experts for site in expert.sites}
+            left = [site for site in view.statistics if site.linears and site not in folded | hidden]
+            self._rewrite(view, folds, left, result)
+            for expert in experts:
+                inner = Transformed(dict(expert.view.statistics))
+                found = expert.find_folds()
+                own = {site for fold in found for site in fold.sites}
+                self._rewrite(expert.view, found, [s for s in expert.view.statistics if s not in own], inner)
+                expert.tell(inner, result)
         return result
 
-    def _scale(self, view: BlockView, site: Site, producer: Producer | None, result: Transformed) -> None:
-        names = [name for name in site.linears if view.grids[name]]
-        weights = [view.block.get_submodule(name).weight for name in names]
-        statistics = view.statistics[site]
-        losses = Losses(weights, [view.grids[name].plain() for name in names], statistics.hessian)
-        for name, weight, loss in zip(names, weights, losses.plain, strict=True):
-            full = row_losses(weight, statistics.hessian).sum().clamp(min=1e-30)
-            result.rtn_errors[name] = (loss / full).item()
-        if producer is None:
-            result.notes.update(dict.fromkeys(names, ("nothing to fold scales into: kept at 1",)))
+    def _rewrite(
+        self, view: BlockView, folds: Sequence[Fold], left: Sequence[Site], result: Transformed
+    ) -> None:
+        """Scale what gains by it of these folds; note what sites are `left` without any."""
+        for site in left:
+            _measured(view, site, result)
+            result.notes.update(dict.fromkeys(_quantized(view, site), (UNFOLDED,)))
+        for fold in folds:
+            self._scale(view, fold, result)
+
+    def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> None:
+        sites = [site for site in fold.sites if site in view.statistics]
+        if not sites:
             return
-        scale = search(losses, producer.tied(statistics.magnitude), self.n_grid)
+        for site in sites:
+            losses = _measured(view, site, result)
+        entering = _entering(view, sites)
+        if len(fold.sites) > 1:
+            losses = Losses(_sampled(view, sites, entering))
+        total = sum(part.tokens for part in entering.values()) or 1
+        shares = [(part.magnitude, part.tokens / total) for part in entering.values()]
+        magnitude = sum(part * share for part, share in shares) if len(shares) > 1 else shares[0][0]
+        scale = search(losses, fold.producer.tied(magnitude), self.n_grid)
         if scale is None:
             return
-        scale, new = divided(view, producer, scale)
+        scale, new = divided(view, fold.producer, scale)
         if not losses.of(scale, limit=sum(losses.plain)) < sum(losses.plain):
             return
-        new |= {f"{name}.weight": view.block.get_submodule(name).weight * scale for name in site.linears}
         for name, tensor in new.items():
             assign(view.block, name, tensor)
-        result.changed.update(new)
-        result.statistics[site] = replace(
-            statistics, hessian=statistics.hessian / scale / scale[:, None], magnitude=None
+        for name, axis in fold.columns.items():
+            assign(view.block, name, along(view.block.get_parameter(name), scale, axis))
+        result.changed.update(new, fold.columns)
+        for site in sites:
+            statistics = view.statistics[site]
+            hessian = statistics.hessian.div_(scale).div_(scale[:, None])
+            result.statistics[site] = replace(statistics, hessian=hessian, magnitude=None)
+
+
+def _quantized(view: BlockView, site: Site) -> list[str]:
+    return [name for name in site.linears if view.grids[name]]
+
+
+def _measured(view: BlockView, site: Site, result: Transformed) -> Losses:
+    """A site's losses; the errors of rounding its linears as they are go into `result`."""
+    hessian = view.statistics[site].hessian
+    weights = {name: view.block.get_submodule(name).weight for name in _quantized(view, site)}
+    losses = Losses([Reader(part, view.grids[name].plain(), hessian) for name, part in weights.items()])
+    for (name, weight), loss in zip(weights.items(), losses.plain, strict=True):
+        full = row_losses(weight, hessian).sum().clamp(min=1e-30)
+        result.rtn_errors[name] = (loss / full).item()
+    return losses
+
+
+def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
+    """What enters sites, of experts what enters their layer."""
+    return {place: view.statistics[place] for place in map(_place, sites)}
+
+
+def _place(site: Site) -> Site:
+    return Site((), site.pool) if site.pool else site
+
+
+def _sampled(view: BlockView, sites: Sequence[Site], entering: Mapping[Site, SiteStatistics]) -> list[Reader]:
+    """An even sample of the rows that read at several sites, each counted by the tokens that reach it."""
+    names = [(site, name) for site in sites for name in _quantized(view, site)]
+    step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
+    total = max(statistics.tokens for statistics in entering.values()) or 1
+    alike: dict[tuple[Site, Grid], list[tuple[Tensor, Tensor]]] = {}  # rounded together
+    for site, name in names:
+        rows = view.block.get_submodule(name).weight[::step]
+        share = rows.new_full((len(rows),), view.statistics[site].tokens / total)
+        alike.setdefault((_place(site), view.grids[name].plain()), []).append((rows, share))
+    return [
+        Reader(
+            torch.cat([rows for rows, _ in found]),
+            grid,
+            entering[place].hessian,
+            torch.cat([share for _, share in found]),
         )
+        for (place, grid), found in alike.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """weight: `[out, in]` float32. hessian: of what enters. share: what each row counts, `[out]`; None: 1."""
+
+    weight: Tensor
+    grid: Grid
+    hessian: Tensor
+    share: Tensor | None = None
+
+    def split(self, rows: int) -> list[Reader]:
+        """So many rows in each."""
+        parts = self.weight.split(rows)
+        shares = [None] * len(parts) if self.share is None else self.share.split(rows)
+        return [replace(self, weight=part, share=share) for part, share in zip(parts, shares, strict=True)]
+
+    def loss(self, scale: Tensor | None) -> Tensor:
+        """`tr(dW H dWᵀ)` under a scale `[in]`, or without."""
+        scaled = self.weight.clone() if scale is None else self.weight * scale
+        groups = scaled.view(-1, self.grid.group_size)
+        values = self.grid.nearest(groups, self.grid.fit(groups)).view(self.weight.shape)
+        delta = (values if scale is None else values.div_(scale)).sub_(self.weight)
+        lost = row_losses(delta, self.hessian)
+        return (lost if self.share is None else lost * self.share).sum()
 
 
 class Losses:
-    """`tr(dW H dWᵀ)` of a site's linears under scales of its inputs, `dW = Q(W s) / s - W`.
+    """`tr(dW H dWᵀ)` of linears under scales of their inputs, `dW = Q(W s) / s - W`, added up.
 
-    weights: `[out_k, in]` float32. plain: the loss of each linear as it is, without a scale. Groups are
-    fitted one by one, also where they depend on one another (double quantization).
+    plain: the loss of each as it is, without a scale. Groups are fitted one by one, also where they depend on
+    one another (double quantization).
     Rows lose independently and never less than nothing, so a scale is given up once the rows looked at
     have lost more than a limit: those that lose most come first.
     """
 
-    def __init__(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor):
-        self.hessian = hessian
-        chunks = [
-            (part, grid, k)
-            for k, (weight, grid) in enumerate(zip(weights, grids, strict=True))
-            for part in weight.split(max(ROWS, elements_at_once(weight.device) // weight.shape[1]))
-        ]
-        lost = [self._chunk(part, grid, None) for part, grid, _ in chunks]
-        self.plain = [
-            sum(loss for loss, chunk in zip(lost, chunks, strict=True) if chunk[2] == k)
-            for k in range(len(weights))
-        ]
-        self._chunks = [chunks[k][:2] for k in sorted(range(len(chunks)), key=lambda k: -lost[k].item())]
-
-    def _chunk(self, weight: Tensor, grid: Grid, scale: Tensor | None) -> Tensor:
-        scaled = weight.clone() if scale is None else weight * scale
-        groups = scaled.view(-1, grid.group_size)
-        values = grid.nearest(groups, grid.fit(groups)).view(weight.shape)
-        delta = (values if scale is None else values.div_(scale)).sub_(weight)
-        return row_losses(delta, self.hessian).sum()
+    def __init__(self, readers: Sequence[Reader]):
+        self.plain: list[Tensor] = []
+        lost: list[tuple[float, Reader]] = []
+        for reader in readers:
+            weight = reader.weight
+            parts = reader.split(max(ROWS, elements_at_once(weight.device) // weight.shape[1]))
+            found = [part.loss(None) for part in parts]
+            self.plain.append(sum(found))
+            lost += ((loss.item(), part) for loss, part in zip(found, parts, strict=True))
+        self._parts = [part for _, part in sorted(lost, key=lambda pair: -pair[0])]
 
     def of(self, scale: Tensor, limit: float = math.inf) -> float:
         """The loss of all linears under `scale [in]`; anything above `limit` if it is above that."""
         total = 0.0
-        for weight, grid in self._chunks:
-            total += self._chunk(weight, grid, scale).item()
+        for part in self._parts:
+            total += part.loss(scale).item()
             if total > limit:
                 break
         return total
 
 
 def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
-    """The scale `[in]` of least loss for the linears of a site; None where no scaling is best.
+    """The scale `[in]` of least loss; None where no scaling is best.
 
     magnitude: mean |x| of each channel, `[in]`. Of equal losses the smaller α wins. Middle exponents, the
     likely ones, come first, so that others are given up early.

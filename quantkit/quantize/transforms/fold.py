@@ -1,34 +1,30 @@
 """Which scales can be folded away: proven on the block itself, not listed by architecture.
 
-The inputs of a site may be divided by s, and the columns of its linears multiplied by it, if whatever
-produces those inputs can be divided by s instead: a norm's weight, or rows of another linear (v for o
-through attention, up for down, fc1 for fc2 through ReLU). A guess is tried with random powers of two,
-by which every product scales without rounding: if the site's inputs are divided, and neither the inputs
-of any other site nor the block's output move, the pair is foldable.
+The inputs of linears may be divided by s, and their columns multiplied by it, if whatever produces those
+inputs can be divided by s instead: a norm's weight, or rows of another linear (v for o through attention, up
+for down, fc1 for fc2 through ReLU). A guess is tried with random powers of two, by which every product scales
+without rounding: the producer is divided, and whatever then reads divided inputs is multiplied, until nothing
+more does: linears, all experts of a layer, a router that is no linear. If neither the inputs of anything else
+nor the block's output have moved by then, the scales are foldable.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.quantize.capture import Site
-from quantkit.quantize.transforms import BlockView
-
-TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms that store w - 1 round
-GRANULES = 16, 64  # rows of a fused linear tried together, up to LARGE and beyond: heads are multiples
-LARGE = 4096
+from quantkit.quantize.transforms.probe import Observation, Probe, alike, assign
+from quantkit.quantize.transforms.rows import Following
 
 
 @dataclass(frozen=True)
 class Producer:
-    """Where a site's scales go. name: a module of the block. rows: int64 `[in]`, the row of its weight that
-    each input channel of the site follows; grouped heads share rows. one_plus: its weight acts as 1 + w.
+    """Where scales go. name: a module of the block. rows: int64 `[in]`, the row of its weight that each
+    channel of its readers follows; grouped heads share rows. one_plus: its weight acts as 1 + w.
     """
 
     name: str
@@ -62,52 +58,42 @@ class Producer:
         return found
 
 
-def find_producer(view: BlockView, site: Site) -> Producer | None:
-    """The module into which scales of `site` can be folded; None where there is none.
+@dataclass(frozen=True)
+class Fold:
+    """A producer, and all that reads its products. columns: parameters to multiply, by name in the block,
+    with the axis of their input channels; those of `sites`, and matrices that are no linear's."""
+
+    producer: Producer
+    sites: tuple[Site, ...]
+    columns: Mapping[str, int]
+
+
+def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | None = None) -> list[Fold]:
+    """Folds of as many sites as there are any for, each in one; `candidates`: other than `guesses`.
 
     What was found in other blocks plays no part: a job that was resumed has not seen them.
     """
-    before = _observe(view)
-    width = before.inputs[site].shape[-1]
-    for candidate in _candidates(view, site, width, before):
-        if _proven(view, site, candidate, before):
-            return candidate
-    return None
+    before, found = probe.run(), []
+    for place, (site, *_) in probe.readers.items():
+        if place not in before.inputs or any(site in fold.sites for fold in found):
+            continue
+        for producer in (candidates or guesses)(probe, place, before):
+            fold = prove(probe, producer, before)
+            if fold is not None and site in fold.sites:
+                found.append(fold)
+                break
+    return found
 
 
-@dataclass(frozen=True)
-class _Observation:
-    """What a forward of the probe tokens showed: the inputs of every site, and the block's output."""
-
-    inputs: Mapping[Site, Tensor]
-    output: Tensor
-
-
-def _observe(view: BlockView) -> _Observation:
-    inputs: dict[Site, Tensor] = {}
-    handles = [
-        view.block.get_submodule(site.linears[0]).register_forward_pre_hook(
-            lambda module, args, site=site: inputs.update({site: args[0].float()})
-        )
-        for site in view.sites
-    ]
-    try:
-        output = view.probe().float()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return _Observation(inputs, output)
-
-
-def _candidates(view: BlockView, site: Site, width: int, before: _Observation) -> Iterator[Producer]:
-    """Guesses, the likely ones first: norms, linears row by channel, then parts of larger or smaller ones."""
-    identity = torch.arange(width, device=before.output.device)
-    inside = f"{site.linears[0].rpartition('.')[0]}." if site.pool else ""  # an expert's producer is its own
+def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]:
+    """The likely ones first: norms, linears row by channel, then parts of larger or smaller ones."""
+    width, device = before.inputs[place].shape[-1], before.output.device
+    identity = torch.arange(width, device=device)
+    reading = {name for site in probe.readers[place] for name in site.linears}
     modules = [
         (name, module)
-        for name, module in view.block.named_modules()
-        if isinstance(getattr(module, "weight", None), nn.Parameter) and name not in site.linears
-        if name.startswith(inside)
+        for name, module in probe.modules().items()
+        if isinstance(getattr(module, "weight", None), nn.Parameter) and name not in reading
     ]
     for name, module in modules:
         if module.weight.shape == (width,):
@@ -117,119 +103,89 @@ def _candidates(view: BlockView, site: Site, width: int, before: _Observation) -
     for name, module in linears:
         if module.out_features == width:
             yield Producer(name, identity)
-    for name, module in linears:
-        rows = _followed_rows(view, site, name, module.out_features, before)
+    for name, _ in linears:
+        rows = Following(probe, place, name, before).rows()
         if rows is not None:
             yield Producer(name, rows)
 
 
-def _proven(view: BlockView, site: Site, producer: Producer, before: _Observation) -> bool:
-    """Whether scales of the site's inputs, drawn at random, can be folded into `producer`."""
+def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
+    """The fold of a producer, tried with scales drawn at random; None unless all that reads its products can
+    make up for them."""
     generator = torch.Generator().manual_seed(len(producer.rows))
-    count = int(producer.rows.max()) + 1
-    exponents = torch.randint(-1, 2, (count,), generator=generator).to(producer.rows.device)
-    scale = torch.exp2(exponents.float())[producer.rows]
-    with _restored(view.block, [producer.name, *site.linears]):
-        new = producer.divided(view.block, scale)
-        new |= {f"{name}.weight": view.block.get_submodule(name).weight * scale for name in site.linears}
-        for name, tensor in new.items():
-            assign(view.block, name, tensor)
-        after = _observe(view)
-    if not _alike(after.inputs[site] * scale, before.inputs[site]):
+    exponents = torch.randint(-1, 2, (int(producer.rows.max()) + 1,), generator=generator)
+    scale = torch.exp2(exponents.to(producer.rows.device).float())[producer.rows]
+    places: list[str] = []
+    columns: dict[str, int] = {}
+    with probe.restored():
+        for name, tensor in producer.divided(probe.block, scale).items():
+            assign(probe.block, name, tensor)
+        while True:
+            after = probe.run()
+            new = [
+                place
+                for place, inputs in before.inputs.items()
+                if place not in places and _divided(after.inputs.get(place), inputs, scale)
+            ]
+            for place in new:
+                probe.multiply(place, scale)
+                columns |= probe.columns(place)
+            places += new
+            matrices = {} if new else _made_up(probe, before, after, scale)
+            columns |= matrices
+            if not new and not matrices:
+                break
+    if places and _settled(after, before, places, scale):
+        return Fold(producer, tuple(site for place in places for site in probe.readers[place]), columns)
+    return None
+
+
+def _divided(after: Tensor | None, before: Tensor, scale: Tensor) -> bool:
+    """Whether a tensor is what it was, divided by `scale [in]`."""
+    if after is None or before.shape[-1:] != scale.shape or after.shape != before.shape:
         return False
-    others = [other for other in view.sites if other != site]
-    if not all(_alike(after.inputs[other], before.inputs[other]) for other in others):
+    return bool(before.any()) and alike(after.float() * scale, before.float())
+
+
+def _made_up(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> dict[str, int]:
+    """Matrices of a module that read divided inputs, with the axis along which multiplying them lets the
+    module return what it returned; they are multiplied. None of a module that returns the same anyway."""
+    for name, leaves in probe.own.items():
+        entered = before.entered.get(name)
+        if entered is None or not _divided(after.entered.get(name), entered, scale):
+            continue
+        if _all_alike(after.left[name], before.left[name]):
+            continue
+        for axis in (-1, -2):
+            fit = [f"{name}.{leaf}" if name else leaf for leaf in leaves]
+            kept = {full: probe.block.get_parameter(full) for full in fit}
+            kept = {full: part for full, part in kept.items() if part.shape[axis] == len(scale)}
+            for full, part in kept.items():
+                assign(probe.block, full, along(part, scale, axis))
+            if kept and _all_alike(probe.run().left[name], before.left[name]):
+                return dict.fromkeys(kept, axis)
+            for full, part in kept.items():
+                assign(probe.block, full, part)
+    return {}
+
+
+def _settled(after: Observation, before: Observation, places: list[str], scale: Tensor) -> bool:
+    """Whether all is as it was, but for divided inputs at these places."""
+    if after.inputs.keys() != before.inputs.keys() or after.left.keys() != before.left.keys():
         return False
-    return _alike(after.output, before.output)
+    for place, inputs in before.inputs.items():
+        now = after.inputs[place]
+        if not (_divided(now, inputs, scale) if place in places else alike(now, inputs)):
+            return False
+    if not all(_all_alike(after.left[name], left) for name, left in before.left.items()):
+        return False
+    return alike(after.output, before.output)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    """Token by token: one token with massive activations would hide what happens to all others."""
-    return bool(((a - b).norm(dim=-1) <= TOLERANCE * b.norm(dim=-1)).all())
+def _all_alike(after: list[Tensor], before: list[Tensor]) -> bool:
+    return len(after) == len(before) and all(map(alike, after, before))
 
 
-def _followed_rows(
-    view: BlockView, site: Site, name: str, out_features: int, before: _Observation
-) -> Tensor | None:
-    """For every channel of the site, the row of linear `name` it is proportional to, `[in]`.
-
-    Rows that act on nothing but single channels are found by halving; which of them a channel follows
-    is then read off bit by bit: with bit k of their number set, rows are doubled, and channels with them.
-    """
-    granule = math.gcd(out_features, GRANULES[out_features > LARGE])
-    everything = torch.arange(out_features, device=before.output.device)
-    if _response(view, site, name, everything, before) is _UNMOVED:
-        return None
-    rows = torch.cat(list(_proportional(view, site, name, everything, granule, before)) or [everything[:0]])
-    if not len(rows):
-        return None
-    numbers = torch.zeros(before.inputs[site].shape[-1], dtype=torch.long, device=rows.device)
-    response = _response(view, site, name, rows, before)
-    if not isinstance(response, Tensor) or not response.all():
-        return None  # some channel follows no row
-    for bit in range((len(rows) - 1).bit_length()):
-        marked = rows[(torch.arange(len(rows), device=rows.device) >> bit) & 1 == 1]
-        response = _response(view, site, name, marked, before)
-        if response is None:
-            return None
-        if isinstance(response, Tensor):
-            numbers |= response.long() << bit
-    return rows[numbers] if int(numbers.max()) < len(rows) else None
-
-
-def _proportional(
-    view: BlockView, site: Site, name: str, rows: Tensor, granule: int, before: _Observation
-) -> Iterator[Tensor]:
-    """The parts of `rows` in proportion to which channels of the site move, and nothing else of it."""
-    response = _response(view, site, name, rows, before)
-    if isinstance(response, Tensor):
-        yield rows
-    elif response is None and len(rows) > granule:
-        half = len(rows) // granule // 2 * granule or granule
-        for part in (rows[:half], rows[half:]):
-            if len(part):
-                yield from _proportional(view, site, name, part, granule, before)
-
-
-_UNMOVED = object()
-
-
-def _response(view: BlockView, site: Site, name: str, rows: Tensor, before: _Observation):
-    """Which channels of the site double, bool `[in]`, when these rows of linear `name` do.
-
-    _UNMOVED when none does, None when any moves otherwise, or is zero and cannot tell.
-    """
-    module = view.block.get_submodule(name)
-    with _restored(view.block, [name]):
-        for part in ("weight", "bias"):
-            if getattr(module, part, None) is not None:
-                changed = getattr(module, part).detach().clone()
-                changed[rows] *= 2
-                assign(view.block, f"{name}.{part}", changed)
-        after = _observe(view).inputs[site].flatten(0, -2)
-    expected = before.inputs[site].flatten(0, -2)
-    doubled = (after * expected).sum(0) > 1.5 * expected.square().sum(0)
-    if not expected.any(0).all() or not _alike(after, expected * (1 + doubled.float())):
-        return None
-    return doubled if doubled.any() else _UNMOVED
-
-
-@contextmanager
-def _restored(block: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Put the parameters of these modules back afterwards."""
-    modules = [block.get_submodule(name) for name in names]
-    kept = [dict(module.named_parameters(recurse=False)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, parameters in zip(modules, kept, strict=True):
-            for name, parameter in parameters.items():
-                setattr(module, name, parameter)
-
-
-def assign(block: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter of the block in place, in the dtype that it has."""
-    owner, _, leaf = name.rpartition(".")
-    module = block.get_submodule(owner)
-    dtype = getattr(module, leaf).dtype
-    setattr(module, leaf, nn.Parameter(tensor.detach().to(dtype), requires_grad=False))
+def along(tensor: Tensor, scale: Tensor, axis: int) -> Tensor:
+    """`tensor`, float32, times `scale` along an axis counted from the end."""
+    return tensor.float() * scale.reshape(-1, *[1] * (-axis - 1))

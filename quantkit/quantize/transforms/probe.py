@@ -1,0 +1,176 @@
+"""What a block shows of itself while a few tokens go through it.
+
+A layer of experts takes part as a whole: one random linear stands in for all of them, with another factor for
+each, so that a token that is routed elsewhere shows. The experts' own weights are not needed, and a forward
+costs the same whatever their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from quantkit.models.skeleton.experts import Experts, ParallelExperts, SortedExperts
+from quantkit.quantize.capture import Site
+from quantkit.quantize.transforms import BlockView
+
+TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms that store w - 1 round
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a forward showed. inputs: at every place where linears read, `[..., in]`; entered: the first
+    tensor that a module with matrices of its own was given; left: all that it returned; output: the block's.
+    """
+
+    inputs: Mapping[str, Tensor]
+    entered: Mapping[str, Tensor]
+    left: Mapping[str, list[Tensor]]
+    output: Tensor
+
+
+class Probe:
+    """A block in float32 to experiment on; see `probing`.
+
+    readers: by place, the sites that read what enters there: one, or those of all experts of a layer.
+    stand_ins: by such a layer's place, the linear that computes instead of its experts. own: matrices that
+    are no linear's, by the module that has them, such as a router's.
+    """
+
+    def __init__(self, view: BlockView):
+        self.block, self._run = view.block, view.probe
+        self.layers = {name: part for name, part in view.block.named_modules() if isinstance(part, Experts)}
+        self.stand_ins = {f"{name}.entering": _stand_in(layer) for name, layer in self.layers.items()}
+        self.readers: dict[str, list[Site]] = {}
+        for site in view.sites:
+            if site.calls:
+                self.readers.setdefault(site.pool or site.place, []).append(site)
+        self.own: dict[str, list[str]] = {}
+        for name, module in self.modules().items():
+            leaves = [leaf for leaf, part in module.named_parameters(recurse=False) if part.ndim > 1]
+            if leaves and not isinstance(module, nn.Linear):
+                self.own[name] = leaves
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Those of the block, experts left out."""
+        inside = tuple(f"{name}." for name in self.layers)
+        return {name: part for name, part in self.block.named_modules() if not f"{name}.".startswith(inside)}
+
+    def columns(self, place: str) -> dict[str, int]:
+        """The weights that read at a place, with the axis of their input channels."""
+        return {f"{name}.weight": -1 for site in self.readers[place] for name in site.linears}
+
+    def multiply(self, place: str, scale: Tensor) -> None:
+        """Multiply the columns that read at a place; of experts, those of their stand-in."""
+        stand_in = self.stand_ins.get(place)
+        if stand_in is not None:
+            stand_in.weight = nn.Parameter(stand_in.weight * scale, requires_grad=False)
+            return
+        for name in self.columns(place):
+            assign(self.block, name, self.block.get_parameter(name) * scale)
+
+    def run(self) -> Observation:
+        """One forward."""
+        inputs, entered, left = {}, {}, {}
+
+        def keep(name: str) -> Callable:
+            def hook(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+                entered[name] = next(iter(_tensors((args, kwargs))), None)
+                left[name] = _tensors(output)
+
+            return hook
+
+        with ExitStack() as stack:
+            for place in self.readers:
+                handle = self.block.get_submodule(place).register_forward_pre_hook(
+                    lambda module, args, place=place: inputs.update({place: args[0].float()})
+                )
+                stack.callback(handle.remove)
+            for name in self.own:
+                hook = self.block.get_submodule(name).register_forward_hook(keep(name), with_kwargs=True)
+                stack.callback(hook.remove)
+            output = self._run().float()
+        return Observation(inputs, entered, left, output)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put all parameters back afterwards, but for those of experts, which nobody touches."""
+        modules = [*self.modules().values(), *self.stand_ins.values()]
+        kept = [(module, dict(module.named_parameters(recurse=False))) for module in modules]
+        try:
+            yield
+        finally:
+            for module, parameters in kept:
+                for name, parameter in parameters.items():
+                    setattr(module, name, parameter)
+
+
+@contextmanager
+def probing(view: BlockView) -> Iterator[Probe]:
+    """A probe of the block, in which nothing stands for its experts any more afterwards."""
+    probe = Probe(view)
+    for name, layer in probe.layers.items():
+        layer.forward = _computing(layer, probe.stand_ins[f"{name}.entering"])
+    try:
+        yield probe
+    finally:
+        for layer in probe.layers.values():
+            del layer.forward
+
+
+def _stand_in(layer: Experts) -> nn.Linear:
+    """A linear as wide as an expert of the layer, with random weights."""
+    first = layer.get_submodule("0")
+    if not isinstance(layer, ParallelExperts):
+        first = first.get_submodule(layer.down)
+    out_features = first.out_features
+    in_features = first.in_features if isinstance(layer, ParallelExperts) else out_features
+    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(first.weight.device) / in_features**0.5, requires_grad=False)
+    return linear
+
+
+def _computing(layer: Experts, linear: nn.Linear) -> Callable:
+    """The forward of a layer whose experts are `linear`, each with a factor of its own."""
+
+    def forward(hidden: Tensor, *routing) -> Tensor:
+        found = linear(layer.entering(hidden))
+        if isinstance(layer, SortedExperts):
+            expert = torch.arange(layer.count).repeat_interleave(len(hidden) // layer.count)
+        elif isinstance(layer, ParallelExperts):
+            expert = torch.arange(layer.count).repeat_interleave(torch.as_tensor(routing[0]).cpu())
+        else:
+            index, weights = routing
+            return found * (weights * (1 + index / layer.count)).sum(-1, keepdim=True)
+        return found * (1 + expert.to(found.device) / layer.count)[:, None]
+
+    return forward
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Token by token: one token with massive activations would hide what happens to all others."""
+    if a.shape != b.shape:
+        return False
+    if not b.is_floating_point():
+        return torch.equal(a, b)
+    delta = torch.where(a == b, 0, a - b)  # routers mask by infinity
+    whole = b.masked_fill(b.isinf(), 0)
+    return bool((delta.norm(dim=-1) <= TOLERANCE * whole.norm(dim=-1)).all())
+
+
+def assign(block: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter of the block in place, in the dtype that it has."""
+    owner, _, leaf = name.rpartition(".")
+    module = block.get_submodule(owner)
+    dtype = getattr(module, leaf).dtype
+    setattr(module, leaf, nn.Parameter(tensor.detach().to(dtype), requires_grad=False))
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
