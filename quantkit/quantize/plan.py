@@ -27,9 +27,10 @@ ENCODING = 1 << 24  # temporaries of an encoder
 
 @dataclass(frozen=True)
 class Execution:
-    """How the job runs; every field but `states` decides bytes of the output and stands in the fingerprint.
+    """How the job runs; all fields but the last two decide bytes of the output and stand in the fingerprint.
 
-    states: `device` or `host`, where the hidden states of the calibration tokens are kept.
+    states: `device` or `host`, where the hidden states of the calibration tokens are kept. at_once: sites of
+    a layer's experts whose statistics a repeated forward gathers in one pass.
     """
 
     dtype: str
@@ -38,6 +39,7 @@ class Execution:
     sequential: str
     threads: int
     states: str = "device"
+    at_once: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -49,7 +51,7 @@ class Execution:
 
     def decisive(self) -> dict:
         """What the bytes of the output depend on."""
-        return {name: value for name, value in asdict(self).items() if name != "states"}
+        return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def decide(
 
 def frugal(execution: Execution) -> Execution | None:
     """The way of running that takes the least memory for the same bytes; None where that is this one."""
-    least = replace(execution, sequential="repeat", states="host")
+    least = replace(execution, sequential="repeat", states="host", at_once=1)
     return least if least != execution else None
 
 

@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter
 
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton.fused import Form, Fused, form_of, one_by_one
+from quantkit.models.skeleton.streaming import ExpertLinear
 
 USUAL = ("gate_proj", "up_proj", "down_proj")
 SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's patterns: one expert's projection
@@ -49,8 +50,8 @@ class Experts(nn.Module):
         for expert in range(experts):
             child = nn.Module()
             for name in first:
-                child.add_module(name, nn.Linear(hidden, inner, **factory))
-            child.add_module(self.down, nn.Linear(inner, hidden, **factory))
+                child.add_module(name, ExpertLinear(hidden, inner, **factory))
+            child.add_module(self.down, ExpertLinear(inner, hidden, **factory))
             self.add_module(str(expert), child)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class ParallelExperts(Experts):
         self.entering = nn.Identity()
         factory = {"bias": False, "dtype": fused.weight.dtype, "device": "meta"}
         for expert in range(self.count):
-            self.add_module(str(expert), nn.Linear(in_features, out_features, **factory))
+            self.add_module(str(expert), ExpertLinear(in_features, out_features, **factory))
 
     def forward(self, hidden: Tensor, counts: list[int]) -> Tensor:
         """What the experts make of their rows of `hidden [tokens, in]`, `counts[0]` of the first expert."""
