@@ -7,9 +7,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from quantkit.quantize.memory import PART_BYTES
 from quantkit.quantize.staging import Staging
-
-PART_BYTES = 16 << 20  # of a block that wait in memory before they are staged
 
 
 class BlockParts:

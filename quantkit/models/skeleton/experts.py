@@ -61,8 +61,10 @@ class Experts(nn.Module):
             top_k_weights = hidden.new_full(top_k_index.shape, 1 / self.count)
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
-        inner = [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
-        inner = self.between(torch.cat(inner)).split([len(part) for part in inner])
+        inner = torch.cat(
+            [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
+        )  # the list is gone: batches may wait at the next line
+        inner = self.between(inner).split([len(rows) for rows, _ in chosen])
         out = torch.zeros_like(hidden)
         for expert, ((rows, places), part) in enumerate(zip(chosen, inner, strict=True)):
             found = self.get_submodule(str(expert)).get_submodule(self.down)(part)
@@ -109,8 +111,8 @@ class SortedExperts(Experts):
         routed = hidden.any(-1)
         counts = routed.view(self.count, -1).sum(-1).tolist()
         entering = self.entering(hidden[routed]).split(counts)
-        inner = [self._inner(self.get_submodule(str(e)), part) for e, part in enumerate(entering)]
-        inner = self.between(torch.cat(inner)).split(counts)
+        inner = torch.cat([self._inner(self.get_submodule(str(e)), part) for e, part in enumerate(entering)])
+        inner = self.between(inner).split(counts)
         found = [self.get_submodule(f"{e}.{self.down}")(part) for e, part in enumerate(inner)]
         out = torch.zeros_like(hidden)
         out[routed] = torch.cat(found)

@@ -19,13 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import Layout
+from quantkit.models import held
 from quantkit.models.device import free_memory, is_accelerator
 from quantkit.models.heap import return_freed_pages
 from quantkit.models.skeleton.loading import Installer, Reader
-
-IN_STEP = 4  # batches that wait for one another: each has its activations in memory
-HELD = 2  # experts: what one batch still computes with, and what the others go on to
-SHARE = 0.25  # of an accelerator's free memory: smaller blocks stay there whole, which is faster
 
 Parts = dict[str, Tensor]
 T = TypeVar("T")
@@ -52,26 +49,11 @@ def streamed(block: nn.Module) -> dict[str, ExpertLinear]:
     return {name: module for name, module in block.named_modules() if isinstance(module, ExpertLinear)}
 
 
-def expert_of(local: str) -> str:
-    """`mlp.experts.3` of `mlp.experts.3.up_proj`; an expert that is one matrix is called so itself."""
-    owner, _, last = local.rpartition(".")
-    return local if last.isdigit() else owner
-
-
-def expert_sizes(shapes: Sequence[tuple[str, int, int]]) -> dict[str, int]:
-    """Weights of each expert of a block, by its name; `shapes` are those of its streamed linears."""
-    sizes: dict[str, int] = {}
-    for local, out_features, in_features in shapes:
-        sizes[expert_of(local)] = sizes.get(expert_of(local), 0) + out_features * in_features
-    return sizes
-
-
 def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> bool:
-    """Whether to stream experts: always where the CPU computes, which takes much longer to use an expert than
-    to read it; on an accelerator where a block takes too much of the memory that is free."""
+    """Whether experts of these blocks are to be streamed; see `held.streams`."""
     found = [sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks]
-    most = max(found, default=0) * element
-    return bool(most) and (not is_accelerator(device) or most > SHARE * free_memory(device))
+    nbytes = max(found, default=0) * element
+    return bool(nbytes) and held.streams(nbytes, free_memory(device) if is_accelerator(device) else None)
 
 
 @dataclass(frozen=True)
@@ -92,7 +74,7 @@ class Keeper:
         linears = streamed(block)
         self._names = {module: local for local, module in linears.items()}
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
-        self.capacity = HELD * max(expert_sizes(shapes).values())  # weights
+        self.capacity = held.HELD * held.largest_expert(shapes)  # weights
         self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
         self._installed: dict[str, _Installed] = {}
         self._pause: Callable[[], object] | None = None
@@ -100,8 +82,8 @@ class Keeper:
             module.keeper = self
 
     @property
-    def held(self) -> int:
-        """Weights in memory."""
+    def weights(self) -> int:
+        """In memory now."""
         return sum(module.weight.numel() for module in self._held.values())
 
     def provide(self, linear: ExpertLinear) -> nn.Module:
@@ -109,7 +91,7 @@ class Keeper:
         in memory."""
         local = self._names[linear]
         if local not in self._held:
-            while self._held and self.held + linear.weight.numel() > self.capacity:
+            while self._held and self.weights + linear.weight.numel() > self.capacity:
                 self._give_up(next(iter(self._held)))
             self._read(local)
             self._held[local] = linear
@@ -144,8 +126,8 @@ class Keeper:
         """`run(0)`, `run(1)` … up to `count`, some of them at a time: each runs in a greenlet of its own, to
         where it needs an expert that is not there; when all have come, the first reads it. Modules see their
         inputs in that order, too."""
-        for start in range(0, count, IN_STEP):
-            yield from self._together(run, range(start, min(start + IN_STEP, count)))
+        for start in range(0, count, held.IN_STEP):
+            yield from self._together(run, range(start, min(start + held.IN_STEP, count)))
 
     def _together(self, run: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         flights = {number: greenlet.greenlet(run) for number in numbers}
