@@ -3,10 +3,10 @@
     python scripts/bench_experts_memory.py [--jobs gptq nf4 --experts 8 64 --free 150]
 
 Each job runs in a process of its own on a random Qwen3-MoE of one block. What is printed is the most
-anonymous memory of the process (RssAnon, looked at every few milliseconds) above what it held after the imports, before
-the job: pages of files that are mapped for reading are not counted, as the system takes them back when it
-likes. `gptq repeat` is told that so many MiB are free, and plans its passes for that: where more is free it
-takes more, to run fewer.
+anonymous memory of the process (RssAnon, looked at every few milliseconds) above what it held after the
+imports, before the job: pages of files that are mapped for reading are not counted, as the system takes them
+back when it likes. `gptq repeat` is told that so many MiB are free, and plans its passes for that: where more
+is free it takes more, to run fewer.
 """
 
 from __future__ import annotations
