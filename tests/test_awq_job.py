@@ -137,10 +137,10 @@ def test_a_job_resumed_after_its_first_block_writes_the_same_bytes(outliers, tmp
     jobs.quantize("awq", model, tmp_path / "whole", options, calibration=text, **RUN)
     write = Staging.write_block
 
-    def stop(self, index, tensors, record):
+    def stop(self, index, *rest):
         if index:
             raise KeyboardInterrupt
-        write(self, index, tensors, record)
+        write(self, index, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(staging.Staging, "write_block", stop)

@@ -16,7 +16,8 @@ from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
 from quantkit.quantize import linears
-from quantkit.quantize.capture import RepeatedForward, Site, Statistics, SuspendedForward, find_sites
+from quantkit.quantize.capture import Site, Statistics, find_sites
+from quantkit.quantize.forwards import RepeatedForward, SuspendedForward
 
 CPU = torch.device("cpu")
 TOKENS = 40  # more than the sliding window of mistral, gemma2 and gemma3

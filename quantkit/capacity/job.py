@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from quantkit import layouts
@@ -11,8 +12,17 @@ from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.grids import processor
+from quantkit.models import held
 from quantkit.quantize import methods
-from quantkit.quantize.memory import BATCH_TOKENS, MIB, Peak, Shapes, peak_memory
+from quantkit.quantize.memory import (
+    BATCH_TOKENS,
+    COMFORT,
+    MIB,
+    Peak,
+    Shapes,
+    peak_memory,
+    sites_at_once,
+)
 
 SAMPLES, SEQLEN = 128, 512  # calibration where nothing is said: the shipped text
 INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, before a job begins; measured
@@ -57,18 +67,22 @@ def _of_method(
     on_gpu = device is not None and device.kind == "cuda"
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
+    memory = device.memory_bytes if on_gpu else _free_memory()
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
+    if shapes.experts:
+        shapes = mixture(shapes, settings, memory if on_gpu else None, work.transform)
     needs, transform = work.forwards > 0, work.transform
 
-    def peak(suspend: bool) -> Peak:
+    def peak(suspend: bool, at_once: int = 1) -> Peak:
         states = "device" if on_gpu else None
-        return peak_memory(shapes, needs, needs, transform, suspend, work.tables, states)
+        return peak_memory(shapes, needs, needs, transform, suspend, work.tables, states, at_once)
 
     base = 0 if on_gpu else INTERPRETER_BYTES
-    memory = device.memory_bytes if on_gpu else _free_memory()
-    suspend = needs and not transform and (memory is None or peak(True).computing < 0.8 * memory)
+    suspend = needs and not transform and (memory is None or peak(True).computing < COMFORT * memory)
     seconds, basis = job_time.seconds(work, parameters, settings, device, samples, seqlen, suspend)
     need = peak(suspend)
+    if needs and not suspend and not transform:
+        need = peak(suspend, sites_at_once(shapes, memory, need.computing))
     return {
         "peak_memory_bytes": need.computing + base,
         "above_interpreter_bytes": need.computing,
@@ -108,7 +122,19 @@ def of_block(
         tokens=samples * seqlen,
         batch_tokens=batch * seqlen,
         width=hidden,
+        experts=frozenset(
+            tensor.local.removesuffix(".weight")
+            for tensor in parameters.linears
+            if tensor.block == index and tensor.is_expert
+        ),
     )
+
+
+def mixture(shapes: Shapes, settings: Settings, free: int | None, transform: bool) -> Shapes:
+    """The same with experts that are streamed unless there is a transform; free: bytes of an accelerator."""
+    experts = sum(out * in_features for name, out, in_features in shapes.linears if name in shapes.experts)
+    streamed = not transform and held.streams(experts * shapes.element, free)
+    return replace(shapes, streamed=streamed, active=settings.filled(*held.ROUTED) or 1)
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:

@@ -15,7 +15,6 @@ MOST_LAYERS = 10_000
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_per_token")
 
 
 @dataclass(frozen=True)

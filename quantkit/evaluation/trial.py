@@ -63,15 +63,23 @@ class Trial:
     def apply(self, skeleton: Skeleton, index: int) -> dict[str, float]:
         """Quantize block `index`, which is loaded, and make it compute as a client of the result would.
 
-        Returns the relative squared error of each of its linears' weights.
+        Returns the relative squared error of each of its linears' weights. Codes of streamed experts stay in
+        memory, their weights do not.
         """
         errors = {}
         for row in self.specs:
             if row.block == index and row.grid is not None:
-                weight = skeleton.blocks[index].get_submodule(row.local).weight.float()
+                weight = skeleton.part(index, row.local).weight.float()
                 (solved,) = self.method.solver.solve([weight], [row.grid], None)
                 parts = self.method.layout.encode(solved.weight)
-                values = skeleton.install(index, row.local, self.method.layout, parts, f"{row.name}.weight")
+                values = skeleton.install(
+                    index,
+                    row.local,
+                    self.method.layout,
+                    parts,
+                    f"{row.name}.weight",
+                    lambda parts=parts: parts,
+                )
                 errors[row.name] = weight_error(weight, values)
         return errors
 

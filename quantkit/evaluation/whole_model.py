@@ -30,6 +30,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
             exit_code=RESOURCES,
         )
     skeleton.load_rest()
+    skeleton.streams = False
     container = skeleton.model.get_submodule(skeleton.names.blocks)
     for index in range(len(skeleton.blocks)):
         container[index] = skeleton.load_block(index)

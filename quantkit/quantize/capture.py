@@ -1,18 +1,11 @@
-"""Statistics of a block's inputs: which linears share an input, and the Hessian of each such site.
-
-Two ways to show every site its inputs, with the same results. `SuspendedForward` runs each batch
-once and suspends it at every site until the site's weights are final: true-sequential GPTQ for the
-price of one forward, in time, and of all live activations, in memory. `RepeatedForward` runs the
-block again up to each site and holds one batch's activations.
-"""
+"""Statistics of a block's inputs: which linears share an input, and the Hessian of each such site."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 
-import greenlet
 import torch
 from torch import Tensor, nn
 
@@ -193,109 +186,3 @@ def gather(
             stack.callback(hook.remove)
         forward()
     return gathered
-
-
-class SuspendedForward:
-    """All batches in flight at once, each suspended where it reaches the next site.
-
-    `run(batch_index)` runs the block on one batch. Greenlets switch between the forwards inside one
-    thread, so that the thread pool stays as it is.
-    """
-
-    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
-        self._block = block
-        self._run = run
-        self._main = greenlet.getcurrent()
-        self._flights = [greenlet.greenlet(run) for _ in range(batches)]
-        self._results: list[Tensor | None] = [None] * batches
-        self._suspended = [self._suspend_at(site.place) for site in sites]
-
-    def _suspend_at(self, name: str) -> nn.Module:
-        """Let a linear hand over its input, and compute with what stands in its place when it goes on."""
-        linear = self._block.get_submodule(name)
-
-        def forward(hidden: Tensor) -> Tensor:
-            self._main.switch(hidden)
-            now = self._block.get_submodule(name)
-            return type(linear).forward(linear, hidden) if now is linear else now(hidden)
-
-        linear.forward = forward
-        return linear
-
-    def _resume(self, index: int) -> Tensor:
-        """What flight `index` reaches next. Each flight enters and leaves no_grad at its own times, so the
-        mode is set here: on resuming as a forward wants it, and afterwards as the caller had it."""
-        flight = self._flights[index]
-        with torch.no_grad():
-            return flight.switch() if flight else flight.switch(index)
-
-    def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of the next site, batch by batch. Call for every site, in order."""
-        for index in range(len(self._flights)):
-            yield self._resume(index)
-
-    def outputs(self) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch, once every site has been visited."""
-        try:
-            for index in range(len(self._flights)):
-                yield self._resume(index)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Give up what is in flight, with the activations it holds; the linears are themselves again."""
-        for linear in self._suspended:
-            del linear.forward
-        self._suspended = []
-        with torch.no_grad():
-            for flight in self._flights:
-                flight.throw()
-
-
-class RepeatedForward:
-    """One batch in memory at a time: the block runs again up to each site. Same results, more time.
-
-    Where a site wants it whole, it runs to its end.
-    """
-
-    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
-        self._block = block
-        self._run = run
-        self._batches = batches
-
-    def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of a site, batch by batch and call by call."""
-        seen: list[Tensor] = []
-
-        def stop(module: nn.Module, args: tuple) -> None:
-            if not site.whole:
-                raise _Reached(args[0])
-            seen.append(args[0].clone())  # the forward goes on, and may change it in place
-
-        handle = self._block.get_submodule(site.place).register_forward_pre_hook(stop)
-        try:
-            for index in range(self._batches):
-                try:
-                    self._run(index)
-                except _Reached as reached:
-                    yield reached.inputs
-                yield from seen
-                seen.clear()
-        finally:
-            handle.remove()
-
-    def outputs(self) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch."""
-        for index in range(self._batches):
-            yield self._run(index)
-
-    def close(self) -> None:
-        """Nothing is in flight."""
-
-
-class _Reached(Exception):
-    """Carries a site's inputs out of a forward pass that need not go on."""
-
-    def __init__(self, inputs: Tensor):
-        super().__init__()
-        self.inputs = inputs

@@ -64,7 +64,7 @@ def _block(
     probe = states[0][:1, : capture.PROBE_TOKENS]
     sites = capture.find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
-    outputs = (skeleton.run_block(index, hidden) for hidden in states)
+    outputs = skeleton.outputs(index, states)
     with timings("forward"):
         gathered = capture.gather(block, sites, {"square"}, skeleton.device, lambda: states.advance(outputs))
     found = {}

@@ -10,20 +10,23 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
-from quantkit.models.heap import keep_freed_pages, map_large_blocks, return_freed_pages
-from quantkit.quantize import capture, experts, finish, plan, walk
-from quantkit.quantize.capture import PROBE_TOKENS, Site, Statistics
+from quantkit.models.heap import keep_freed_pages, map_large_blocks
+from quantkit.quantize import capture, finish, plan, walk
+from quantkit.quantize.capture import PROBE_TOKENS, Site
 from quantkit.quantize.job import Job
+from quantkit.quantize.measure import Block, Measured, Measuring
 from quantkit.quantize.outputs import Summary
+from quantkit.quantize.parts import BlockParts
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.loss import weight_error
@@ -33,7 +36,6 @@ from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import BlockView, Transformed
 
 UNREACHED = "no calibration token entered it"
-FORWARDS = {"suspend": capture.SuspendedForward, "repeat": capture.RepeatedForward}
 
 
 def run(job: Job, progress: Progress) -> Summary:
@@ -91,7 +93,7 @@ class _Loop:
 
         for index, module in walk.blocks(skeleton, source, self.timings):
             if done[index]:  # by an earlier run: as it was written
-                self._advance(self._forward(index))
+                self._advance(skeleton.outputs(index, self.states))
             else:
                 self._quantize_with_room(index, module)
             if self.job.source_sha256.done():
@@ -108,7 +110,7 @@ class _Loop:
     def _quantize(self, index: int, module: nn.Module) -> None:
         """Quantize one block and stage it; the hidden states become its outputs."""
         block = self._block(index, module)
-        tensors: dict[str, Tensor] = {}
+        parts = BlockParts(self.job.staging, index)
         records: list[dict] = []
         with closing(self._measure(block)) as measured:
             for site in block.wanted:
@@ -116,98 +118,55 @@ class _Loop:
                 if not site.linears:
                     continue
                 tokens = statistics.tokens if site.pool and statistics else None
-                for row, solved, parts in self._solve(block, site, statistics):
+                for row, solved in self._solve(block, site, statistics, parts):
                     solved = measured.transformed.amend(row.local, solved)
                     if statistics and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
-                    tensors |= {f"{row.name}.{part}": tensor for part, tensor in parts.items()}
                     records.append(_record(row, solved, tokens))
                     self.progress.linear(row, solved)
-            tensors |= self._changed(block, measured.transformed)
+            self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
         with self.timings("write"):
-            tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
-            self.job.staging.wait()
-            self.job.staging.write_block(index, tensors, records)
+            parts.finish(records)
 
-    def _block(self, index: int, module: nn.Module) -> _Block:
+    def _block(self, index: int, module: nn.Module) -> Block:
         """What is to be done to a block."""
         rows = {row.local: row for row in self.job.specs if row.block == index}
         if not self.method.needs:  # no inputs are gathered: every linear stands for itself
-            return _Block(index, module, rows, [Site((name,)) for name in rows])
+            return Block(index, module, rows, [Site((name,)) for name in rows])
         probe = self.states[0][:1, :PROBE_TOKENS]
         sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
-        return _Block(index, module, rows, sites)
+        return Block(index, module, rows, sites)
 
-    def _measure(self, block: _Block) -> _Measured:
+    def _measure(self, block: Block) -> Measured:
         """Gather statistics, all before a transform; without one each site's when it is asked for, behind the
         sites that were quantized before it."""
+        measuring = Measuring(
+            self.skeleton,
+            self.states,
+            self.execution,
+            self.method.needs,
+            self.job.request.run.experts,
+            self.timings,
+        )
         if self.method.transform is not None:
-            statistics, transformed = self._transform(block)
-            return _Measured(
+            statistics, transformed = self._transform(block, measuring.at_once(block))
+            return Measured(
                 lambda site: statistics.pop(site, None),
-                lambda: self._forward(block.index),
+                lambda: measuring.outputs(block),
                 transformed=transformed,
             )
         if not self.method.needs:
-            return _Measured(lambda site: None, lambda: self._forward(block.index))
-        reached = [site for site in block.wanted if site.calls]
-        whole = any(site.whole for site in reached)
-        run = FORWARDS["repeat" if whole else self.execution.sequential](
-            block.module,
-            reached,
-            lambda k: self.skeleton.run_block(block.index, self.states[k]),
-            len(self.states),
-        )
-        pools: dict[str, SiteStatistics] = {}
+            return Measured(lambda site: None, lambda: measuring.outputs(block))
+        return measuring.in_order(block)
 
-        def statistics(site: Site) -> SiteStatistics:
-            return self._of_experts(site, self._sum(block, site, run.inputs(site)), pools)
-
-        return _Measured(statistics, run.outputs, run.close)
-
-    def _sum(self, block: _Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
-        """Statistics of a site over all batches of its inputs."""
-        sums = Statistics(site.in_features, self.skeleton.device, self.method.needs)
-        for batch in self.timings.waiting("forward", inputs if site.calls else ()):
-            with self.timings("hessian", wait=False):
-                sums.add(batch)
-        return self._finished(block, site, sums)
-
-    def _finished(self, block: _Block, site: Site, sums: Statistics) -> SiteStatistics:
-        """The site's statistics; refuses activations that are not finite, by name."""
-        with self.timings("hessian"):
-            statistics = sums.finish()
-            return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
-        capture.refuse_not_finite(statistics, block.row(site).name, self.execution.dtype)
-        return statistics
-
-    def _of_experts(
-        self, site: Site, own: SiteStatistics, pools: dict[str, SiteStatistics]
-    ) -> SiteStatistics:
-        """A site's statistics; an expert's with its layer's mixed in, which are kept in `pools`."""
-        if not site.linears:
-            pools[site.pool] = own
-        elif site.pool:
-            choice = self.job.request.run.experts
-            return experts.of_expert(own, pools[site.pool], site.in_features, choice)
-        return own
-
-    def _transform(self, block: _Block) -> tuple[dict[Site, SiteStatistics], Transformed]:
+    def _transform(
+        self, block: Block, statistics: dict[Site, SiteStatistics]
+    ) -> tuple[dict[Site, SiteStatistics], Transformed]:
         """Rewrite the block by statistics of all sites, which come from one forward with the original
         weights; then they are those of the rewritten block."""
         index, skeleton = block.index, self.skeleton
         probe = self.states[0][:1, :PROBE_TOKENS].float()
-        with self.timings("forward"):
-            gathered = capture.gather(
-                block.module, block.wanted, self.method.needs, skeleton.device,
-                lambda: list(map(len, self._forward(index))),
-            )  # fmt: skip
-        pools: dict[str, SiteStatistics] = {}
-        statistics = {
-            site: self._of_experts(site, self._finished(block, site, sums), pools)
-            for site, sums in gathered.items()
-        }
         with self.timings("transform"):
             transformed = self.method.transform.apply(
                 BlockView(
@@ -222,32 +181,32 @@ class _Loop:
         return transformed.statistics, transformed
 
     def _solve(
-        self, block: _Block, site: Site, statistics: SiteStatistics | None
-    ) -> Iterator[tuple[LinearSpec, Solved, dict[str, Tensor]]]:
-        """Solve ▶ encode ▶ install a site's linears: what was found, and what is to be written of each."""
+        self, block: Block, site: Site, statistics: SiteStatistics | None, parts: BlockParts
+    ) -> Iterator[tuple[LinearSpec, Solved]]:
+        """Solve ▶ encode ▶ install a site's linears: what was found of each; what is to be written goes to
+        `parts`, and is read there again where an expert comes back into memory."""
         layout = self.method.layout
         rows = [block.rows[name] for name in site.linears if block.rows[name].grid]
-        weights = [block.module.get_submodule(row.local).weight.float() for row in rows]
+        weights = [self.skeleton.part(block.index, row.local).weight.float() for row in rows]
         with self.timings("solve"):
             solved = self.method.solver.solve(weights, [row.grid for row in rows], statistics)
         for row, weight, result in zip(rows, weights, solved, strict=True):
             with self.timings("pack"):
-                parts = layout.encode(result.weight)
-                values = self.skeleton.install(block.index, row.local, layout, parts, f"{row.name}.weight")
+                packed, stored = layout.encode(result.weight), f"{row.name}.weight"
+                again = partial(parts.parts, row.name)
+                values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
+                parts.add_linear(row.name, packed)
             if result.error is None:
                 result = replace(result, error=weight_error(weight, values))
-            yield row, result, parts
+            yield row, result
 
-    def _changed(self, block: _Block, transformed: Transformed) -> dict[str, Tensor]:
+    def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
         """Parameters that are not quantized but not the source's any more, either, as they are stored."""
         packed = (row for row in block.rows.values() if not row.grid and self.job.material.is_packed(row))
         names = [*sorted(transformed.changed), *(f"{row.local}.weight" for row in packed)]
-        found = dict(self.skeleton.as_stored(block.index, name) for name in names)
-        return {stored: tensor.contiguous() for stored, tensor in found.items()}
-
-    def _forward(self, index: int) -> Iterator[Tensor]:
-        """A block's outputs, batch by batch."""
-        return (self.skeleton.run_block(index, hidden) for hidden in self.states)
+        for name in names:
+            stored, tensor = self.skeleton.as_stored(block.index, name)
+            parts.add({stored: tensor.contiguous()})
 
     def _advance(self, outputs: Iterable[Tensor]) -> None:
         """The hidden states enter the next block."""
@@ -270,44 +229,11 @@ class _Loop:
         note += "repeat --states host"
         self.progress.warn(note)
         self.timings.notes.append(note)
+        self.job.staging.wait()
         self.states.move_to_host()
         give_back(self.skeleton.device)
         self.execution = less
         self._quantize_with_room(index, self.skeleton.load_block(index, decoded=True))
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block that is loaded. rows: its linears by their names inside it; sites: in the order a forward
-    reaches them."""
-
-    index: int
-    module: nn.Module
-    rows: dict[str, LinearSpec]
-    sites: list[Site]
-
-    @property
-    def wanted(self) -> list[Site]:
-        """Sites with something to quantize, and those of all experts where some of them are among these."""
-        wanted = [site for site in self.sites if any(self.rows[name].grid for name in site.linears)]
-        pools = {site.pool for site in wanted}
-        return [site for site in self.sites if site in wanted or (not site.linears and site.pool in pools)]
-
-    def row(self, site: Site) -> LinearSpec:
-        """A linear that reads the site's inputs."""
-        readers = (name for one in self.sites if one == site or one.pool == site.pool for name in one.linears)
-        return self.rows[site.linears[0] if site.linears else next(readers)]
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What is known of a block's inputs. statistics: of a site, asked for in order, once those before it are
-    quantized; outputs: the block's, once all are. transformed: what was done to the block before."""
-
-    statistics: Callable[[Site], SiteStatistics | None]
-    outputs: Callable[[], Iterable[Tensor]]
-    close: Callable[[], None] = lambda: None
-    transformed: Transformed = Transformed({})
 
 
 def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:

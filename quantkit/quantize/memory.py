@@ -1,16 +1,22 @@
 """What a quantization job takes in memory: a formula over shapes. The plan asks here, and `quantkit plan`.
 
-The loop (loop.py) holds what lies outside the blocks, one block, and the hidden states of all calibration
-tokens. Its peak is in one of three places: where a batch runs through the block, where the largest site is
-solved, or where the result is read back and run with the first batch. No torch here.
+The loop (loop.py) holds what lies outside the blocks, one block, of its experts two where they are streamed,
+and the hidden states of all calibration tokens. Its peak is in one of three places: where a batch runs
+through the block, where the largest site is solved, or where the result is read back and run with the first
+batch. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from quantkit.models import held
 
 MIB = 1 << 20
+PART_BYTES = 4 * MIB  # of a block's codes that wait in memory before they are staged
+COMFORT = 0.8  # of the free memory that a job may take where there is another way
 FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 # What Python with torch for CPUs and transformers load on the way, with and without calibration; measured.
@@ -27,7 +33,8 @@ class Shapes:
     linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside the
     blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
     pass. tokens: of the calibration; batch_tokens: of one forward pass. width: of hidden states, where no
-    linear says it: experts may be narrower.
+    linear says it: experts may be narrower. experts: names of those linears that are an expert's; streamed:
+    they are read when they are called; active: to how many experts a token is routed.
     """
 
     linears: Sequence[tuple[str, int, int]]
@@ -37,11 +44,50 @@ class Shapes:
     tokens: int
     batch_tokens: int
     width: int | None = None
+    experts: frozenset[str] = frozenset()
+    streamed: bool = False
+    active: int = 1
+
+    @cached_property
+    def block(self) -> int:
+        """Weights of one block that are in memory at a time."""
+        routed = [row for row in self.linears if row[0] in self.experts]
+        if not self.streamed:
+            return self.weights
+        return self.weights - _weights(routed) + held.HELD * held.largest_expert(routed)
+
+    @cached_property
+    def weights(self) -> int:
+        """Weights of one block's linears."""
+        return _weights(self.linears)
 
     @property
-    def block(self) -> int:
-        """Weights of one block."""
-        return sum(out_features * in_features for _, out_features, in_features in self.linears)
+    def spread(self) -> int:
+        """Values of a token where it takes most: in its widest linear, or in all of its experts."""
+        inner = [row[2] for row in self.linears if row[0] in self.experts and row[1] == self.hidden]
+        return max(self.widest, self.active * max(inner, default=0))
+
+    @property
+    def flight(self) -> int:
+        """Values of a token of a batch that waits."""
+        return 2 * self.hidden + self.spread
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of batches that wait for one while it runs, so that experts are read once for all of them."""
+        batches = min(held.IN_STEP, -(-self.tokens // self.batch_tokens)) - 1 if self.streamed else 0
+        return batches * self.batch_tokens * self.flight * self.element
+
+    @property
+    def staging(self) -> int:
+        """Bytes of codes, at 4 bit, that wait for the disk, are on their way there, and are copied for it."""
+        return min(self.weights // 2, 3 * (PART_BYTES + self.largest_linear // 2))
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the second moments of an expert's site; 0 where there are no experts."""
+        widths = [in_features for name, _, in_features in self.linears if name in self.experts]
+        return FLOAT32 * max(widths, default=0) ** 2
 
     @property
     def hidden(self) -> int:
@@ -63,6 +109,10 @@ class Shapes:
             key = name.rpartition(".")[0], in_features
             found[key] = found.get(key, 0) + out_features * in_features
         return found
+
+
+def _weights(linears: Sequence[tuple[str, int, int]]) -> int:
+    return sum(out_features * in_features for _, out_features, in_features in linears)
 
 
 @dataclass(frozen=True)
@@ -87,13 +137,15 @@ def peak_memory(
     suspend: bool,
     tables: int = 0,
     states: str | None = None,
+    at_once: int = 1,
 ) -> Peak:
     """Peak bytes of a job.
 
     calibrated: statistics are gathered at all; hessian: second moments are among them; transform: they are
     of all sites of a block at once; suspend: every batch is held at a site until that is solved. tables:
     bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
-    `host`, where the hidden states are kept.
+    `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
+    one repeated forward.
     """
     element, hidden = shapes.element, shapes.hidden
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
@@ -105,16 +157,19 @@ def peak_memory(
     if not calibrated:
         copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
         working = 2 * rest + max(shapes.largest, block + copies, tables)
+        working += shapes.waiting
     else:
         # suspended batches hold the states they began with, wherever those are kept
         here = moving if states == "host" and not (suspend and not transform) else held + moving
         running, solving = _steps(shapes, hessian, transform, suspend, search)
-        verifying = rest + max(shapes.largest, block + _batch(shapes) + FLOAT32 * 4 * shapes.largest_linear)
-        working = rest + max(here + running, here + solving, here + verifying, tables)
+        verifying = block + _batch(shapes) + shapes.waiting + FLOAT32 * 4 * shapes.largest_linear
+        verifying = rest + max(shapes.largest, verifying)
+        # of an expert's layer, and of other experts that wait to be solved
+        beside = at_once * shapes.moments if hessian and not transform else 0
+        working = rest + max(here + running + beside, here + solving + beside, here + verifying, tables)
     if states is None:
         return Peak(0, int(later + working))
-    staged = shapes.block // 2 * 2  # 4 bit: encoded, and on its way to the disk
-    reading = max(shapes.largest, block) + staged
+    reading = max(shapes.largest, block) + 2 * shapes.staging
     # the allocator of pinned memory hands out powers of two
     kept = 2 * held if states == "host" else 0
     return Peak(int(MARGIN * working), int(later + reading + kept))
@@ -123,9 +178,9 @@ def peak_memory(
 def _batch(shapes: Shapes) -> int:
     """What running one batch takes: residual, normed and projected states, four tensors of the widest, its
     copy in float32."""
-    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
+    element, hidden, spread = shapes.element, shapes.hidden, shapes.spread
     narrow = element < FLOAT32
-    return shapes.batch_tokens * ((3 * hidden + 4 * widest) * element + narrow * widest * FLOAT32)
+    return shapes.batch_tokens * ((3 * hidden + 4 * spread) * element + narrow * spread * FLOAT32)
 
 
 def _search(weights: int) -> int:
@@ -135,13 +190,12 @@ def _search(weights: int) -> int:
 
 def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search: int) -> tuple[int, int]:
     """What running a block and solving its largest site take, besides the states of all tokens."""
-    element, hidden, widest = shapes.element, shapes.hidden, shapes.widest
+    element, flight = shapes.element, shapes.flight * shapes.element
     narrow, suspend = element < FLOAT32, suspend and not transform
-    flight = (2 * hidden + widest) * element
     live = shapes.tokens * flight if suspend else 0
     moments = [FLOAT32 * width**2 for _, width in shapes.sites] if hessian else [0]
     block = shapes.block * (FLOAT32 if transform else element)
-    running = block + live + _batch(shapes) - (shapes.batch_tokens * flight if live else 0)
+    running = block + _batch(shapes) + (live - shapes.batch_tokens * flight if live else shapes.waiting)
     running += sum(moments) if transform else max(moments)
     solving = max(FLOAT32 * 4 * shapes.largest_linear, search)
     if hessian:
@@ -155,4 +209,13 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search
     if transform:  # all moments are there until their sites are solved
         searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search)
         solving = sum(moments) + max(searching, solving - max(moments) if search else 0)
-    return running, solving + block + live + shapes.block // 2  # the last: what is staged, at 4 bit
+    return running, solving + block + live + shapes.staging
+
+
+def sites_at_once(shapes: Shapes, free: int, need: int) -> int:
+    """Of how many sites of a layer's experts the statistics fit beside a job that takes `need` bytes with
+    those of one."""
+    if not shapes.moments:
+        return 1
+    spare = int(COMFORT * free) - need
+    return 1 + min(len(shapes.experts), max(0, spare // shapes.moments))

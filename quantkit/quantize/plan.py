@@ -16,9 +16,11 @@ from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.layouts import LinearSpec
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory, host_memory, is_accelerator
+from quantkit.models.held import ROUTED
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.streaming import streamed
 from quantkit.options import RunOptions
-from quantkit.quantize.memory import BATCH_TOKENS, Peak, Shapes, peak_memory
+from quantkit.quantize.memory import BATCH_TOKENS, COMFORT, Peak, Shapes, peak_memory, sites_at_once
 from quantkit.quantize.methods import Method
 
 GIB = 1 << 30
@@ -27,9 +29,10 @@ ENCODING = 1 << 24  # temporaries of an encoder
 
 @dataclass(frozen=True)
 class Execution:
-    """How the job runs; every field but `states` decides bytes of the output and stands in the fingerprint.
+    """How the job runs; all fields but the last two decide bytes of the output and stand in the fingerprint.
 
-    states: `device` or `host`, where the hidden states of the calibration tokens are kept.
+    states: `device` or `host`, where the hidden states of the calibration tokens are kept. at_once: sites of
+    a layer's experts whose statistics a repeated forward gathers in one pass.
     """
 
     dtype: str
@@ -38,6 +41,7 @@ class Execution:
     sequential: str
     threads: int
     states: str = "device"
+    at_once: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -49,7 +53,7 @@ class Execution:
 
     def decisive(self) -> dict:
         """What the bytes of the output depend on."""
-        return {name: value for name, value in asdict(self).items() if name != "states"}
+        return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,9 @@ def decide(
     samples, seqlen = shape
     batch_size = options.batch_size or kept.get("batch_size") or default_batch_size(seqlen)
 
-    def need(mode: str, states: str, batch_size: int = batch_size) -> Peak:
+    def need(mode: str, states: str, batch_size: int = batch_size, at_once: int = 1) -> Peak:
         batch_tokens = min(batch_size, samples) * seqlen
-        return _memory(skeleton, specs, method, samples * seqlen, batch_tokens, mode, states)
+        return _memory(skeleton, specs, method, samples * seqlen, batch_tokens, mode, states, at_once)
 
     sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
     accelerated = is_accelerator(skeleton.device)
@@ -96,8 +100,11 @@ def decide(
         for states in (places if accelerated else ["device"])
     ]
     free = free_memory(skeleton.device)
-    mode, states = next((way for way in ways if need(*way).computing < 0.8 * free), ways[-1])
-    peak = need(mode, states)
+    mode, states = next((way for way in ways if need(*way).computing < COMFORT * free), ways[-1])
+    peak, at_once = need(mode, states), 1
+    if mode == "repeat" and "hessian" in method.needs:
+        at_once = sites_at_once(_shapes(skeleton, specs, samples * seqlen, 0), free, peak.computing)
+        peak = need(mode, states, at_once=at_once)
     if peak.computing > free:
         smaller = (size for k in range(1, 12) if (size := batch_size >> k) >= 1)
         fits = next((size for size in smaller if need("repeat", places[-1], size).computing <= free), None)
@@ -108,12 +115,13 @@ def decide(
     if accelerated:
         check_memory(peak.host, host_memory(), "fewer --samples or shorter --seqlen")
     dtype = str(skeleton.dtype).removeprefix("torch.")
-    return Execution(dtype, str(skeleton.device), batch_size, mode, torch.get_num_threads(), states), peak
+    threads = torch.get_num_threads()
+    return Execution(dtype, str(skeleton.device), batch_size, mode, threads, states, at_once), peak
 
 
 def frugal(execution: Execution) -> Execution | None:
     """The way of running that takes the least memory for the same bytes; None where that is this one."""
-    least = replace(execution, sequential="repeat", states="host")
+    least = replace(execution, sequential="repeat", states="host", at_once=1)
     return least if least != execution else None
 
 
@@ -172,6 +180,7 @@ def _memory(
     batch_tokens: int,
     mode: str,
     states: str,
+    at_once: int,
 ) -> Peak:
     """Peak bytes above the interpreter."""
     accelerated = is_accelerator(skeleton.device)
@@ -180,8 +189,23 @@ def _memory(
         encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
         forward = forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0
         return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
+    return peak_memory(
+        _shapes(skeleton, specs, tokens, batch_tokens),
+        calibrated=bool(method.needs),
+        hessian="hessian" in method.needs,
+        transform=method.transform is not None,
+        suspend=mode == "suspend",
+        tables=method.tables,
+        states=states if accelerated else None,
+        at_once=at_once,
+    )
+
+
+def _shapes(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
+    """Of a job, as far as memory goes."""
     largest = _largest_block(specs)
-    shapes = Shapes(
+    config = skeleton.checkpoint.text_config
+    return Shapes(
         linears=[(spec.local, spec.out_features, spec.in_features) for spec in largest],
         rest=_rest(skeleton),
         largest=_largest_outside(skeleton),
@@ -189,15 +213,9 @@ def _memory(
         tokens=tokens,
         batch_tokens=batch_tokens,
         width=_hidden_size(skeleton),
-    )
-    return peak_memory(
-        shapes,
-        calibrated=bool(method.needs),
-        hessian="hessian" in method.needs,
-        transform=method.transform is not None,
-        suspend=mode == "suspend",
-        tables=method.tables,
-        states=states if accelerated else None,
+        experts=frozenset(streamed(skeleton.blocks[largest[0].block])),
+        streamed=skeleton.streams,
+        active=next((getattr(config, name) for name in ROUTED if getattr(config, name, None)), 1),
     )
 
 
@@ -230,14 +248,12 @@ def _largest_outside(skeleton: Skeleton) -> int:
 
 def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> int:
     """Peak bytes of running the blocks: rest of the model, one block, the states, a batch's activations."""
-    element = skeleton.dtype.itemsize
-    largest = _largest_block(specs)
-    block = sum(spec.weights for spec in largest)
-    hidden = _hidden_size(skeleton) or min(spec.in_features for spec in largest)
-    states = tokens * hidden * element
-    batch = batch_tokens * sum(spec.out_features for spec in largest) * element
-    batch += batch_tokens * max(spec.in_features for spec in largest) * 4
-    return (_rest(skeleton) + 2 * block) * element + states + batch
+    element, shapes = skeleton.dtype.itemsize, _shapes(skeleton, specs, tokens, batch_tokens)
+    everywhere = sum(row[1] for row in shapes.linears if row[0] not in shapes.experts)
+    states = tokens * shapes.hidden * element
+    batch = batch_tokens * (everywhere + 3 * shapes.spread * bool(shapes.experts)) * element
+    batch += batch_tokens * shapes.widest * 4 + shapes.waiting
+    return (shapes.rest + 2 * shapes.block) * element + states + batch
 
 
 def check_disk(folder: Path, need: int) -> None:

@@ -1,9 +1,10 @@
 """The staging folder: finished blocks of a running job, and the output as it is put together.
 
 `OUT.partial/` lies beside the output so that finishing is a rename. A block is staged when its
-`block-00000.safetensors` exists; its record was written before. Killed at any moment, the folder
-holds whole blocks only, and everything else in it is made again. Blocks whose source had not been hashed
-by then are made again, too: nobody can tell whether they are of the source a later job is given.
+`block-00000.safetensors` exists; its record was written before, and so were the `part-00000-0000.safetensors`
+of a block of which not everything was to wait in memory. Killed at any moment, the folder holds whole blocks
+only, and everything else in it is made again. Blocks whose source had not been hashed by then are made again,
+too: nobody can tell whether they are of the source a later job is given.
 """
 
 from __future__ import annotations
@@ -131,40 +132,60 @@ class Staging:
         return self.folder / f"block-{index:05d}.safetensors"
 
     def is_done(self, index: int) -> bool:
-        """Whether block `index` is staged, whole; a folder half removed may have lost either file."""
+        """Whether block `index` is staged, whole; a folder half removed may have lost any of its files."""
         path = self._block(index)
-        return path.is_file() and path.with_suffix(".json").is_file()
+        return path.is_file() and path.with_suffix(".json").is_file() and self._is_whole(index)
+
+    def _is_whole(self, index: int) -> bool:
+        return len(self._parts(index)) == _record(self._block(index))["parts"]
+
+    def _parts(self, index: int) -> list[Path]:
+        return sorted(self.folder.glob(f"part-{index:05d}-*.safetensors"))
 
     def records(self) -> list[dict]:
         """What was recorded about the linears of all staged blocks."""
-        return [row for path in self._staged() for row in json.loads(path.with_suffix(".json").read_text())]
+        return [row for path in self._staged() for row in _record(path)["linears"]]
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Places of all staged blocks' tensors, by stored name."""
-        headers = [safetensors_folder.read_header(path) for path in self._staged()]
-        return {name: info for header in headers for name, info in header.items()}
+        blocks = [int(path.stem.removeprefix("block-")) for path in self._staged()]
+        return {name: info for index in blocks for name, info in self.infos(index).items()}
 
     def _staged(self) -> list[Path]:
         return sorted(self.folder.glob("block-*.safetensors"))
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
         """Places of a staged block's tensors, by stored name."""
-        return safetensors_folder.read_header(self._block(index))
+        headers = map(safetensors_folder.read_header, [*self._parts(index), self._block(index)])
+        return {name: info for header in headers for name, info in header.items()}
 
-    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Begin to stage a block; `wait` says when it is done, or raises what went wrong."""
-        self._writing = self._writer.submit(self._write_block, index, tensors, record)
+    def forget(self, index: int) -> None:
+        """Remove what an attempt at block `index` that failed has left; nothing of it is being written."""
+        for path in (self._block(index), *self._parts(index)):
+            path.unlink(missing_ok=True)
+
+    def write_part(self, index: int, number: int, tensors: dict[str, Tensor]) -> Path:
+        """Begin to stage some of a block's tensors; waits for what was begun before."""
+        self.wait()
+        path = self.folder / f"part-{index:05d}-{number:04d}.safetensors"
+        self._writing = self._writer.submit(self._save, path, tensors)
+        return path
+
+    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict], parts: int = 0) -> None:
+        """Begin to stage a block, but for the tensors that lie in `parts`; `wait` says when it is done, or
+        raises what went wrong."""
+        self._writing = self._writer.submit(self._write_block, index, tensors, record, parts)
 
     def wait(self) -> None:
-        """Until the block that was last begun is staged."""
+        """Until what was last begun is staged."""
         if self._writing:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict], parts: int) -> None:
         """The record first, then the tensors, each whole or not at all."""
         path = self._block(index)
-        _write_text(path.with_suffix(".json"), json.dumps(record))
+        _write_text(path.with_suffix(".json"), json.dumps({"parts": parts, "linears": record}))
         self._save(path, tensors)
 
     def _save(self, path: Path, tensors: dict[str, Tensor]) -> None:
@@ -218,6 +239,11 @@ class Staging:
         os.rename(self.place, self.output)
         _sync(self.output.parent)
         shutil.rmtree(self.folder)
+
+
+def _record(path: Path) -> dict:
+    """What was recorded of a block whose tensors are at `path`."""
+    return json.loads(path.with_suffix(".json").read_text())
 
 
 def _remove(path: Path) -> None:

@@ -53,7 +53,7 @@ def through(
     states = embedded(batches, skeleton.embed, skeleton.device)
     for index, _ in blocks(skeleton, lambda index: (None, decoded)):
         entered(index)
-        states.advance(skeleton.run_block(index, hidden) for hidden in states)
+        states.advance(skeleton.outputs(index, states))
     return states
 
 

@@ -10,7 +10,9 @@ stay on the meta device (`towers`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,13 @@ from torch.utils._pytree import tree_map
 from quantkit.layouts import Layout
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.skeleton import experts, towers
+from quantkit.models.skeleton import experts, streaming, towers
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names
 from quantkit.models.skeleton.recording import Recorder
+from quantkit.models.skeleton.streaming import Keeper
+
+T = TypeVar("T")
 
 
 class Skeleton:
@@ -31,7 +36,8 @@ class Skeleton:
     `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
     `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
     those of the whole model. towers: of other modalities, by name, on the meta device for good. `checkpoint`
-    has a tensor for each expert, also where one is stored for all.
+    has a tensor for each expert, also where one is stored for all. streams: a loaded block reads its experts
+    when they are called (`streaming`), with the same results; set it before blocks are loaded.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -48,6 +54,8 @@ class Skeleton:
         self._recorder = Recorder(self.model, container, device)
         self._reader = Reader(self.names, self.checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
+        self._keepers: dict[int, Keeper] = {}  # of loaded blocks whose experts are streamed
+        self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
     @property
     def is_mixture(self) -> bool:
@@ -104,6 +112,16 @@ class Skeleton:
             out = self.blocks[index](hidden, *args, **kwargs)
         return out[0] if isinstance(out, (tuple, list)) else out
 
+    def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
+        """`run(0)`, `run(1)` … up to `count`, each of which runs block `index`: one after another, or some at
+        a time where the block's experts are streamed, so that these are read once for all of them."""
+        keeper = self._keepers.get(index)
+        return keeper.in_step(run, count) if keeper else map(run, range(count))
+
+    def outputs(self, index: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+        """`run_block` of every batch of hidden states."""
+        return self.in_step(index, lambda k: self.run_block(index, batches[k]), len(batches))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
 
@@ -115,8 +133,14 @@ class Skeleton:
         self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False
     ) -> FetchedBlock:
         """Read block `index` into the host's memory; see `load_block`. May run beside the device's work."""
-        reader = replace(self._reader, checkpoint=checkpoint or self.checkpoint)
-        return reader.block(index, self.blocks[index], decoded)
+        block, names = self.blocks[index], None
+        if self.streams:
+            experts = streaming.streamed(block)
+            names = [name for name in block.state_dict() if name.rpartition(".")[0] not in experts]
+        return self._reader_of(checkpoint).block(index, block, decoded, names)
+
+    def _reader_of(self, checkpoint: Checkpoint | None) -> Reader:
+        return replace(self._reader, checkpoint=checkpoint or self.checkpoint)
 
     def load_block(
         self,
@@ -131,21 +155,44 @@ class Skeleton:
         Packed linears compute as `install` says; `decoded`: with the decoded weight alone, whatever the
         layout does to activations.
         """
-        self._installer.load(self.blocks[index], fetched or self.fetch_block(index, checkpoint, decoded))
-        return self.blocks[index]
+        block = self.blocks[index]
+        self._installer.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
+        if self.streams and streaming.streamed(block):
+            reader = self._reader_of(checkpoint)
+            self._keepers[index] = Keeper(index, block, reader, self._installer, decoded)
+        return block
+
+    def part(self, index: int, local: str) -> nn.Module:
+        """Module `local` of a loaded block, with its weights in memory."""
+        module = self.blocks[index].get_submodule(local)
+        if isinstance(module, streaming.ExpertLinear) and module.keeper:
+            return module.keeper.provide(module)
+        return module
 
     def install(
-        self, index: int, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
+        self,
+        index: int,
+        local: str,
+        layout: Layout,
+        parts: dict[str, Tensor],
+        stored: str,
+        again: Callable[[], dict[str, Tensor]],
     ) -> Tensor:
         """Make linear `local` of a loaded block compute what a client computes with the packed `parts`,
         and return the decoded weight `[out, in]`.
 
-        That is the decoded weight, or the layout's own module where activations are quantized, too.
+        That is the decoded weight, or the layout's own module where activations are quantized, too. A
+        streamed expert asks for its parts `again` when it comes back into memory.
         """
+        self.part(index, local)
+        if keeper := self._keepers.get(index):
+            keeper.keep(local, layout, stored, again)
         return self._installer.install(self.blocks[index], local, layout, parts, stored)
 
     def free_block(self, index: int) -> None:
         """Give the memory of block `index` back to the system; its parameters return to meta."""
+        if keeper := self._keepers.pop(index, None):
+            keeper.close()
         self._installer.free(self.blocks[index])
 
     def stored_dtype(self, index: int, local: str) -> torch.dtype:
@@ -154,7 +201,8 @@ class Skeleton:
 
     def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
         """Stored name of a parameter of block `index`, and its present values as they are stored."""
-        tensor = self.blocks[index].get_parameter(local).to(self.stored_dtype(index, local))
+        owner, _, leaf = local.rpartition(".")
+        tensor = getattr(self.part(index, owner), leaf).to(self.stored_dtype(index, local))
         transposed = self.names.of_block(index, local) in self.names.transposed
         return self.names.stored_of(index, local), tensor.t() if transposed else tensor
 

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter
 
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton.fused import Form, Fused, form_of, one_by_one
+from quantkit.models.skeleton.streaming import ExpertLinear
 
 USUAL = ("gate_proj", "up_proj", "down_proj")
 SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's patterns: one expert's projection
@@ -47,16 +48,18 @@ class Experts(nn.Module):
         for expert in range(experts):
             child = nn.Module()
             for name in first:
-                child.add_module(name, nn.Linear(hidden, inner, **factory))
-            child.add_module(self.down, nn.Linear(inner, hidden, **factory))
+                child.add_module(name, ExpertLinear(hidden, inner, **factory))
+            child.add_module(self.down, ExpertLinear(inner, hidden, **factory))
             self.add_module(str(expert), child)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`hidden [tokens, hidden]`, and of each token the experts `[tokens, k]` and their weights."""
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
-        inner = [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
-        inner = self.between(torch.cat(inner)).split([len(part) for part in inner])
+        inner = torch.cat(
+            [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
+        )  # the list is gone: batches may wait at the next line
+        inner = self.between(inner).split([len(rows) for rows, _ in chosen])
         out = torch.zeros_like(hidden)
         for expert, ((rows, places), part) in enumerate(zip(chosen, inner, strict=True)):
             found = self.get_submodule(str(expert)).get_submodule(self.down)(part)
@@ -96,8 +99,8 @@ class SortedExperts(Experts):
         routed = hidden.any(-1)
         counts = routed.view(self.count, -1).sum(-1).tolist()
         entering = self.entering(hidden[routed]).split(counts)
-        inner = [self._inner(self.get_submodule(str(e)), part) for e, part in enumerate(entering)]
-        inner = self.between(torch.cat(inner)).split(counts)
+        inner = torch.cat([self._inner(self.get_submodule(str(e)), part) for e, part in enumerate(entering)])
+        inner = self.between(inner).split(counts)
         found = [self.get_submodule(f"{e}.{self.down}")(part) for e, part in enumerate(inner)]
         out = torch.zeros_like(hidden)
         out[routed] = torch.cat(found)
@@ -115,7 +118,7 @@ class ParallelExperts(Experts):
         self.entering = nn.Identity()
         factory = {"bias": False, "dtype": fused.weight.dtype, "device": "meta"}
         for expert in range(self.count):
-            self.add_module(str(expert), nn.Linear(in_features, out_features, **factory))
+            self.add_module(str(expert), ExpertLinear(in_features, out_features, **factory))
 
     def forward(self, hidden: Tensor, counts: list[int]) -> Tensor:
         """What the experts make of their rows of `hidden [tokens, in]`, `counts[0]` of the first expert."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +53,18 @@ class Reader:
             tensor = tensor.t().contiguous()
         return checked(tensor, expected.shape, stored)
 
-    def block(self, index: int, block: nn.Module, decoded: bool) -> FetchedBlock:
-        """All of block `index`; packed linears as they lie there, unless they are to be `decoded`."""
-        full = {name: self.names.of_block(index, name) for name in block.state_dict()}
+    def block(
+        self, index: int, block: nn.Module, decoded: bool, names: Collection[str] | None = None
+    ) -> FetchedBlock:
+        """Parameters of block `index`, all or those of these names inside it; packed linears as they lie
+        there, unless they are to be `decoded`."""
+        expected = _state(block, names)
+        full = {name: self.names.of_block(index, name) for name in expected}
         stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
         packed = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and not decoded}
         tensors = {
             name: pinned(self.read(full[name], tensor), self.device)
-            for name, tensor in block.state_dict().items()
+            for name, tensor in expected.items()
             if (name in stored and name not in packed) or full[name] in self.names.joined
         }
         parts = {name: self.checkpoint.parts(key) for name, key in packed.items()}
@@ -88,9 +92,14 @@ class Installer:
         block.load_state_dict(state, strict=False, assign=True)
         block.requires_grad_(False)
         for name, parts in fetched.parts.items():
-            for part, tensor in parts.items():
-                parts[part] = tensor.to(self._device)
-            self.install(block, name.removesuffix(".weight"), fetched.layout, parts, fetched.stored[name])
+            local = name.removesuffix(".weight")
+            self.install(block, local, fetched.layout, self.placed(parts), fetched.stored[name])
+
+    def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same dict, its tensors on the device."""
+        for part, tensor in parts.items():
+            parts[part] = tensor.to(self._device)
+        return parts
 
     def install(
         self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
@@ -108,6 +117,14 @@ class Installer:
             block.set_submodule(local, module.to(self._device))
         return values
 
+    def give_up(self, block: nn.Module, local: str) -> None:
+        """Let go of the values of one linear, which has its place again; its parameters return to meta."""
+        if (block, local) in self._replaced:
+            block.set_submodule(local, self._replaced.pop((block, local)))
+        linear = block.get_submodule(local)
+        for name, parameter in list(linear.named_parameters(recurse=False)):
+            setattr(linear, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+
     def free(self, block: nn.Module) -> None:
         """Give its memory back to the system; its parameters return to meta."""
         for key in [key for key in self._replaced if key[0] is block]:
@@ -115,6 +132,14 @@ class Installer:
         state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
         block.load_state_dict(state, strict=False, assign=True)
         return_freed_pages()
+
+
+def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
+    """Parameters and buffers that a state dict has, all or some; that of a mixture takes a while to make."""
+    if names is None:
+        return block.state_dict()
+    found = ((name, *name.rpartition(".")[::2]) for name in names)
+    return {name: getattr(block.get_submodule(owner), leaf) for name, owner, leaf in found}
 
 
 def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:

@@ -1,0 +1,156 @@
+"""Streaming: the experts of a block are read when they are called, and given up again for others.
+
+A mixture's block is loaded without its experts. Each of their linears (`ExpertLinear`) asks the block's
+`Keeper` for its values, who reads them where the block is read from, or again where what was made of them is
+kept, and holds as many as two experts take; what was used longest ago goes first. So a block takes the same
+memory however many experts it has. Forward passes of several batches wait for one another where an expert is
+to be read (`Keeper.in_step`): it is read once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import greenlet
+import torch
+from torch import Tensor, nn
+
+from quantkit.layouts import Layout
+from quantkit.models import held
+from quantkit.models.device import free_memory, is_accelerator
+from quantkit.models.heap import return_freed_pages
+from quantkit.models.skeleton.loading import Installer, Reader
+
+Parts = dict[str, Tensor]
+T = TypeVar("T")
+
+
+class ExpertLinear(nn.Linear):
+    """One of an expert's linears. keeper: who provides its values; None where it has them."""
+
+    keeper: Keeper | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`hidden [tokens, in]`, which may have no tokens: nothing is read for those."""
+        if self.keeper is None:
+            return super().forward(hidden)
+        self.keeper.wait(self)
+        if not hidden.numel():
+            return hidden.new_empty(*hidden.shape[:-1], self.out_features)
+        module = self.keeper.provide(self)
+        return super().forward(hidden) if module is self else module(hidden)
+
+
+def streamed(block: nn.Module) -> dict[str, ExpertLinear]:
+    """The linears of a block that can be streamed, by their names in it."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, ExpertLinear)}
+
+
+def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> bool:
+    """Whether experts of these blocks are to be streamed; see `held.streams`."""
+    found = [sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks]
+    nbytes = max(found, default=0) * element
+    return bool(nbytes) and held.streams(nbytes, free_memory(device) if is_accelerator(device) else None)
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """What stands in for a linear's own weight: packed parts in `layout`, which `again` gets once more."""
+
+    layout: Layout
+    stored: str
+    again: Callable[[], Parts]
+
+
+class Keeper:
+    """Provides the linears of one loaded block's experts, as `reader` finds them, decoded if so told."""
+
+    def __init__(self, index: int, block: nn.Module, reader: Reader, installer: Installer, decoded: bool):
+        self._index, self._block, self._decoded = index, block, decoded
+        self._reader, self._installer = reader, installer
+        linears = streamed(block)
+        self._names = {module: local for local, module in linears.items()}
+        shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
+        self.capacity = held.HELD * held.largest_expert(shapes)  # weights
+        self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
+        self._installed: dict[str, _Installed] = {}
+        self._pause: Callable[[], object] | None = None
+        for module in self._names:
+            module.keeper = self
+
+    @property
+    def weights(self) -> int:
+        """In memory now."""
+        return sum(module.weight.numel() for module in self._held.values())
+
+    def provide(self, linear: ExpertLinear) -> nn.Module:
+        """What computes in the linear's place, the linear itself or what was installed there, with its values
+        in memory."""
+        local = self._names[linear]
+        if local not in self._held:
+            while self._held and self.weights + linear.weight.numel() > self.capacity:
+                self._give_up(next(iter(self._held)))
+            self._read(local)
+            self._held[local] = linear
+        self._held.move_to_end(local)
+        return self._block.get_submodule(local)
+
+    def _read(self, local: str) -> None:
+        kept = self._installed.get(local)
+        names = [
+            f"{local}.{name}" for name, _ in self._block.get_submodule(local).named_parameters()
+            if not (kept and name == "weight")
+        ]  # fmt: skip
+        self._installer.load(self._block, self._reader.block(self._index, self._block, self._decoded, names))
+        if kept:
+            parts = self._installer.placed(kept.again())
+            self._installer.install(self._block, local, kept.layout, parts, kept.stored)
+
+    def _give_up(self, local: str) -> None:
+        del self._held[local]
+        self._installer.give_up(self._block, local)
+
+    def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
+        """From now on linear `local` is what the layout makes of the parts that `again` returns."""
+        self._installed[local] = _Installed(layout, stored, again)
+
+    def wait(self, linear: ExpertLinear) -> None:
+        """Until all forward passes that run in step have come to this linear, unless it is in memory."""
+        if self._pause and self._names[linear] not in self._held:
+            self._pause()
+
+    def in_step(self, run: Callable[[int], T], count: int) -> Iterator[T]:
+        """`run(0)`, `run(1)` … up to `count`, some of them at a time: each runs in a greenlet of its own, to
+        where it needs an expert that is not there; when all have come, the first reads it. Modules see their
+        inputs in that order, too."""
+        for start in range(0, count, held.IN_STEP):
+            yield from self._together(run, range(start, min(start + held.IN_STEP, count)))
+
+    def _together(self, run: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+        flights = {number: greenlet.greenlet(run) for number in numbers}
+        found: dict[int, T] = {}
+        self._pause = greenlet.getcurrent().switch
+        try:
+            with torch.no_grad():
+                for number, flight in flights.items():
+                    found[number] = flight.switch(number)
+                while waiting := [(n, flight) for n, flight in flights.items() if not flight.dead]:
+                    for number, flight in waiting:
+                        found[number] = flight.switch()
+        finally:
+            self._pause = None
+            with torch.no_grad():
+                for flight in flights.values():
+                    flight.throw()  # those that an error left behind give up what they hold
+        return [found[number] for number in numbers]
+
+    def close(self) -> None:
+        """Give everything back; the linears have no values then."""
+        for local in list(self._held):
+            self._give_up(local)
+        for module in self._names:
+            module.keeper = None
+        return_freed_pages()
