@@ -51,6 +51,7 @@ class Bench:
 def load(folder: Path, dtype: torch.dtype = torch.float32, index: int = 1, shape=(1, 8)) -> Bench:
     """Block `index` of the model in `folder`, behind the blocks before it."""
     skeleton = Skeleton(open_checkpoint(str(folder)), dtype, torch.device("cpu"))
+    skeleton.streams = False  # a transform looks at all experts of a block together
     skeleton.load_rest()
     ids = torch.randint(500, shape, generator=torch.Generator().manual_seed(0))
     hidden = skeleton.embed(ids)
