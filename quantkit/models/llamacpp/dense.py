@@ -55,6 +55,11 @@ def _norms_by_depth(config: PretrainedConfig) -> str | None:
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
 
+def _heads_of_other_width(config: PretrainedConfig) -> str | None:
+    heads = config.num_attention_heads
+    return f"head_dim {config.head_dim}" if config.head_dim * heads != config.hidden_size else None
+
+
 GPT2_FIXED: Mapping[str, tuple] = {
     "activation_function": GELU,
     "scale_attn_weights": (True,),
@@ -214,5 +219,26 @@ DENSE = (
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         head="never",
         refuse=_norms_by_depth,
+    ),
+    Architecture(
+        "chatglm",
+        ("glm",),
+        RMS,
+        fixed=SWIGLU,
+        flags=BIASES,
+        partial_rotary=True,
+        free_head_dim=True,  # the configuration has a width of its own
+        head="always",
+        refuse=_heads_of_other_width,
+    ),
+    Architecture(
+        "glm4",
+        ("glm4",),
+        RMS,
+        fixed=SWIGLU,
+        flags=BIASES,
+        partial_rotary=True,
+        free_head_dim=True,
+        head="always",
     ),
 )
