@@ -50,6 +50,10 @@ FAMILIES = {  # name -> (configuration class, its arguments)
 FURTHER = {  # of which only GGUF files are tested
     "glm": (hf.GlmConfig, {**GROUPED, "head_dim": 16, "pad_token_id": 0}),
     "glm4": (hf.Glm4Config, {**GROUPED, "head_dim": 32, "pad_token_id": 0}),
+    "exaone4": (
+        hf.Exaone4Config,
+        {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
 }
 PER_LAYER = {
     **GROUPED,

@@ -98,6 +98,17 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
     "glm tied": ("glm", {"attention_bias": False, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
     "glm4 tied": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
+    "exaone4": ("exaone4", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "exaone4 deep": (  # sliding windows, and no rotary embeddings between
+        "exaone4",
+        {
+            "num_hidden_layers": 64,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "sliding_window": 16,
+            "layer_types": None,
+        },
+    ),
     "stablelm": ("stablelm", {}),
     "stablelm 12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
     "cohere": ("cohere", {"logit_scale": 0.5}),

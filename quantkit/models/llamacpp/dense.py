@@ -60,6 +60,12 @@ def _heads_of_other_width(config: PretrainedConfig) -> str | None:
     return f"head_dim {config.head_dim}" if config.head_dim * heads != config.hidden_size else None
 
 
+def _rope_by_depth(config: PretrainedConfig) -> str | None:
+    """It has sliding windows, and no rotary embeddings between them, at one depth alone."""
+    given = config.sliding_window
+    return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
+
+
 GPT2_FIXED: Mapping[str, tuple] = {
     "activation_function": GELU,
     "scale_attn_weights": (True,),
@@ -240,5 +246,15 @@ DENSE = (
         partial_rotary=True,
         free_head_dim=True,
         head="always",
+    ),
+    Architecture(
+        "exaone4",
+        ("exaone4",),
+        RMS | {"attention.sliding_window": "sliding_window"},
+        fixed=SWIGLU,
+        rope=LLAMA_SCALINGS,
+        window=4,
+        window_depth=64,
+        refuse=_rope_by_depth,
     ),
 )
