@@ -54,6 +54,7 @@ FURTHER = {  # of which only GGUF files are tested
         hf.Exaone4Config,
         {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * 3},
     ),
+    "smollm3": (hf.SmolLM3Config, {**GROUPED, "num_hidden_layers": 5, "pad_token_id": 0}),
 }
 PER_LAYER = {
     **GROUPED,

@@ -109,6 +109,8 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
             "layer_types": None,
         },
     ),
+    "smollm3": ("smollm3", {}),
+    "smollm3 untied": ("smollm3", {"tie_word_embeddings": False, "rope_parameters": YARN}),
     "stablelm": ("stablelm", {}),
     "stablelm 12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
     "cohere": ("cohere", {"logit_scale": 0.5}),

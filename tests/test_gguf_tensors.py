@@ -155,6 +155,7 @@ REFUSED = {  # (family, configuration) -> what llama.cpp does not know
     "norms by depth": ("cohere", {"use_qk_norm": True}, "use_qk_norm True at this depth"),
     "heads of another width": ("glm", {"head_dim": 32}, "head_dim 32"),
     "windows by depth": ("exaone4", {"sliding_window": 16}, "sliding_window 16 at this depth"),
+    "rotary blocks": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "no_rope_layers other than"),
     "scaling": (
         "qwen2",
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,

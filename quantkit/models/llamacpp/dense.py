@@ -66,6 +66,12 @@ def _rope_by_depth(config: PretrainedConfig) -> str | None:
     return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
 
 
+def _rope_in_three_of_four(config: PretrainedConfig) -> str | None:
+    rotary = [bool(rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
+    usual = [index % 4 != 3 for index in range(config.num_hidden_layers)]
+    return None if rotary == usual else "no_rope_layers other than every fourth"
+
+
 GPT2_FIXED: Mapping[str, tuple] = {
     "activation_function": GELU,
     "scale_attn_weights": (True,),
@@ -256,5 +262,13 @@ DENSE = (
         window=4,
         window_depth=64,
         refuse=_rope_by_depth,
+    ),
+    Architecture(
+        "smollm3",
+        ("smollm3",),
+        RMS,
+        fixed=SWIGLU_NO_BIAS | {"mlp_bias": (False,), "use_sliding_window": (False,)},
+        rows=ROTARY,
+        refuse=_rope_in_three_of_four,
     ),
 )
