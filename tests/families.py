@@ -55,6 +55,7 @@ FURTHER = {  # of which only GGUF files are tested
         {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * 3},
     ),
     "smollm3": (hf.SmolLM3Config, {**GROUPED, "num_hidden_layers": 5, "pad_token_id": 0}),
+    "nemotron": (hf.NemotronConfig, GROUPED),
 }
 PER_LAYER = {
     **GROUPED,

@@ -111,6 +111,11 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
     ),
     "smollm3": ("smollm3", {}),
     "smollm3 untied": ("smollm3", {"tie_word_embeddings": False, "rope_parameters": YARN}),
+    "nemotron": ("nemotron", {}),
+    "nemotron biases": (
+        "nemotron",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "stablelm": ("stablelm", {}),
     "stablelm 12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
     "cohere": ("cohere", {"logit_scale": 0.5}),

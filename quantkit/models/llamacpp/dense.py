@@ -271,4 +271,14 @@ DENSE = (
         rows=ROTARY,
         refuse=_rope_in_three_of_four,
     ),
+    Architecture(
+        "nemotron",
+        ("nemotron",),
+        COMMON | {EPSILON: "norm_eps"},
+        fixed={"hidden_act": ("relu2",)},
+        flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
+        norm_shift=1.0,
+        partial_rotary=True,
+        head="always",
+    ),
 )
