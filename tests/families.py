@@ -47,6 +47,16 @@ FAMILIES = {  # name -> (configuration class, its arguments)
     "granite": (hf.GraniteConfig, GROUPED),
     "starcoder2": (hf.Starcoder2Config, GROUPED),
 }
+FURTHER = {  # of which only GGUF files are tested
+    "glm": (hf.GlmConfig, {**GROUPED, "head_dim": 16, "pad_token_id": 0}),
+    "glm4": (hf.Glm4Config, {**GROUPED, "head_dim": 32, "pad_token_id": 0}),
+    "exaone4": (
+        hf.Exaone4Config,
+        {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "smollm3": (hf.SmolLM3Config, {**GROUPED, "num_hidden_layers": 5, "pad_token_id": 0}),
+    "nemotron": (hf.NemotronConfig, GROUPED),
+}
 PER_LAYER = {
     **GROUPED,
     "head_dim": 16,
@@ -141,7 +151,7 @@ def save_model(folder: Path, family: str, dtype: str = "float32", seed: int = 0,
     No parameter has a value it would have by default: matrices are normal(0, 0.05), norms and biases
     are 0.1 away from theirs, so that one that is lost, swapped or left out shows.
     """
-    make, arguments = (FAMILIES | KINDS | REFUSED)[family]
+    make, arguments = (FAMILIES | FURTHER | KINDS | REFUSED)[family]
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(make(**arguments | overrides), dtype=torch.float32)
     for parameter in model.parameters():

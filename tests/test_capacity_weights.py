@@ -1,6 +1,7 @@
 """Bytes of weights: against the plans of real jobs, llama-quantize's tensors, and published sizes."""
 
 import json
+import math
 
 import pytest
 import transformers as hf
@@ -127,8 +128,13 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
             if t.name == "position_embd.weight"
             or (t.name == "token_embd.weight" and any(t.name == "output.weight" for t in targets))
         ]
+        weights = sum(
+            math.prod(t.shape)
+            for t, c in zip(targets, choices, strict=True)
+            if c.type != "F32" and t.name.startswith("blk.")
+        )
         assert gguf.file_bytes(file_type, found, settings) == gguf.FileBytes(
-            total, packed, total - sum(tables)
+            total, packed, total - sum(tables), weights
         )
 
 
@@ -136,6 +142,17 @@ def test_llama_2_7b_in_gguf():
     """TheBloke's files: 4,081,004,224 bytes as Q4_K_M and 7,161,089,728 as Q8_0, metadata included."""
     assert of_config("Llama-2-7b", "Q4_K_M").bytes == pytest.approx(4_081_004_224, rel=2e-4)
     assert of_config("Llama-2-7b", "Q8_0").bytes == pytest.approx(7_161_089_728, rel=2e-4)
+
+
+def test_mixtral_8x7b_in_gguf():
+    """Every expert has three matrices of 4096 x 14336 in 32 blocks; a token reads two of eight."""
+    found = of_config("Mixtral-8x7B", "Q8_0")
+    experts = 32 * 8 * 3 * 4096 * 14336 * 34 // 32
+    embedding = 32000 * 4096 * 34 // 32
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) * 34 // 32
+    floats = 32 * (8 * 4096 + 2 * 4096) * 4 + 4096 * 4
+    assert found.bytes == experts + attention + 2 * embedding + floats
+    assert found.read_bytes == found.bytes - embedding - experts * 6 // 8
 
 
 # ---- refused
@@ -154,4 +171,3 @@ def test_what_a_format_cannot_hold_is_said():
     found = formats.weights("gptq", narrow, settings)
     assert found.reason == "in_features 11000 is no multiple of 128 (32 linears)"
     assert formats.weights("int8", narrow, settings).bytes
-    assert "sizes of mixtures of experts" in of_config("Mixtral-8x7B", "Q4_0").reason

@@ -9,6 +9,8 @@ import torch
 import transformers as hf
 from families import GROUPED, save_tokenizer
 
+from quantkit.capacity import gguf as planned
+from quantkit.capacity import source as sizes
 from quantkit.errors import QuantkitError
 from quantkit.inspection import record
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
@@ -195,11 +197,20 @@ def experts_of(path) -> dict[str, np.ndarray]:
     return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors if "_exps." in tensor.name}
 
 
+def tensor_bytes(path) -> int:
+    """All of a file but its metadata."""
+    _, infos = read_header(path)
+    return path.stat().st_size - min(info.offset for info in infos.values())
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M", "F16"])
 def test_encoded_files_compute_in_llama_cpp_what_they_decode_to(source, tmp_path, name):
     path = tmp_path / "model.gguf"
     jobs.quantize("gguf", source, path, {"type": (name,), "solver": "rtn", "imatrix": "none"})
     agrees_with_llama_cpp(path)
+    if name in planned.FILE_TYPES:
+        for size in (sizes.read(str(source)), sizes.read(str(source / "config.json")), sizes.read(str(path))):
+            assert planned.file_bytes(name, size.parameters, size.settings).total == tensor_bytes(path)
     checkpoint, original = open_checkpoint(str(path)), open_checkpoint(str(source))
     for target in of_checkpoint(original):
         if "_exps." not in target.name:

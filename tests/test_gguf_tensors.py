@@ -153,6 +153,10 @@ REFUSED = {  # (family, configuration) -> what llama.cpp does not know
     ),
     "heads": ("qwen2", {"head_dim": 32}, "head_dim 32 with 4 heads of 64"),
     "norms by depth": ("cohere", {"use_qk_norm": True}, "use_qk_norm True at this depth"),
+    "heads of another width": ("glm", {"head_dim": 32}, "head_dim 32"),
+    "windows by depth": ("exaone4", {"sliding_window": 16}, "sliding_window 16 at this depth"),
+    "rotary blocks": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "no_rope_layers other than"),
+    "another activation": ("nemotron", {"hidden_act": "silu"}, "hidden_act 'silu'"),
     "scaling": (
         "qwen2",
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,

@@ -129,9 +129,8 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
             method.check(parameters, settings.model_type)
             return _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
         found = gguf.file_bytes(name, parameters, settings)
-        linears = sum(tensor.size for tensor in parameters.linears)
         bits = 8 * found.total / parameters.count
-        return Weights(found.total, found.packed, found.read, bits, 8 * found.packed / linears)
+        return Weights(found.total, found.packed, found.read, bits, 8 * found.packed / found.weights)
     except (Unfit, gguf.Unfit) as error:
         return Weights(None, 0, None, None, 0.0, str(error))
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from quantkit.capacity.parameters import Parameters, Tensor, from_headers
+from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor, from_headers
 from quantkit.capacity.settings import Settings
+from quantkit.errors import QuantkitError, first_line
 from quantkit.models.llamacpp import architectures, mixtures
+from quantkit.models.llamacpp.architecture import Architecture
 from quantkit.models.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
 from quantkit.models.llamacpp.file_types import Model
 
 ALIGNMENT = 32
+Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
 POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
@@ -25,12 +29,14 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class FileBytes:
-    """total: of all tensors, padded as they lie in the file; packed: of the blocks' linears; read: of what a
-    token reads, all but the rows of tables that it looks up."""
+    """total: of all tensors, padded as they lie in the file; packed: of the blocks' linears, which have so
+    many `weights`; read: of what a token reads, all but the rows of tables that it looks up, and of experts
+    those it is routed to."""
 
     total: int
     packed: int
     read: int
+    weights: int
 
 
 # Shapes that stand for a model of which only the number of parameters is known, Llama 3 8B and 70B: hidden
@@ -58,8 +64,7 @@ def typical_bits(file_type: str, count: int) -> tuple[float, float]:
     entries = [Tensor(name, shape, 2 * math.prod(shape)) for name, shape in shapes.items()]
     parameters, settings = from_headers(entries, Settings(values | {"tie_word_embeddings": False}))
     found = file_bytes(file_type, parameters, settings)
-    linears = sum(tensor.size for tensor in parameters.linears)
-    return 8 * found.total / parameters.count, 8 * found.packed / linears
+    return 8 * found.total / parameters.count, 8 * found.packed / found.weights
 
 
 def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> FileBytes:
@@ -70,31 +75,54 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if row is None:
         raise Unfit(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    if row.mixture:
-        raise Unfit("sizes of mixtures of experts are what quantkit gguf MODEL --dry-run says")
-    model = Model(row.name, settings.layers, settings.heads, settings.kv_heads)
-    tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
-    named = _named(parameters, tied)
-    if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
-        embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
-        named.append((mixtures.OUTPUT, embedding))
-    named.sort(key=lambda pair: _order(pair[0]))
-    total, packed, looked_up = _factors(settings), 0, 0
+    named = _of_mixture(settings) if row.mixture else _of_dense(row, parameters)
+    experts, chosen = _experts(row, settings)
+    model = Model(row.name, settings.layers, settings.heads, settings.kv_heads, experts)
+    total = 0 if row.mixture else _factors(settings)
+    packed, weights, unread = 0, 0, 0
     has_output = any(name == mixtures.OUTPUT for name, _ in named)
     for choice, (name, shape) in zip(mixtures.choose(file_type, model, named), named, strict=True):
         nbytes = mixtures.nbytes(choice.type, shape)
-        total += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        total += padded
         if name.startswith("blk.") and choice.type != "F32":
-            packed += nbytes
+            packed, weights = packed + nbytes, weights + math.prod(shape)
         if name.startswith("position_embd") or (name == mixtures.EMBEDDING and has_output):
-            looked_up += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return FileBytes(total, packed, total - looked_up)
+            unread += padded
+        elif "_exps." in name:
+            unread += padded * (experts - chosen) // experts
+    return FileBytes(total, packed, total - unread, weights)
 
 
-def _named(parameters: Parameters, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """`(GGUF name, shape)` of every tensor in the file, a tied head left out."""
-    named = [(_name(tensor), _shape(tensor)) for tensor in parameters.tensors]
-    return [(name, shape) for name, shape in named if not (tied and name == mixtures.OUTPUT)]
+def _experts(row: Architecture, settings: Settings) -> tuple[int, int]:
+    """Experts of a layer, and of them those a token is routed to; none of a dense model."""
+    if not row.mixture:
+        return 0, 0
+    of, chosen = (
+        settings.size(row.fields[key], most=MOST_EXPERTS) for key in ("expert_count", "expert_used_count")
+    )
+    return of, chosen
+
+
+def _of_mixture(settings: Settings) -> Named:
+    """As the exporter has it, which puts experts together and apart: its model is built, in shapes alone."""
+    from quantkit.capacity import meta
+
+    try:
+        return settings.gguf_tensors
+    except (QuantkitError, meta.Unknown) as error:
+        raise Unfit(first_line(error)) from error
+
+
+def _of_dense(row: Architecture, parameters: Parameters) -> Named:
+    """From names and shapes, without asking transformers."""
+    tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
+    named = [(_name(tensor), _shape(tensor)) for tensor in parameters.language_model]
+    named = [(name, shape) for name, shape in named if not (tied and name == mixtures.OUTPUT)]
+    if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
+        embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
+        named.append((mixtures.OUTPUT, embedding))
+    return sorted(named, key=lambda pair: _order(pair[0]))
 
 
 def _name(tensor: Tensor) -> str:

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.errors import first_line
+from quantkit.models.llamacpp import tensors
 from quantkit.models.meta_model import empty
 
 TOKENS = 4  # of the forward pass that fills the cache
@@ -47,6 +48,12 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     except Exception as error:  # rules of families that were not made for shapes alone
         raise Unknown(f"transformers cannot name what it would store: {first_line(error)}") from error
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a GGUF file, in its order. Raises QuantkitError where the exporter
+    refuses the model."""
+    return [(target.name, target.shape) for target in tensors.of_config(_configuration(config))]
 
 
 def caches(config: Mapping[str, Any]) -> list[LayerCache]:

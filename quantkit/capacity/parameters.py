@@ -108,6 +108,20 @@ class Parameters:
         return [tensor for tensor in self.tensors if tensor.is_linear]
 
     @property
+    def language_model(self) -> list[Tensor]:
+        """Without towers of other modalities, and blocks that predict further tokens."""
+        first = next(tensor for tensor in self.tensors if tensor.block == 0)
+        blocks = first.name.removesuffix(first.local).removesuffix("0.").rstrip(".")
+        root = blocks.rpartition(".")[0]
+        inside = f"{root}." if root else ""
+        return [
+            tensor
+            for tensor in self.tensors
+            if (tensor.name.startswith(inside) if tensor.block is None else tensor.block < self.blocks)
+            or (tensor.block is None and HEAD.search(tensor.name))
+        ]
+
+    @property
     def rest(self) -> list[Tensor]:
         """Everything else: embeddings, head, norms, biases, routers."""
         return [tensor for tensor in self.tensors if not tensor.is_linear]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -69,6 +69,16 @@ class Settings:
             return meta.settings(self.config)
         except meta.Unknown:
             return {}
+
+    @cached_property
+    def gguf_tensors(self) -> Sequence[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor of a GGUF file, as the exporter has them; that takes seconds.
+
+        Raises QuantkitError, or meta.Unknown, where there is no such file.
+        """
+        from quantkit.capacity import meta
+
+        return meta.gguf_tensors(self.config or self.values)
 
     def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
         """A whole number from 1 to `most`. Raises QuantkitError for anything else, and without a default."""

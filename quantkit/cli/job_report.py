@@ -152,6 +152,11 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["kept 16 bit"] = count(summary.kept, "linear")
     if summary.kept_parameters:
         facts["kept as is"] = _kept(summary.kept_parameters)
+    if summary.left_out:
+        names, nbytes = name_all(list(summary.left_out)), megabytes(sum(summary.left_out.values()))
+        facts["left out"] = (
+            f"{names} ({nbytes}): towers belong into an mmproj file, which llama.cpp's own converter writes"
+        )
     if summary.experts:
         facts["experts"] = _reached(summary.experts)
     print_facts(console, facts)

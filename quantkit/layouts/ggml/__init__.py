@@ -106,7 +106,10 @@ HEADERS = Headers(marks=())
 CLIENTS = {
     "transformers": [
         {
-            "model_type": ["gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r"],
+            "model_type": [
+                "gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "chatglm", "glm4",
+                "exaone4", "smollm3",
+            ],
             "loads": False,
             "note": "it does not read GGUF files of this architecture",
         },
@@ -144,8 +147,9 @@ CLIENTS = {
         {
             "model_type": [
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
-                "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
-                "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe", "dots1", "minimax-m2",
+                "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "chatglm", "glm4",
+                "exaone4", "smollm3", "nemotron", "qwen2moe", "qwen3moe", "olmoe", "ernie4_5-moe",
+                "glm4moe", "dots1", "minimax-m2",
             ],
             "loads": True,
         },

@@ -51,7 +51,8 @@ class Architecture:
     the name: absence). rows: GGUF tensor -> order of its rows (see `tensors`). norm_shift: what llama.cpp
     wants added to norms. rope: scalings of rotary embeddings it can express; None for other positions.
     partial_rotary: heads may be rotated in part. free_head_dim: heads need not fill the hidden size.
-    window: it knows sliding attention, in all but the last of so many blocks unless told. wide_blocks: at
+    window: it knows sliding attention, in all but the last of so many blocks unless told; window_depth: at
+    this depth alone. wide_blocks: at
     this depth it takes hidden size per head, not the head's size, for the scale of attention. head:
     output.weight must exist ("always"), is left out when tied, or is never read. refuse: further reasons
     against a configuration. restore: further fields, from the keys of a file and the names of its tensors.
@@ -69,10 +70,15 @@ class Architecture:
     partial_rotary: bool = False
     free_head_dim: bool = False
     window: int | None = None
+    window_depth: int | None = None
     wide_blocks: int | None = None
     head: str = "tied"
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
     restore: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]] | None = None
+
+    def period(self, blocks: int) -> int | None:
+        """Of so many blocks the last attends to all tokens, unless the file says otherwise."""
+        return self.window if self.window_depth in (None, blocks) else 1
 
     @property
     def mixture(self) -> bool:

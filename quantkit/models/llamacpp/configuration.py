@@ -81,9 +81,11 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     if row.window is None:
         return {}
     kinds = list(config.layer_types)
-    for period in (row.window, *range(1, len(kinds) + 1)):
+    usual = row.period(len(kinds))
+    others = () if row.window_depth else range(1, len(kinds) + 1)
+    for period in (usual, *others):
         if kinds == pattern(period, len(kinds)):
-            return {} if period == row.window else {PATTERN: period}
+            return {} if period == usual else {PATTERN: period}
     raise inexpressible(row, "sliding attention other than in all but every nth block")
 
 
@@ -181,6 +183,8 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
         raise QuantkitError(
             f"{row.name}.{PATTERN} {keys[PATTERN]!r} makes no sense", "download the file again"
         )
+    if row.wide_blocks is None:
+        return {"layer_types": kinds, "sliding_window": keys.get("attention.sliding_window")}
     scalar = keys["attention.key_length"]
     if keys["block_count"] == row.wide_blocks:
         scalar = keys["embedding_length"] // keys["attention.head_count"]

@@ -55,6 +55,23 @@ def _norms_by_depth(config: PretrainedConfig) -> str | None:
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
 
+def _heads_of_other_width(config: PretrainedConfig) -> str | None:
+    heads = config.num_attention_heads
+    return f"head_dim {config.head_dim}" if config.head_dim * heads != config.hidden_size else None
+
+
+def _rope_by_depth(config: PretrainedConfig) -> str | None:
+    """It has sliding windows, and no rotary embeddings between them, at one depth alone."""
+    given = config.sliding_window
+    return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
+
+
+def _rope_in_three_of_four(config: PretrainedConfig) -> str | None:
+    rotary = [bool(rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
+    usual = [index % 4 != 3 for index in range(config.num_hidden_layers)]
+    return None if rotary == usual else "no_rope_layers other than every fourth"
+
+
 GPT2_FIXED: Mapping[str, tuple] = {
     "activation_function": GELU,
     "scale_attn_weights": (True,),
@@ -214,5 +231,54 @@ DENSE = (
         flags={"use_qk_norm": "blk.0.attn_q_norm.weight"},
         head="never",
         refuse=_norms_by_depth,
+    ),
+    Architecture(
+        "chatglm",
+        ("glm",),
+        RMS,
+        fixed=SWIGLU,
+        flags=BIASES,
+        partial_rotary=True,
+        free_head_dim=True,  # the configuration has a width of its own
+        head="always",
+        refuse=_heads_of_other_width,
+    ),
+    Architecture(
+        "glm4",
+        ("glm4",),
+        RMS,
+        fixed=SWIGLU,
+        flags=BIASES,
+        partial_rotary=True,
+        free_head_dim=True,
+        head="always",
+    ),
+    Architecture(
+        "exaone4",
+        ("exaone4",),
+        RMS | {"attention.sliding_window": "sliding_window"},
+        fixed=SWIGLU,
+        rope=LLAMA_SCALINGS,
+        window=4,
+        window_depth=64,
+        refuse=_rope_by_depth,
+    ),
+    Architecture(
+        "smollm3",
+        ("smollm3",),
+        RMS,
+        fixed=SWIGLU_NO_BIAS | {"mlp_bias": (False,), "use_sliding_window": (False,)},
+        rows=ROTARY,
+        refuse=_rope_in_three_of_four,
+    ),
+    Architecture(
+        "nemotron",
+        ("nemotron",),
+        COMMON | {EPSILON: "norm_eps"},
+        fixed={"hidden_act": ("relu2",)},
+        flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
+        norm_shift=1.0,
+        partial_rotary=True,
+        head="always",
     ),
 )

@@ -59,7 +59,10 @@ class Imatrix:
 
 
 def write(path: Path, imatrix: Imatrix) -> None:
-    """Write the GGUF kind, whole or not at all; `read` gives the same sums and counts."""
+    """Write the GGUF kind, whole or not at all; `read` gives the same sums and counts.
+
+    Of experts llama-imatrix writes sums `[experts, in]` and counts `[experts, 1]`.
+    """
     metadata = {
         "general.type": "imatrix",
         DATASETS: list(imatrix.datasets),
@@ -69,7 +72,8 @@ def write(path: Path, imatrix: Imatrix) -> None:
     tensors = {}
     for name in sorted(imatrix.sums):
         tensors[name + SUMS] = imatrix.sums[name]
-        tensors[name + COUNTS] = imatrix.counts[name]
+        counts = imatrix.counts[name]
+        tensors[name + COUNTS] = counts if len(counts) == 1 else counts[:, None]  # one a row
     entries = [gguf_writer.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
     with gguf_writer.GgufWriter(path, metadata, entries) as file:
         for name, tensor in tensors.items():

@@ -33,7 +33,7 @@ def assemble(
     file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: what `tokenizer`
     returned. Raises QuantkitError as `configuration.to_metadata` does.
     """
-    keys = configuration.to_metadata(checkpoint.config)
+    keys = configuration.to_metadata(checkpoint.text_config)
     weights = sum(math.prod(target.shape) for target in targets if target.values is None)
     general = {
         "general.architecture": keys.pop("general.architecture"),

@@ -102,11 +102,11 @@ def of_config(config: PretrainedConfig, source: str = "the model") -> list[Targe
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
-    """The same, knowing where each lies in the checkpoint.
+    """The same, knowing where each lies in the checkpoint; of a wrapper, those of its language model.
 
     Raises QuantkitError also for stored tensors that the model does not have, and for absent ones.
     """
-    config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.config)
+    config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.text_config)
     model = _model(config, checkpoint.source)
     found = meta_model.resolve_names(model, checkpoint.names)
     ties = model.all_tied_weights_keys
@@ -118,7 +118,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
         for one, twin in ((name, other), (other, name)):
             if one not in found and twin in found:
                 found[one] = found[twin]
-    targets = _targets(row, model, config)
+    targets = _of_language_model(row, model, checkpoint, config)
     absent = [name for target in targets for name in target.parameters if name not in found]
     if absent:
         raise QuantkitError(
@@ -126,6 +126,33 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
             hint="the download is incomplete, or config.json belongs to another model",
         )
     return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]
+
+
+def _of_language_model(
+    row: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
+) -> list[Target]:
+    """Targets whose parameters have the names of `model`, which may be a wrapper around it."""
+    language = meta_model.language_model(model, checkpoint)
+    if not language:
+        return _targets(row, model, config)
+    text = copy.deepcopy(checkpoint.text_config)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    inner = _model(text, checkpoint.source)
+    prefix, head = inner.base_model_prefix + ".", _name_of(inner, inner.get_output_embeddings())
+    outer = {f"{head}.weight": f"{_name_of(model, model.get_output_embeddings())}.weight"}
+    return [
+        replace(
+            target,
+            parameters=tuple(
+                outer.get(name, f"{language}.{name.removeprefix(prefix)}") for name in target.parameters
+            ),
+        )
+        for target in _targets(row, inner, text)
+    ]
+
+
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
 
 
 def _model(config: PretrainedConfig, source: str) -> nn.Module:

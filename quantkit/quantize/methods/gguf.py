@@ -121,6 +121,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
     from quantkit.models.llamacpp import configuration, metadata, tensors
+    from quantkit.models.skeleton import towers
     from quantkit.quantize.outputs.gguf import GgufOutput
     from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.solvers.rtn import RtnSolver
@@ -144,8 +145,15 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         gathers=given == "auto",
         origin="gathered by quantkit" if given == "auto" else given,
         exact=options.exact,
+        left_out={
+            module.name: module.nbytes for module in towers.beside(skeleton.model, skeleton.names, checkpoint)
+        },
     )
-    notes += configuration.notes(checkpoint.config)
+    if output.left_out:
+        notes.append(
+            f"not written, because the file holds a language model alone: {name_all(list(output.left_out))}"
+        )
+    notes += configuration.notes(checkpoint.text_config)
     stored = {name: output.chosen[target.name] for target in targets for name in target.stored}
 
     def make_grid(
@@ -204,7 +212,7 @@ def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleto
     from quantkit.models.llamacpp import architectures
     from quantkit.models.llamacpp.architecture import kv_heads
 
-    config = skeleton.checkpoint.config
+    config = skeleton.checkpoint.text_config
     row = architectures.of_config(config)
     model = Model(
         row.name,

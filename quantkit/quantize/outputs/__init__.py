@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,7 +93,8 @@ class ExpertTokens:
 @dataclass(frozen=True)
 class Summary:
     """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
-    and bytes of what is no linear. steps_down: what it did to get along with less memory than planned."""
+    and bytes of what is no linear. left_out: modules that were not written, in bytes. steps_down: what it did
+    to get along with less memory than planned."""
 
     source: str
     output: str
@@ -108,6 +109,7 @@ class Summary:
     fallbacks: dict[str, str]
     notes: dict[str, list[str]]
     kept_parameters: list[dict]
+    left_out: dict[str, int]
     experts: ExpertTokens | None
     outlier_columns: dict[str, int]
     seconds: dict[str, float]
@@ -117,13 +119,18 @@ class Summary:
 class Output(Protocol):
     """How staged blocks and what no solver touched become something to publish.
 
-    needs: statistics of calibration text that it works from itself.
+    needs: statistics of calibration text that it works from itself. left_out: what of the source it does not
+    hold, in bytes.
     """
 
     needs: frozenset[str]
+    left_out: Mapping[str, int]
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """What will be written, exact from shapes."""
+
+    def parameters(self, skeleton: Skeleton) -> int:
+        """How many it holds."""
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """What becomes of every matrix."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from quantkit.errors import name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
@@ -21,6 +23,7 @@ class FolderOutput:
     """See `outputs.Output`. What is not quantized keeps the bytes it had."""
 
     needs = frozenset()
+    left_out: Mapping[str, int] = MappingProxyType({})
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """The source's bytes, with those of quantized linears exchanged."""
@@ -30,6 +33,10 @@ class FolderOutput:
         rest = sum(checkpoint.plain(info).nbytes for info in kept)
         quantized = sum(layout.nbytes(spec) for spec in rows)
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
+
+    def parameters(self, skeleton: Skeleton) -> int:
+        """All of the source's."""
+        return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """The linears of the blocks."""

@@ -7,10 +7,11 @@ the source, a tensor at a time, for as many files as were asked for.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT, stays_float
 from quantkit.models.llamacpp.tensors import Target
+from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import staging
 from quantkit.quantize.importance import of_head
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
@@ -42,7 +44,7 @@ class GgufOutput:
 
     imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
     is to be found out by calibration text first; origin: where it comes from. exact: encode byte for byte as
-    ggml does.
+    ggml does. left_out: what lies beside the language model, in bytes.
     """
 
     targets: tuple[Target, ...]
@@ -52,6 +54,7 @@ class GgufOutput:
     gathers: bool = False
     origin: str = ""
     exact: bool = True
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -92,6 +95,11 @@ class GgufOutput:
             quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
             weights=sum(row.weights for several in rows for row in several),
         )
+
+    def parameters(self, skeleton: Skeleton) -> int:
+        """Those of the language model."""
+        written = {name for target in self.targets for name in target.parameters}
+        return sum(math.prod(shape) for name, shape in skeleton.names.shapes.items() if name in written)
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """All matrices, by their names in the file."""
