@@ -30,6 +30,8 @@ ERNIE = {**GROUPED, "moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 
 GLM = {**FEW, "n_routed_experts": 6, "partial_rotary_factor": 0.5}
 DOTS = {**FEW, "n_routed_experts": 6, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
 DOTS |= {"n_shared_experts": 2, "norm_topk_prob": True, "head_dim": 16, "num_key_value_heads": 4}
+GRANITE = {**GROUPED, "num_local_experts": 6, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
+GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
@@ -77,6 +79,11 @@ CASES = {  # name -> (configuration class, its arguments)
         hf.OlmoeConfig,
         {**GROUPED, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "granitemoe": (hf.GraniteMoeConfig, GRANITE),
+    "granitemoe with biases": (
+        hf.GraniteMoeConfig,
+        GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 3},
+    ),
 }
 EXACT = 1e-5
 
@@ -87,7 +94,7 @@ def save(folder, make, arguments, seed=0, **more):
     model = hf.AutoModelForCausalLM.from_config(make(**arguments | more), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.3 if "gate.weight" in name else 0.05)
+            parameter.data.normal_(0, 0.3 if name.endswith(("gate.weight", "router.weight")) else 0.05)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():

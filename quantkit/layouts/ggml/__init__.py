@@ -106,7 +106,7 @@ HEADERS = Headers(marks=())
 CLIENTS = {
     "transformers": [
         {
-            "model_type": ["gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r"],
+            "model_type": ["gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "granitemoe"],
             "loads": False,
             "note": "it does not read GGUF files of this architecture",
         },
@@ -146,6 +146,7 @@ CLIENTS = {
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
                 "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe", "dots1", "minimax-m2",
+                "granitemoe",
             ],
             "loads": True,
         },

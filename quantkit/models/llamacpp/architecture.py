@@ -31,6 +31,12 @@ RMS: Fields = COMMON | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EPSILON = "attention.layer_norm_epsilon"
 MULTI_HEAD: Fields = COMMON | {"attention.head_count_kv": None, EPSILON: "layer_norm_epsilon"}
 GPT2: Fields = MULTI_HEAD | {"feed_forward_length": "n_inner"}
+GRANITE: Fields = RMS | {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 SHARED_LENGTH = "expert_shared_feed_forward_length"
 DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is absent or None
     "context_length": lambda config: 2048,

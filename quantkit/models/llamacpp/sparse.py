@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.models.llamacpp.architecture import (
     BIASES,
+    GRANITE,
     LLAMA_SCALINGS,
     RMS,
     ROTARY,
@@ -51,6 +52,8 @@ DEEP: Fields = (  # as in DeepSeek 3: the first blocks dense, shared experts bes
 ONE_GROUP: Mapping[str, tuple] = {"n_group": (1,), "topk_group": (1,)}
 SIGMOID = 2  # of llama.cpp's gating functions
 ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
+
+LOCAL: Fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 SPARSE = (
     Architecture(
@@ -129,6 +132,16 @@ SPARSE = (
         flags=BIASES | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
         constants={"expert_gating_func": SIGMOID},
         partial_rotary=True,
+        free_head_dim=True,
+    ),
+    Architecture(
+        "granitemoe",
+        ("granitemoe",),
+        GRANITE | LOCAL,
+        fixed=SWIGLU,
+        flags=BIASES,
+        rows=ROTARY,
+        rope=LLAMA_SCALINGS,
         free_head_dim=True,
     ),
 )

@@ -22,7 +22,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.llamacpp import architectures, rope
 from quantkit.models.llamacpp.architecture import Architecture, inexpressible, kv_heads
-from quantkit.models.skeleton.experts import USUAL, Experts, take_apart
+from quantkit.models.skeleton.experts import Experts, take_apart
 from quantkit.models.skeleton.loading import checked
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of i
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
+KINDS = gguf.MODEL_TENSOR.FFN_GATE_EXP, gguf.MODEL_TENSOR.FFN_UP_EXP, gguf.MODEL_TENSOR.FFN_DOWN_EXP
 BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\.e_score_correction_bias$")
 
 
@@ -169,11 +170,11 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     experts = _experts(model)
     stacks: dict[str, list[str]] = {}
     for name in shapes:
-        stacks.setdefault(STACKED.sub(r"\1\2", experts.get(name, name)), []).append(name)
+        stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
     found, lost = {}, []
     names = _Names(row, model, config.num_hidden_layers)
     for stack, parameters in stacks.items():
-        name = names(stack)
+        name = stack if stack in experts.values() else names(stack)
         if name is None or name in found or (name == HEAD and row.head == "never"):
             lost += parameters
             continue
@@ -202,15 +203,19 @@ def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _experts(model: nn.Module) -> dict[str, str]:
-    """Weight of an expert -> what the name map calls those of all experts of its layer."""
+    """Weight or bias of an expert -> llama.cpp's name of those of all experts of its layer."""
     found = {}
     for place, layer in model.named_modules():
         if isinstance(layer, Experts):
-            usual = dict(zip((layer.gate, layer.up, layer.down), USUAL, strict=True))
-            for name, module in layer.named_modules():
-                if isinstance(module, nn.Linear) and name.partition(".")[0].isdigit():
-                    kind = usual[name.rpartition(".")[2]]
-                    found[f"{place}.{name}.weight"] = f"{place}.{kind}.weight"
+            block = re.search(r"\.(\d+)\.", place)[1]
+            kinds = dict(zip((layer.gate, layer.up, layer.down), KINDS, strict=True))
+            for name, _ in layer.named_parameters():
+                expert, _, part = name.partition(".")
+                if expert.isdigit():
+                    projection, leaf = part.split(".")
+                    found[f"{place}.{name}"] = (
+                        f"{gguf.TENSOR_NAMES[kinds[projection]].format(bid=block)}.{leaf}"
+                    )
     return found
 
 
@@ -226,7 +231,7 @@ class _Names:
         if name == "lm_head.weight":  # the map has none for those whose head is always tied
             return HEAD
         name = BALANCE.sub(r"\1.e_score_correction.bias", name)
-        spellings = (name, name.removeprefix(self._prefix))
+        spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
         return next((name for name in found if name), None)
 
