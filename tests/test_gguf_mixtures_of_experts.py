@@ -14,7 +14,7 @@ from quantkit.inspection import record
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.headers import open_contents
-from quantkit.models.llamacpp import configuration
+from quantkit.models.llamacpp import configuration, imatrix
 from quantkit.models.llamacpp.tensors import of_checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -32,6 +32,11 @@ DOTS = {**FEW, "n_routed_experts": 6, "first_k_dense_replace": 1, "routed_scalin
 DOTS |= {"n_shared_experts": 2, "norm_topk_prob": True, "head_dim": 16, "num_key_value_heads": 4}
 GRANITE = {**GROUPED, "num_local_experts": 6, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
 GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
+LATENT = {**FEW, "num_key_value_heads": 4, "n_routed_experts": 6, "n_shared_experts": 2}
+LATENT |= {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+MSCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MSCALED |= {"mscale": 0.707, "mscale_all_dim": 0.707}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
@@ -78,6 +83,17 @@ CASES = {  # name -> (configuration class, its arguments)
     "olmoe": (
         hf.OlmoeConfig,
         {**GROUPED, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek-v2 lite": (hf.DeepseekV2Config, LATENT),
+    "deepseek-v2": (hf.DeepseekV2Config, LATENT | {"q_lora_rank": 48, "rope_parameters": MSCALED}),
+    "deepseek-v3": (
+        hf.DeepseekV3Config,
+        LATENT | {"q_lora_rank": 48, "n_group": 3, "topk_group": 2, "norm_topk_prob": True},
+    ),
+    "deepseek-v3 scaled": (
+        hf.DeepseekV3Config,
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "rope_parameters": MSCALED | {"mscale": 1, "mscale_all_dim": 1}},
     ),
     "granitemoe": (hf.GraniteMoeConfig, GRANITE),
     "granitemoe with biases": (
@@ -172,9 +188,9 @@ def wide(folder, name):
         "hidden_size": 256,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
-        "moe_intermediate_size": 256,
     }
-    given = {key: size for key, size in sizes.items() if key in arguments or key != "moe_intermediate_size"}
+    more = {"moe_intermediate_size": 256, "kv_lora_rank": 256}
+    given = sizes | {key: size for key, size in more.items() if key in arguments}
     save(folder, make, arguments | given)
     save_tokenizer(folder)
     return folder
@@ -232,6 +248,34 @@ def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
         assert all((mine != theirs).any() for mine, theirs in zip(bytes, rounded[name], strict=True)), name
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "deepseek-v2 lite"])
+def test_error_feedback_of_what_lies_otherwise_in_the_file(name, tmp_path):
+    """Experts that are stored in one tensor, or heads of a matrix that the file has apart."""
+    folder, path = wide(tmp_path / "model", name), tmp_path / "model.gguf"
+    summary = jobs.quantize(
+        "gguf", folder, path, {"type": ("Q4_K_M",), "refine": 0}, calibration=jobs.calibration(tmp_path)
+    )
+    assert summary.error < summary.rtn_error
+    agrees_with_llama_cpp(path)
+
+
+def test_heads_of_latent_attention_have_their_own_importance(tmp_path):
+    folder, path, given = (
+        wide(tmp_path / "model", "deepseek-v2 lite"),
+        tmp_path / "m.gguf",
+        tmp_path / "i.gguf",
+    )
+    name = "blk.1.attn_v_b.weight"
+    sums = torch.rand(4, 256, generator=torch.Generator().manual_seed(0)) ** 4
+    imatrix.write(given, imatrix.Imatrix({name: sums}, {name: torch.ones(4)}, ("text",), 1, 1))
+    jobs.quantize("gguf", folder, path, {"type": ("Q4_K_M",), "solver": "rtn", "imatrix": str(given)})
+    weight = open_checkpoint(str(folder)).read("model.layers.1.self_attn.kv_b_proj.weight").view(4, 40, 256)
+    (found,) = (tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    assert found.tensor_type.name == "Q4_K"
+    for head, values in enumerate(weight[:, 16:]):
+        assert np.array_equal(encode_rows("Q4_K", values, sums[head]).numpy(), found.data[head]), head
+
+
 def test_an_importance_matrix_counts_per_expert(source, tmp_path):
     """Those that no token reached are encoded as if all columns counted the same."""
     options = jobs.calibration(tmp_path, samples=1, seqlen=32)
@@ -283,6 +327,19 @@ def test_it_resumes(source, tmp_path, monkeypatch):
 
 
 REFUSED = {
+    "experts of the best groups": (
+        "deepseek-v2",
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+        "topk_method 'group_limited_greedy'",
+    ),
+    "another epsilon than inside attention": ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+    "all groups": ("deepseek-v3", {"n_group": 3, "topk_group": 3}, "n_group 3, topk_group 3"),
+    "the depth of a smaller model": ("deepseek-v2", {"num_hidden_layers": 27}, "q_lora_rank 48 in 27 blocks"),
+    "rotations of another size": (
+        "deepseek-v2",
+        {"rope_parameters": MSCALED | {"mscale": 1.0}},
+        "without mscale equal to mscale_all_dim",
+    ),
     "probabilities that add up to 1": ("qwen2moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
     "probabilities that do not": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
     "dense blocks between": ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),

@@ -72,7 +72,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
         )
     skeleton = open_skeleton(checkpoint, request.run)
     targets = tensors.of_checkpoint(skeleton.checkpoint)
-    stored = {name: target.name for target in targets for name in target.stored}
+    stored = {name: target.name for target in targets for name in target.stored if target.part is None}
     rows = linears.linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
@@ -84,7 +84,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
         "fewer --samples, shorter --seqlen or a smaller --batch-size",
         skeleton.device,
     )
-    names = {row.name: stored[f"{row.name}.weight"] for row in rows}
+    names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)
 
 

@@ -106,7 +106,9 @@ HEADERS = Headers(marks=())
 CLIENTS = {
     "transformers": [
         {
-            "model_type": ["gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "granitemoe"],
+            "model_type": [
+                "gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "granitemoe", "deepseek2",
+            ],
             "loads": False,
             "note": "it does not read GGUF files of this architecture",
         },
@@ -146,7 +148,7 @@ CLIENTS = {
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
                 "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe", "dots1", "minimax-m2",
-                "granitemoe",
+                "granitemoe", "deepseek2",
             ],
             "loads": True,
         },

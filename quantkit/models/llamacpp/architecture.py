@@ -37,6 +37,7 @@ GRANITE: Fields = RMS | {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GATE = "expert_gating_func"
 SHARED_LENGTH = "expert_shared_feed_forward_length"
 DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is absent or None
     "context_length": lambda config: 2048,
@@ -60,7 +61,9 @@ class Architecture:
     window: it knows sliding attention, in all but the last of so many blocks unless told. wide_blocks: at
     this depth it takes hidden size per head, not the head's size, for the scale of attention. head:
     output.weight must exist ("always"), is left out when tied, or is never read. refuse: further reasons
-    against a configuration. restore: further fields, from the keys of a file and the names of its tensors.
+    against a configuration. computed: keys that no one field says. splits: GGUF tensor -> how it is several
+    (see `tensors`). latent: keys and values are made from one vector of each token (MLA). restore: further
+    fields, from the keys of a file and the names of its tensors.
     """
 
     name: str
@@ -77,6 +80,9 @@ class Architecture:
     window: int | None = None
     wide_blocks: int | None = None
     head: str = "tied"
+    computed: Mapping[str, Callable[[PretrainedConfig], Any]] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
+    latent: bool = False
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
     restore: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]] | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.llamacpp.architecture import Architecture
+from quantkit.models.llamacpp.architecture import GATE, Architecture
 from quantkit.models.llamacpp.dense import DENSE
 from quantkit.models.llamacpp.sparse import SPARSE
 
@@ -38,9 +38,10 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
     name = metadata.get("general.architecture")
     experts = metadata.get(f"{name}.expert_count")
-    if row := named(name, experts):
+    keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
+    if row := named(str(name), keys):
         return row
-    if experts and named(name):
+    if experts and named(str(name), {}):
         raise QuantkitError(
             f"the GGUF file holds a mixture of {experts} experts",
             hint=f"quantkit reads mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}",
@@ -53,6 +54,12 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     )
 
 
-def named(name: str, experts: object = None) -> Architecture | None:
-    """The row of an architecture of llama.cpp, of so many experts; None where there is none."""
-    return next((row for row in TABLE if row.name == name and row.mixture == bool(experts)), None)
+def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
+    """The row of an architecture of llama.cpp, by the keys below its name; None where there is none.
+
+    Of two mixtures with one name, the one whose router computes as the file says; the first if it says
+    nothing.
+    """
+    rows = [row for row in TABLE if row.name == name and row.mixture == bool(keys.get("expert_count"))]
+    gate = keys.get(GATE)
+    return next((row for row in rows if row.constants.get(GATE) == gate), rows[0] if rows else None)

@@ -38,6 +38,7 @@ def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
     row = architectures.of_config(config)
     _refuse_others(row, config)
     keys = {key: _value(config, key, names) for key, names in row.fields.items()}
+    keys |= {key: compute(config) for key, compute in row.computed.items()}
     keys |= _window(row, config) | rope.metadata(row, config) | dict(row.constants)
     given = {f"{row.name}.{key}": value for key, value in keys.items() if value is not None}
     return {"general.architecture": row.name} | given

@@ -49,7 +49,7 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config = {field: own[key] for key, field in PLAIN.items() if key in own}
-    row = named(name, own.get("expert_count"))
+    row = named(name, own)
     if row:
         config |= {"model_type": row.model_types[0]} | fields(row, own, infos)
     else:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantkit.models.llamacpp.architecture import (
     BIASES,
+    GATE,
     GRANITE,
     LLAMA_SCALINGS,
     RMS,
@@ -31,6 +32,30 @@ def _ernie(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
 
 
+def _latent(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What the sizes of multi-head latent attention say."""
+    rotated = keys.get("rope.dimension_count", 0)
+    return {
+        "num_key_value_heads": keys.get("attention.head_count"),
+        "head_dim": rotated,
+        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys.get("attention.key_length_mla", 0) - rotated,
+    }
+
+
+def _without_query_rank(config: PretrainedConfig) -> str | None:
+    """Its loader takes models of that depth for DeepSeek-V2-Lite."""
+    lite = config.num_hidden_layers in (26, 27) and config.q_lora_rank
+    return f"q_lora_rank {config.q_lora_rank} in {config.num_hidden_layers} blocks" if lite else None
+
+
+def _grouped_experts(config: PretrainedConfig) -> str | None:
+    """Its loader stops where all groups are used."""
+    groups = config.n_group, config.topk_group
+    return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
+
+
 def _dense_at_the_end(config: PretrainedConfig) -> str | None:
     last = config.moe_layer_end_index
     return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
@@ -49,8 +74,23 @@ DEEP: Fields = (  # as in DeepSeek 3: the first blocks dense, shared experts bes
         "leading_dense_block_count": "first_k_dense_replace",
     }
 )
+LATENT: Fields = DEEP | {
+    "attention.key_length": None,
+    "attention.value_length": None,
+    "attention.head_count_kv": None,
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+}
+LATENT_KEYS: Mapping[str, Callable[[PretrainedConfig], int]] = {  # of a token's vector, whatever the heads
+    "attention.key_length": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
+    "attention.value_length": lambda config: config.kv_lora_rank,
+    "attention.head_count_kv": lambda config: 1,
+    "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+    "attention.q_lora_rank": lambda config: config.q_lora_rank or 0,
+}
 ONE_GROUP: Mapping[str, tuple] = {"n_group": (1,), "topk_group": (1,)}
-SIGMOID = 2  # of llama.cpp's gating functions
+SOFTMAX, SIGMOID = 1, 2  # of llama.cpp's gating functions
+LATENT_FIXED = SWIGLU_NO_BIAS | {"rms_norm_eps": (1e-6,)}  # as that of the norms inside attention
 ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
 LOCAL: Fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
@@ -109,7 +149,7 @@ SPARSE = (
         ("dots1",),
         DEEP,
         fixed=SWIGLU_NO_BIAS | ONE_GROUP,
-        constants={"expert_gating_func": SIGMOID},
+        constants={GATE: SIGMOID},
         free_head_dim=True,
         head="always",
         refuse=_grouped_heads,
@@ -119,7 +159,7 @@ SPARSE = (
         ("minimax_m2",),
         EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
         fixed=SWIGLU,
-        constants={"expert_gating_func": SIGMOID},
+        constants={GATE: SIGMOID},
         partial_rotary=True,
         free_head_dim=True,
         head="always",
@@ -130,7 +170,7 @@ SPARSE = (
         DEEP,
         fixed=SWIGLU | ONE_GROUP,
         flags=BIASES | {"use_qk_norm": "blk.0.attn_q_norm.weight"},
-        constants={"expert_gating_func": SIGMOID},
+        constants={GATE: SIGMOID},
         partial_rotary=True,
         free_head_dim=True,
     ),
@@ -143,5 +183,33 @@ SPARSE = (
         rows=ROTARY,
         rope=LLAMA_SCALINGS,
         free_head_dim=True,
+    ),
+    Architecture(
+        "deepseek2",
+        ("deepseek_v2",),
+        LATENT,
+        fixed=LATENT_FIXED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "topk_method": ("greedy",)},
+        constants={GATE: SOFTMAX},
+        rope=("yarn",),
+        free_head_dim=True,
+        computed=LATENT_KEYS,
+        splits={"attn_kv_b": "latent"},
+        latent=True,
+        refuse=_without_query_rank,
+        restore=_latent,
+    ),
+    Architecture(
+        "deepseek2",
+        ("deepseek_v3",),
+        LATENT | {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"},
+        fixed=LATENT_FIXED | {"rope_interleave": (True,)},
+        constants={GATE: SIGMOID},
+        rope=("yarn",),
+        free_head_dim=True,
+        computed=LATENT_KEYS,
+        splits={"attn_kv_b": "latent"},
+        latent=True,
+        refuse=_grouped_experts,
+        restore=_latent,
     ),
 )
