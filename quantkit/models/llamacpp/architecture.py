@@ -62,8 +62,9 @@ class Architecture:
     this depth it takes hidden size per head, not the head's size, for the scale of attention. head:
     output.weight must exist ("always"), is left out when tied, or is never read. refuse: further reasons
     against a configuration. computed: keys that no one field says. splits: GGUF tensor -> how it is several
-    (see `tensors`). latent: keys and values are made from one vector of each token (MLA). restore: further
-    fields, from the keys of a file and the names of its tensors.
+    (see `tensors`). latent: keys and values are made from one vector of each token (MLA). truncate: yarn
+    has whole dimensions as bounds, which llama.cpp takes for granted. restore: further fields, from the keys
+    of a file and the names of its tensors.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Architecture:
     computed: Mapping[str, Callable[[PretrainedConfig], Any]] = field(default_factory=dict)
     splits: Mapping[str, str] = field(default_factory=dict)
     latent: bool = False
+    truncate: bool = True
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
     restore: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]] | None = None
 

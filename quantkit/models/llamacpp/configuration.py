@@ -89,7 +89,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def notes(config: PretrainedConfig) -> list[str]:
-    """What llama.cpp leaves out of this model; it computes the same up to the lengths named."""
+    """What llama.cpp leaves out of this model, or rounds; it computes the same up to the lengths named."""
     row = architectures.of_config(config)
     found = []
     kinds = getattr(config, "layer_types", None)
@@ -98,6 +98,10 @@ def notes(config: PretrainedConfig) -> list[str]:
         if window < config.max_position_embeddings:
             found.append(f"llama.cpp attends beyond the sliding window of {window} tokens")
     parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "yarn" and not row.truncate:
+        found.append(
+            "llama.cpp rounds the bounds of yarn: dimensions between them turn a little faster or slower"
+        )
     if parameters.get("rope_type") == "dynamic":
         found.append(
             f"llama.cpp does not scale rotary embeddings beyond {config.max_position_embeddings} tokens"
@@ -185,7 +189,8 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     scalar = keys["attention.key_length"]
     if keys["block_count"] == row.wide_blocks:
         scalar = keys["embedding_length"] // keys["attention.head_count"]
-    return {"layer_types": kinds, "query_pre_attn_scalar": scalar}
+    scales = hasattr(transformers.CONFIG_MAPPING[row.model_types[0]], "query_pre_attn_scalar")
+    return {"layer_types": kinds} | ({"query_pre_attn_scalar": scalar} if scales else {})
 
 
 def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int | None]:

@@ -18,7 +18,7 @@ from quantkit.models.llamacpp.architectures import named
 
 Infos = Mapping[str, TensorInfo]
 # Architectures that are no row of the table, whose caches are those of a family that is known.
-FURTHER = {"gemma": "gemma", "gpt-oss": "gpt_oss"}
+FURTHER = {"gemma": "gemma"}
 PLAIN = {key: name for key, name in COMMON.items() if key != "attention.value_length"} | {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",

@@ -25,7 +25,7 @@ LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weigh
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far
 LLAMA3_CONTEXT = 8192
-YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # what llama.cpp computes with
+YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
 
 def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     dimensions = int(head_dim(config) * partial)
     if kind not in ("default", "dynamic", *row.rope):
         raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
-    if odd := _odd(rope, kind, dimensions):
+    if odd := _odd(rope, kind, dimensions, row.truncate):
         raise inexpressible(row, f"{kind} with {name_all(odd)}")
     if partial != 1.0 and not row.partial_rotary:
         raise inexpressible(row, f"rotating {partial:g} of each head")
@@ -55,10 +55,12 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     return keys | _scaling(config, rope, kind)
 
 
-def _odd(rope: Mapping[str, Any], kind: str, dimensions: int) -> list[str]:
+def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
     """Numbers of a scaling that llama.cpp has no key for, or would refuse."""
     if kind == "yarn":
-        return [f"{name} {rope[name]}" for name, usual in YARN.items() if rope.get(name) not in (None, usual)]
+        usual = YARN | {"truncate": truncate}
+        found = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
+        return [f"{name} {found[name]}" for name in usual if found.get(name, usual[name]) != usual[name]]
     if kind == "longrope":
         lengths = {name: len(rope[name]) for name in ("long_factor", "short_factor")}
         return [f"{found} numbers as {name}" for name, found in lengths.items() if 2 * found != dimensions]
@@ -178,6 +180,8 @@ def _unscaled(
         rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         if ATTENTION in keys:
             rope["attention_factor"] = keys[ATTENTION] * _mscale(factor)
+        if not row.truncate:
+            rope["truncate"] = False
         if row.latent:
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * keys.get(LOG_MULTIPLIER, 0.0), 6)
         return rope

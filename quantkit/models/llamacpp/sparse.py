@@ -212,4 +212,20 @@ SPARSE = (
         refuse=_grouped_experts,
         restore=_latent,
     ),
+    Architecture(
+        "gpt-oss",
+        ("gpt_oss",),
+        RMS
+        | LOCAL
+        | {
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        fixed=SWIGLU | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        rope=("yarn",),
+        free_head_dim=True,
+        window=2,
+        head="always",
+        truncate=False,
+    ),
 )

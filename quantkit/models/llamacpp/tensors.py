@@ -249,7 +249,8 @@ class _Names:
         name = BALANCE.sub(r"\1.e_score_correction.bias", name)
         spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
-        return next((name for name in found if name), None)
+        name = next((name for name in found if name), None)
+        return f"{name}.weight" if name and not name.endswith(("weight", "bias")) else name  # of a parameter
 
 
 def _order(name: str) -> tuple[int, str]:
