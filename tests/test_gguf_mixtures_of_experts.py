@@ -41,6 +41,10 @@ GPT_OSS = {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "head_di
 # bounds of yarn behind the first and the last dimension, where rounding them makes no difference
 WHOLE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 150, "rope_theta": 4.0}
 WHOLE |= {"truncate": False}
+LLAMA4 = {**GROUPED, "num_hidden_layers": 5, "num_local_experts": 4, "intermediate_size": 32, "head_dim": 32}
+LLAMA4 |= {"intermediate_size_mlp": 96}
+STEP = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+STEP |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
@@ -101,6 +105,15 @@ CASES = {  # name -> (configuration class, its arguments)
     ),
     "gpt-oss": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "gpt-oss scaled": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": WHOLE, "num_hidden_layers": 2}),
+    "llama4": (hf.Llama4TextConfig, LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4 of 128": (
+        hf.Llama4TextConfig,
+        LLAMA4 | {"interleave_moe_layer_step": 4, "num_local_experts": 128, "use_qk_norm": False},
+    ),
+    "llama4 scaled": (
+        hf.Llama4TextConfig,
+        LLAMA4 | {"num_hidden_layers": 4, "rope_parameters": STEP, "tie_word_embeddings": True},
+    ),
     "granitemoe": (hf.GraniteMoeConfig, GRANITE),
     "granitemoe with biases": (
         hf.GraniteMoeConfig,
@@ -333,6 +346,11 @@ def test_it_resumes(source, tmp_path, monkeypatch):
 
 
 REFUSED = {
+    "chunks of another size": ("llama4", {"attention_chunk_size": 16}, "attention_chunk_size 16"),
+    "positions in all blocks": ("llama4", {"no_rope_layers": [1] * 5}, "no_rope_layers [1, 1, 1, 1, 1]"),
+    "too few blocks": ("llama4", {"num_hidden_layers": 3}, "3 blocks"),
+    "no norms of queries": ("llama4", {"use_qk_norm": False}, "use_qk_norm False"),
+    "other blocks with experts": ("llama4", {"moe_layers": [0]}, "moe_layers [0]"),
     "another bend of the experts": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     "rounded bounds": ("gpt-oss", {"rope_parameters": WHOLE | {"truncate": True}}, "truncate True"),
     "experts of the best groups": (
@@ -353,6 +371,12 @@ REFUSED = {
     "dense blocks between": ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),
     "grouped heads": ("olmoe", {"num_key_value_heads": 2}, "2 key/value heads of 4"),
 }
+
+
+def test_a_family_that_llama_cpp_computes_otherwise_is_refused():
+    with pytest.raises(QuantkitError) as refused:
+        configuration.to_metadata(hf.PhimoeConfig())
+    assert "its router as a plain softmax" in refused.value.message
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -108,7 +108,7 @@ CLIENTS = {
         {
             "model_type": [
                 "gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "granitemoe", "deepseek2",
-                "gpt-oss",
+                "gpt-oss", "llama4",
             ],
             "loads": False,
             "note": "it does not read GGUF files of this architecture",
@@ -150,7 +150,7 @@ CLIENTS = {
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "qwen2moe",
                 "qwen3moe", "olmoe", "ernie4_5-moe", "glm4moe", "dots1", "minimax-m2",
                 "granitemoe", "deepseek2",
-                "gpt-oss",
+                "gpt-oss", "llama4",
             ],
             "loads": True,
         },

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.llamacpp.architecture import GATE, Architecture
 from quantkit.models.llamacpp.dense import DENSE
-from quantkit.models.llamacpp.sparse import SPARSE
+from quantkit.models.llamacpp.sparse import SPARSE, UNLIKE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +26,12 @@ def of_config(config: PretrainedConfig) -> Architecture:
     for row in TABLE:
         if config.model_type in row.model_types:
             return row
+    if otherwise := UNLIKE.get(config.model_type):
+        raise QuantkitError(
+            f"GGUF of {config.model_type} is not supported: llama.cpp computes {otherwise}",
+            hint="only models that it computes as transformers does are written",
+            exit_code=UNSUPPORTED,
+        )
     known = sorted(kind for row in TABLE for kind in row.model_types)
     raise QuantkitError(
         f"GGUF of {config.model_type} is not supported",

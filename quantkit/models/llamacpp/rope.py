@@ -23,7 +23,8 @@ from quantkit.models.llamacpp.architecture import Architecture, head_dim, inexpr
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far, but for Llama 4
+LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
 LLAMA3_CONTEXT = 8192
 YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
@@ -194,10 +195,11 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
     """Llama 3's scaling if its usual bounds give these divisors, else LongRoPE with them at any length."""
     theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
     for original in (LLAMA3_CONTEXT, *_original_lengths(divisors.double(), theta, factor)):
-        usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
-        expected = _llama3(usual | LLAMA3 | {"rope_theta": theta}, dimensions)
-        if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
-            return usual | LLAMA3
+        for bounds in (LLAMA3, LLAMA4):
+            usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
+            expected = _llama3(usual | bounds | {"rope_theta": theta}, dimensions)
+            if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
+                return usual | bounds
     always = divisors.tolist()
     return {
         "rope_type": "longrope",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from quantkit.errors import name_all
 from quantkit.models.llamacpp.architecture import (
     BIASES,
     GATE,
@@ -56,6 +57,23 @@ def _grouped_experts(config: PretrainedConfig) -> str | None:
     return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
 
 
+def _other_blocks(config: PretrainedConfig) -> str | None:
+    """Which blocks know positions, have experts and norms is not told: every fourth, every nth, and all but
+    those of the largest model."""
+    blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
+    rotated = [int(index % 4 != 3) for index in range(blocks)]
+    kinds = ["chunked_attention" if rotates else "full_attention" for rotates in rotated]
+    usual = {
+        "no_rope_layers": rotated,
+        "layer_types": kinds,
+        "moe_layers": list(range(step - 1, blocks, step)),
+        "use_qk_norm": config.num_local_experts != UNNORMED,
+    }
+    odd = [f"{name} {getattr(config, name)}" for name in usual if getattr(config, name) != usual[name]]
+    odd += [f"{blocks} blocks (it stops where none is without positions)"] if blocks < 4 else []
+    return name_all(odd) if odd else None
+
+
 def _dense_at_the_end(config: PretrainedConfig) -> str | None:
     last = config.moe_layer_end_index
     return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
@@ -94,6 +112,10 @@ LATENT_FIXED = SWIGLU_NO_BIAS | {"rms_norm_eps": (1e-6,)}  # as that of the norm
 ALL_SPARSE: Mapping[str, tuple] = {"mlp_only_layers": ([], None), "decoder_sparse_step": (1,)}
 
 LOCAL: Fields = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+
+UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a model with so many
+# Whose graph in llama.cpp computes something else, whatever the configuration says.
+UNLIKE = {"phimoe": "its norms as RMS norms and its router as a plain softmax"}
 
 SPARSE = (
     Architecture(
@@ -227,5 +249,27 @@ SPARSE = (
         window=2,
         head="always",
         truncate=False,
+    ),
+    Architecture(
+        "llama4",
+        ("llama4_text",),
+        RMS
+        | LOCAL
+        | {
+            "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        fixed=SWIGLU_NO_BIAS
+        | {
+            "attention_chunk_size": (8192,),
+            "attn_temperature_tuning": (True,),
+            "floor_scale": (8192,),
+            "attn_scale": (0.1,),
+        },
+        rope=("linear", "llama3"),
+        free_head_dim=True,
+        refuse=_other_blocks,
+        restore=lambda keys, names: {"use_qk_norm": keys.get("expert_count") != UNNORMED},
     ),
 )
