@@ -13,6 +13,7 @@ from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.llamacpp import metadata, tensors
 from quantkit.models.llamacpp.mixtures import stays_float
 from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types
 
@@ -39,7 +40,7 @@ def export(folder: Path, path: Path, type: str = "F32", extra: dict | None = Non
 
     Quantized types are those that the gguf package encodes itself. `extra` goes into the metadata.
     """
-    checkpoint = open_checkpoint(str(folder))
+    checkpoint = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu")).checkpoint
     targets = tensors.of_checkpoint(checkpoint)
     keys = metadata.assemble(checkpoint, targets, type, vocabulary(checkpoint.config.vocab_size))
     block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]

@@ -16,7 +16,7 @@ from quantkit.inspection import record
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.headers import open_contents
-from quantkit.models.llamacpp import configuration
+from quantkit.models.llamacpp import configuration, imatrix
 from quantkit.models.llamacpp.tensors import of_checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -32,6 +32,21 @@ ERNIE = {**GROUPED, "moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 
 GLM = {**FEW, "n_routed_experts": 6, "partial_rotary_factor": 0.5}
 DOTS = {**FEW, "n_routed_experts": 6, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
 DOTS |= {"n_shared_experts": 2, "norm_topk_prob": True, "head_dim": 16, "num_key_value_heads": 4}
+GRANITE = {**GROUPED, "num_local_experts": 6, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
+GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
+LATENT = {**FEW, "num_key_value_heads": 4, "n_routed_experts": 6, "n_shared_experts": 2}
+LATENT |= {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+MSCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MSCALED |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+GPT_OSS = {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16}
+# bounds of yarn behind the first and the last dimension, where rounding them makes no difference
+WHOLE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 150, "rope_theta": 4.0}
+WHOLE |= {"truncate": False}
+LLAMA4 = {**GROUPED, "num_hidden_layers": 5, "num_local_experts": 4, "intermediate_size": 32, "head_dim": 32}
+LLAMA4 |= {"intermediate_size_mlp": 96}
+STEP = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+STEP |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
@@ -79,6 +94,33 @@ CASES = {  # name -> (configuration class, its arguments)
         hf.OlmoeConfig,
         {**GROUPED, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "deepseek-v2 lite": (hf.DeepseekV2Config, LATENT),
+    "deepseek-v2": (hf.DeepseekV2Config, LATENT | {"q_lora_rank": 48, "rope_parameters": MSCALED}),
+    "deepseek-v3": (
+        hf.DeepseekV3Config,
+        LATENT | {"q_lora_rank": 48, "n_group": 3, "topk_group": 2, "norm_topk_prob": True},
+    ),
+    "deepseek-v3 scaled": (
+        hf.DeepseekV3Config,
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "rope_parameters": MSCALED | {"mscale": 1, "mscale_all_dim": 1}},
+    ),
+    "gpt-oss": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "gpt-oss scaled": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": WHOLE, "num_hidden_layers": 2}),
+    "llama4": (hf.Llama4TextConfig, LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4 of 128": (
+        hf.Llama4TextConfig,
+        LLAMA4 | {"interleave_moe_layer_step": 4, "num_local_experts": 128, "use_qk_norm": False},
+    ),
+    "llama4 scaled": (
+        hf.Llama4TextConfig,
+        LLAMA4 | {"num_hidden_layers": 4, "rope_parameters": STEP, "tie_word_embeddings": True},
+    ),
+    "granitemoe": (hf.GraniteMoeConfig, GRANITE),
+    "granitemoe with biases": (
+        hf.GraniteMoeConfig,
+        GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 3},
+    ),
 }
 EXACT = 1e-5
 
@@ -89,7 +131,7 @@ def save(folder, make, arguments, seed=0, **more):
     model = hf.AutoModelForCausalLM.from_config(make(**arguments | more), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.3 if "gate.weight" in name else 0.05)
+            parameter.data.normal_(0, 0.3 if name.endswith(("gate.weight", "router.weight")) else 0.05)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
@@ -153,7 +195,7 @@ def test_inspect_knows_what_transformers_makes_of_the_file(case):
     assert loads["llama.cpp"] is True
     try:
         model = hf.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except (ValueError, RuntimeError):  # not supported yet; mismatched sizes
+    except (ValueError, RuntimeError, TypeError):  # not supported yet; mismatched sizes; its own mistakes
         assert loads["transformers"] is False
         return
     with torch.no_grad():
@@ -167,9 +209,9 @@ def wide(folder, name):
         "hidden_size": 256,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
-        "moe_intermediate_size": 256,
     }
-    given = {key: size for key, size in sizes.items() if key in arguments or key != "moe_intermediate_size"}
+    more = {"moe_intermediate_size": 256, "kv_lora_rank": 256}
+    given = sizes | {key: size for key, size in more.items() if key in arguments}
     save(folder, make, arguments | given)
     save_tokenizer(folder)
     return folder
@@ -236,6 +278,34 @@ def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
         assert all((mine != theirs).any() for mine, theirs in zip(bytes, rounded[name], strict=True)), name
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "deepseek-v2 lite", "gpt-oss"])
+def test_error_feedback_of_what_lies_otherwise_in_the_file(name, tmp_path):
+    """Experts that are stored in one tensor, gate and up in turn; heads that the file has apart."""
+    folder, path = wide(tmp_path / "model", name), tmp_path / "model.gguf"
+    summary = jobs.quantize(
+        "gguf", folder, path, {"type": ("Q4_K_M",), "refine": 0}, calibration=jobs.calibration(tmp_path)
+    )
+    assert summary.error < summary.rtn_error
+    agrees_with_llama_cpp(path)
+
+
+def test_heads_of_latent_attention_have_their_own_importance(tmp_path):
+    folder, path, given = (
+        wide(tmp_path / "model", "deepseek-v2 lite"),
+        tmp_path / "m.gguf",
+        tmp_path / "i.gguf",
+    )
+    name = "blk.1.attn_v_b.weight"
+    sums = torch.rand(4, 256, generator=torch.Generator().manual_seed(0)) ** 4
+    imatrix.write(given, imatrix.Imatrix({name: sums}, {name: torch.ones(4)}, ("text",), 1, 1))
+    jobs.quantize("gguf", folder, path, {"type": ("Q4_K_M",), "solver": "rtn", "imatrix": str(given)})
+    weight = open_checkpoint(str(folder)).read("model.layers.1.self_attn.kv_b_proj.weight").view(4, 40, 256)
+    (found,) = (tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    assert found.tensor_type.name == "Q4_K"
+    for head, values in enumerate(weight[:, 16:]):
+        assert np.array_equal(encode_rows("Q4_K", values, sums[head]).numpy(), found.data[head]), head
+
+
 def test_an_importance_matrix_counts_per_expert(source, tmp_path):
     """Those that no token reached are encoded as if all columns counted the same."""
     options = jobs.calibration(tmp_path, samples=1, seqlen=32)
@@ -287,11 +357,37 @@ def test_it_resumes(source, tmp_path, monkeypatch):
 
 
 REFUSED = {
+    "chunks of another size": ("llama4", {"attention_chunk_size": 16}, "attention_chunk_size 16"),
+    "positions in all blocks": ("llama4", {"no_rope_layers": [1] * 5}, "no_rope_layers [1, 1, 1, 1, 1]"),
+    "too few blocks": ("llama4", {"num_hidden_layers": 3}, "3 blocks"),
+    "no norms of queries": ("llama4", {"use_qk_norm": False}, "use_qk_norm False"),
+    "other blocks with experts": ("llama4", {"moe_layers": [0]}, "moe_layers [0]"),
+    "another bend of the experts": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+    "rounded bounds": ("gpt-oss", {"rope_parameters": WHOLE | {"truncate": True}}, "truncate True"),
+    "experts of the best groups": (
+        "deepseek-v2",
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+        "topk_method 'group_limited_greedy'",
+    ),
+    "another epsilon than inside attention": ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+    "all groups": ("deepseek-v3", {"n_group": 3, "topk_group": 3}, "n_group 3, topk_group 3"),
+    "the depth of a smaller model": ("deepseek-v2", {"num_hidden_layers": 27}, "q_lora_rank 48 in 27 blocks"),
+    "rotations of another size": (
+        "deepseek-v2",
+        {"rope_parameters": MSCALED | {"mscale": 1.0}},
+        "without mscale equal to mscale_all_dim",
+    ),
     "probabilities that add up to 1": ("qwen2moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
     "probabilities that do not": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
     "dense blocks between": ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),
     "grouped heads": ("olmoe", {"num_key_value_heads": 2}, "2 key/value heads of 4"),
 }
+
+
+def test_a_family_that_llama_cpp_computes_otherwise_is_refused():
+    with pytest.raises(QuantkitError) as refused:
+        configuration.to_metadata(hf.PhimoeConfig())
+    assert "its router as a plain softmax" in refused.value.message
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""Linears that others' tools write and quantkit has no decoder for, as headers show them."""
+"""Linears that others' tools write and no layout here decodes, as headers show them."""
 
 from __future__ import annotations
 

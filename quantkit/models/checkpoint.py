@@ -136,7 +136,8 @@ class Checkpoint:
         info = self.infos[name]
         try:
             with safe_open(info.file, framework="pt") as file:
-                stored = slices.read(file, info) if isinstance(info, slices.Slice) else file.get_tensor(name)
+                otherwise = isinstance(info, slices.OTHERWISE)
+                stored = slices.read(file, info) if otherwise else file.get_tensor(name)
                 return stored.to(dtype or stored.dtype, copy=True, memory_format=torch.contiguous_format)
         except (SafetensorError, OSError) as error:
             raise QuantkitError(
@@ -149,7 +150,7 @@ class Checkpoint:
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """The bytes of what `plain` describes, piece by piece."""
-        if isinstance(info, slices.Slice):
+        if isinstance(info, slices.OTHERWISE):
             return iter([self.load(info.name).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 

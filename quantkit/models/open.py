@@ -10,6 +10,7 @@ from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import headers, hub
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import slices
 
 
 def open_checkpoint(
@@ -22,17 +23,21 @@ def open_checkpoint(
 
         return open_file(source, folder)
     found = headers.at(source, folder, strict=True)
-    layout = layouts.detect(found.config, found.infos)
-    layouts.refuse_headless(layout, found.infos)
+    raw, infos = found.config, found.infos
+    if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+        infos = slices.of_mxfp4(infos)
+    layout = layouts.detect(raw, infos)
+    layouts.refuse_headless(layout, infos)
     return Checkpoint(
         source=source,
         folder=folder,
-        raw_config=found.config,
+        raw_config=raw,
         config=_build_config(folder, trust_remote_code),
-        infos=found.infos,
+        infos=infos,
         layout=layout,
         trust_remote_code=trust_remote_code,
-        _quantized=layouts.group_by_linear(layout, found.infos),
+        _quantized=layouts.group_by_linear(layout, infos),
     )
 
 

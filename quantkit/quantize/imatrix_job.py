@@ -70,8 +70,9 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
             hint="an importance matrix is made from the original checkpoint: give that one",
             exit_code=UNSUPPORTED,
         )
-    stored = {name: target.name for target in tensors.of_checkpoint(checkpoint) for name in target.stored}
     skeleton = open_skeleton(checkpoint, request.run)
+    targets = tensors.of_checkpoint(skeleton.checkpoint)
+    stored = {name: target.name for target in targets for name in target.stored if target.part is None}
     rows = linears.linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
@@ -83,7 +84,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
         "fewer --samples, shorter --seqlen or a smaller --batch-size",
         skeleton.device,
     )
-    names = {row.name: stored[f"{row.name}.weight"] for row in rows}
+    names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)
 
 

@@ -108,7 +108,7 @@ CLIENTS = {
         {
             "model_type": [
                 "gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "chatglm", "glm4",
-                "exaone4", "smollm3",
+                "exaone4", "smollm3", "granitemoe", "deepseek2", "gpt-oss", "llama4",
             ],
             "loads": False,
             "note": "it does not read GGUF files of this architecture",
@@ -149,7 +149,7 @@ CLIENTS = {
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "chatglm", "glm4",
                 "exaone4", "smollm3", "nemotron", "qwen2moe", "qwen3moe", "olmoe", "ernie4_5-moe",
-                "glm4moe", "dots1", "minimax-m2",
+                "glm4moe", "dots1", "minimax-m2", "granitemoe", "deepseek2", "gpt-oss", "llama4",
             ],
             "loads": True,
         },

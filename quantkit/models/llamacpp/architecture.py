@@ -31,6 +31,13 @@ RMS: Fields = COMMON | {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 EPSILON = "attention.layer_norm_epsilon"
 MULTI_HEAD: Fields = COMMON | {"attention.head_count_kv": None, EPSILON: "layer_norm_epsilon"}
 GPT2: Fields = MULTI_HEAD | {"feed_forward_length": "n_inner"}
+GRANITE: Fields = RMS | {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+GATE = "expert_gating_func"
 SHARED_LENGTH = "expert_shared_feed_forward_length"
 DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is absent or None
     "context_length": lambda config: 2048,
@@ -55,7 +62,10 @@ class Architecture:
     this depth alone. wide_blocks: at
     this depth it takes hidden size per head, not the head's size, for the scale of attention. head:
     output.weight must exist ("always"), is left out when tied, or is never read. refuse: further reasons
-    against a configuration. restore: further fields, from the keys of a file and the names of its tensors.
+    against a configuration. computed: keys that no one field says. splits: GGUF tensor -> how it is several
+    (see `tensors`). latent: keys and values are made from one vector of each token (MLA). truncate: yarn
+    has whole dimensions as bounds, which llama.cpp takes for granted. restore: further fields, from the keys
+    of a file and the names of its tensors.
     """
 
     name: str
@@ -73,6 +83,10 @@ class Architecture:
     window_depth: int | None = None
     wide_blocks: int | None = None
     head: str = "tied"
+    computed: Mapping[str, Callable[[PretrainedConfig], Any]] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
+    latent: bool = False
+    truncate: bool = True
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
     restore: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]] | None = None
 

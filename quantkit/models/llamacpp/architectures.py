@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.llamacpp.architecture import Architecture
+from quantkit.models.llamacpp.architecture import GATE, Architecture
 from quantkit.models.llamacpp.dense import DENSE
-from quantkit.models.llamacpp.sparse import SPARSE
+from quantkit.models.llamacpp.sparse import SPARSE, UNLIKE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,6 +26,12 @@ def of_config(config: PretrainedConfig) -> Architecture:
     for row in TABLE:
         if config.model_type in row.model_types:
             return row
+    if otherwise := UNLIKE.get(config.model_type):
+        raise QuantkitError(
+            f"GGUF of {config.model_type} is not supported: llama.cpp computes {otherwise}",
+            hint="only models that it computes as transformers does are written",
+            exit_code=UNSUPPORTED,
+        )
     known = sorted(kind for row in TABLE for kind in row.model_types)
     raise QuantkitError(
         f"GGUF of {config.model_type} is not supported",
@@ -38,9 +44,10 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
     name = metadata.get("general.architecture")
     experts = metadata.get(f"{name}.expert_count")
-    if row := named(name, experts):
+    keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
+    if row := named(str(name), keys):
         return row
-    if experts and named(name):
+    if experts and named(str(name), {}):
         raise QuantkitError(
             f"the GGUF file holds a mixture of {experts} experts",
             hint=f"quantkit reads mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}",
@@ -53,6 +60,12 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     )
 
 
-def named(name: str, experts: object = None) -> Architecture | None:
-    """The row of an architecture of llama.cpp, of so many experts; None where there is none."""
-    return next((row for row in TABLE if row.name == name and row.mixture == bool(experts)), None)
+def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
+    """The row of an architecture of llama.cpp, by the keys below its name; None where there is none.
+
+    Of two mixtures with one name, the one whose router computes as the file says; the first if it says
+    nothing.
+    """
+    rows = [row for row in TABLE if row.name == name and row.mixture == bool(keys.get("expert_count"))]
+    gate = keys.get(GATE)
+    return next((row for row in rows if row.constants.get(GATE) == gate), rows[0] if rows else None)

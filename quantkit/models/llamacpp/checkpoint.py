@@ -37,11 +37,13 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file, opened: the header is read and checked, the factors of rotary embeddings are loaded.
 
     `infos` hold the names and shapes of a checkpoint of the same model, and where the file has their
-    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names.
+    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names. pieces: of
+    a tensor that lies there as several, all of them and where they are; its info is that of the first.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
+    pieces: Mapping[str, list[tuple[Target, TensorInfo]]] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -77,12 +79,21 @@ class GgufCheckpoint(Checkpoint):
         info = self.infos[name]
         if info.file != self.folder:
             return super().load(name, dtype)
+        if name in self.pieces:
+            return self._joined(name, info.shape, dtype)
         target = self.targets[name]
         shape = target.shape if target.parameters == (name,) else info.shape
         values = _decode(info, shape, dtype, target)
         if target.shift:
             values = target.to_hf(values).to(dtype or torch.float32)
         return values.t().contiguous() if target.conv1d else values
+
+    def _joined(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        values = [_decode(info, target.shape, dtype, target) for target, info in self.pieces[name]]
+        whole = torch.empty(shape, dtype=values[0].dtype)
+        for (target, _), part in zip(self.pieces[name], values, strict=True):
+            target.part.of(whole).copy_(part)
+        return whole
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
@@ -128,7 +139,13 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     }
     config, targets = _understood(source, metadata, stored, factors)
     _check(path, stored, targets, set(factors))
-    infos = {name: info for target in targets for name, info in _parts(target, stored[target.name])}
+    whole = [target for target in targets if target.part is None]
+    infos = {name: info for target in whole for name, info in _parts(target, stored[target.name])}
+    pieces: dict[str, list[tuple[Target, TensorInfo]]] = {}
+    for target in targets:
+        if target.part:
+            pieces.setdefault(target.parameters[0], []).append((target, stored[target.name]))
+    infos |= {name: _whole(name, parts) for name, parts in pieces.items()}
     return GgufCheckpoint(
         source=source,
         folder=path,
@@ -138,6 +155,7 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         layout=None,
         metadata=metadata,
         targets={name: target for target in targets for name in target.parameters},
+        pieces=pieces,
     )
 
 
@@ -210,6 +228,12 @@ def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
     for row, name in enumerate(target.parameters):
         start = info.offset + row * nbytes
         yield name, replace(info, name=name, shape=info.shape[1:], offset=start, nbytes=nbytes)
+
+
+def _whole(name: str, parts: list[tuple[Target, TensorInfo]]) -> TensorInfo:
+    """Of a tensor that the file holds in parts."""
+    target, first = parts[0]
+    return replace(first, name=name, shape=target.part.shape, nbytes=sum(info.nbytes for _, info in parts))
 
 
 def _decode(

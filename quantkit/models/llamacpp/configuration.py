@@ -38,6 +38,7 @@ def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
     row = architectures.of_config(config)
     _refuse_others(row, config)
     keys = {key: _value(config, key, names) for key, names in row.fields.items()}
+    keys |= {key: compute(config) for key, compute in row.computed.items()}
     keys |= _window(row, config) | rope.metadata(row, config) | dict(row.constants)
     given = {f"{row.name}.{key}": value for key, value in keys.items() if value is not None}
     return {"general.architecture": row.name} | given
@@ -90,7 +91,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def notes(config: PretrainedConfig) -> list[str]:
-    """What llama.cpp leaves out of this model; it computes the same up to the lengths named."""
+    """What llama.cpp leaves out of this model, or rounds; it computes the same up to the lengths named."""
     row = architectures.of_config(config)
     found = []
     kinds = getattr(config, "layer_types", None)
@@ -99,6 +100,10 @@ def notes(config: PretrainedConfig) -> list[str]:
         if window < config.max_position_embeddings:
             found.append(f"llama.cpp attends beyond the sliding window of {window} tokens")
     parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "yarn" and not row.truncate:
+        found.append(
+            "llama.cpp rounds the bounds of yarn: dimensions between them turn a little faster or slower"
+        )
     if parameters.get("rope_type") == "dynamic":
         found.append(
             f"llama.cpp does not scale rotary embeddings beyond {config.max_position_embeddings} tokens"
@@ -188,7 +193,8 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     scalar = keys["attention.key_length"]
     if keys["block_count"] == row.wide_blocks:
         scalar = keys["embedding_length"] // keys["attention.head_count"]
-    return {"layer_types": kinds, "query_pre_attn_scalar": scalar}
+    scales = hasattr(transformers.CONFIG_MAPPING[row.model_types[0]], "query_pre_attn_scalar")
+    return {"layer_types": kinds} | ({"query_pre_attn_scalar": scalar} if scales else {})
 
 
 def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int | None]:

@@ -11,6 +11,7 @@ from quantkit.models.llamacpp.architecture import (
     EPSILON,
     GELU,
     GPT2,
+    GRANITE,
     GROUPED,
     LLAMA_SCALINGS,
     MULTI_HEAD,
@@ -192,13 +193,7 @@ DENSE = (
     Architecture(
         "granite",
         ("granite",),
-        RMS
-        | {
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
+        GRANITE,
         fixed=SWIGLU,
         flags=BIASES | {"mlp_bias": "blk.0.ffn_up.bias"},
         rows=ROTARY,

@@ -18,7 +18,7 @@ from quantkit.models.llamacpp.architectures import named
 
 Infos = Mapping[str, TensorInfo]
 # Architectures that are no row of the table, whose caches are those of a family that is known.
-FURTHER = {"gemma": "gemma", "gpt-oss": "gpt_oss"}
+FURTHER = {"gemma": "gemma"}
 PLAIN = {key: name for key, name in COMMON.items() if key != "attention.value_length"} | {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
@@ -49,7 +49,7 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config = {field: own[key] for key, field in PLAIN.items() if key in own}
-    row = named(name, own.get("expert_count"))
+    row = named(name, own)
     if row:
         config |= {"model_type": row.model_types[0]} | fields(row, own, infos)
     else:

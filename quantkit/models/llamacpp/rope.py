@@ -22,9 +22,11 @@ from quantkit.errors import name_all
 from quantkit.models.llamacpp.architecture import Architecture, head_dim, inexpressible
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far
+ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far, but for Llama 4
+LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
 LLAMA3_CONTEXT = 8192
-YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # what llama.cpp computes with
+YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
 
 def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     dimensions = int(head_dim(config) * partial)
     if kind not in ("default", "dynamic", *row.rope):
         raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
-    if odd := _odd(rope, kind, dimensions):
+    if odd := _odd(rope, kind, dimensions, row.truncate):
         raise inexpressible(row, f"{kind} with {name_all(odd)}")
     if partial != 1.0 and not row.partial_rotary:
         raise inexpressible(row, f"rotating {partial:g} of each head")
@@ -49,13 +51,17 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
         if sliding["rope_type"] != "default":
             raise inexpressible(row, "scaled rotary embeddings in blocks with sliding attention")
         keys["rope.freq_base_swa"] = float(sliding["rope_theta"])
+    if row.latent and kind == "yarn":
+        return keys | _latent_yarn(row, rope, config)
     return keys | _scaling(config, rope, kind)
 
 
-def _odd(rope: Mapping[str, Any], kind: str, dimensions: int) -> list[str]:
+def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
     """Numbers of a scaling that llama.cpp has no key for, or would refuse."""
     if kind == "yarn":
-        return [f"{name} {rope[name]}" for name, usual in YARN.items() if rope.get(name) not in (None, usual)]
+        usual = YARN | {"truncate": truncate}
+        found = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
+        return [f"{name} {found[name]}" for name in usual if found.get(name, usual[name]) != usual[name]]
     if kind == "longrope":
         lengths = {name: len(rope[name]) for name in ("long_factor", "short_factor")}
         return [f"{found} numbers as {name}" for name, found in lengths.items() if 2 * found != dimensions]
@@ -78,12 +84,22 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
     original = rope["original_max_position_embeddings"]
     keys: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.original_context_length": original}
     if kind == "longrope":
-        return keys | {"rope.scaling.attn_factor": _attention(config, kind)}
+        return keys | {ATTENTION: _attention(config, kind)}
     factor = rope["factor"] or config.max_position_embeddings / original
     keys["rope.scaling.factor"] = float(factor)
     if rope.get("attention_factor") is not None or (rope.get("mscale") and rope.get("mscale_all_dim")):
-        keys["rope.scaling.attn_factor"] = _attention(config, kind) / _mscale(factor)
+        keys[ATTENTION] = _attention(config, kind) / _mscale(factor)
     return keys
+
+
+def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
+    """Of multi-head latent attention: what is rotated keeps its size, the scores grow by `mscale_all_dim`."""
+    share = rope.get("mscale_all_dim")
+    if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
+        raise inexpressible(row, "yarn with an attention_factor, or without mscale equal to mscale_all_dim")
+    return {key: value for key, value in _scaling(config, rope, "yarn").items() if key != ATTENTION} | {
+        LOG_MULTIPLIER: 0.1 * share
+    }
 
 
 def _mscale(factor: float) -> float:
@@ -153,7 +169,7 @@ def _unscaled(
             "rope_type": "longrope",
             "long_factor": tensors[LONG].tolist(),
             "short_factor": tensors[SHORT].tolist(),
-            "attention_factor": keys.get("rope.scaling.attn_factor", 1.0),
+            "attention_factor": keys.get(ATTENTION, 1.0),
             "original_max_position_embeddings": original,
         }
     if FREQUENCIES in tensors:
@@ -163,8 +179,12 @@ def _unscaled(
     if kind == "yarn":
         factor = keys.get("rope.scaling.factor", 1.0)
         rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        if "rope.scaling.attn_factor" in keys:
-            rope["attention_factor"] = keys["rope.scaling.attn_factor"] * _mscale(factor)
+        if ATTENTION in keys:
+            rope["attention_factor"] = keys[ATTENTION] * _mscale(factor)
+        if not row.truncate:
+            rope["truncate"] = False
+        if row.latent:
+            rope["mscale"] = rope["mscale_all_dim"] = round(10 * keys.get(LOG_MULTIPLIER, 0.0), 6)
         return rope
     if kind not in ("none", "longrope"):
         raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
@@ -175,10 +195,11 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
     """Llama 3's scaling if its usual bounds give these divisors, else LongRoPE with them at any length."""
     theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
     for original in (LLAMA3_CONTEXT, *_original_lengths(divisors.double(), theta, factor)):
-        usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
-        expected = _llama3(usual | LLAMA3 | {"rope_theta": theta}, dimensions)
-        if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
-            return usual | LLAMA3
+        for bounds in (LLAMA3, LLAMA4):
+            usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
+            expected = _llama3(usual | bounds | {"rope_theta": theta}, dimensions)
+            if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
+                return usual | bounds
     always = divisors.tolist()
     return {
         "rope_type": "longrope",

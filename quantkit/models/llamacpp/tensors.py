@@ -22,7 +22,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.llamacpp import architectures, rope
 from quantkit.models.llamacpp.architecture import Architecture, inexpressible, kv_heads
-from quantkit.models.skeleton.experts import USUAL, Experts, take_apart
+from quantkit.models.skeleton.experts import Experts, take_apart
 from quantkit.models.skeleton.loading import checked
 
 if TYPE_CHECKING:
@@ -33,7 +33,16 @@ BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of i
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
+KINDS = gguf.MODEL_TENSOR.FFN_GATE_EXP, gguf.MODEL_TENSOR.FFN_UP_EXP, gguf.MODEL_TENSOR.FFN_DOWN_EXP
 BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\.e_score_correction_bias$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Several tensors of a file may hold a parameter of `shape`: `of` gives one of them as a view of it."""
+
+    shape: tuple[int, ...]
+    of: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Target:
     several to be stacked; none for computed ones, whose values are `values`. stored: the same by the
     checkpoint's names. shape: `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row
     `index[k]` of the model; None when they agree. shift: what the file's values have over the model's.
-    conv1d: the checkpoint holds `[in, out]`.
+    conv1d: the checkpoint holds `[in, out]`. part: what it holds of its parameter, where that is not all.
     """
 
     name: str
@@ -55,11 +64,12 @@ class Target:
     conv1d: bool = False
     values: Tensor | None = None
     stored: tuple[str, ...] = ()
+    part: Part | None = None
 
     @property
     def parts(self) -> list[Target]:
         """Its matrices, one for each expert; of any other tensor itself."""
-        if len(self.shape) < 3:
+        if len(self.shape) < 3 or self.part:
             return [self]
         pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
         return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
@@ -75,7 +85,8 @@ class Target:
         tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
         if self.conv1d and not checkpoint.is_quantized(self.stored[0]):
             tensor = tensor.t().contiguous()
-        return checked(tensor, self.shape, self.stored[0])
+        tensor = checked(tensor, self.part.shape if self.part else self.shape, self.stored[0])
+        return self.part.of(tensor).contiguous() if self.part else tensor
 
     def to_gguf(self, tensor: Tensor) -> Tensor:
         """From the model's values, or encoded rows, to the file's."""
@@ -196,17 +207,23 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     experts = _experts(model)
     stacks: dict[str, list[str]] = {}
     for name in shapes:
-        stacks.setdefault(STACKED.sub(r"\1\2", experts.get(name, name)), []).append(name)
+        stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
     found, lost = {}, []
     names = _Names(row, model, config.num_hidden_layers)
     for stack, parameters in stacks.items():
-        name = names(stack)
+        name = stack if stack in experts.values() else names(stack)
         if name is None or name in found or (name == HEAD and row.head == "never"):
             lost += parameters
             continue
         shape = shapes[parameters[0]]
         shape = (len(parameters), *shape) if parameters != [stack] else shape
         leaf = name.split(".")[-2]
+        if leaf in row.splits:
+            for other, view in SPLITS[row.splits[leaf]](config).items():
+                part = name.replace(leaf, other)
+                held = tuple(view(torch.empty(shape, device="meta")).shape)
+                found[part] = Target(part, tuple(parameters), held, part=Part(shape, view))
+            continue
         found[name] = Target(
             name,
             tuple(parameters),
@@ -229,15 +246,19 @@ def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _experts(model: nn.Module) -> dict[str, str]:
-    """Weight of an expert -> what the name map calls those of all experts of its layer."""
+    """Weight or bias of an expert -> llama.cpp's name of those of all experts of its layer."""
     found = {}
     for place, layer in model.named_modules():
         if isinstance(layer, Experts):
-            usual = dict(zip((layer.gate, layer.up, layer.down), USUAL, strict=True))
-            for name, module in layer.named_modules():
-                if isinstance(module, nn.Linear) and name.partition(".")[0].isdigit():
-                    kind = usual[name.rpartition(".")[2]]
-                    found[f"{place}.{name}.weight"] = f"{place}.{kind}.weight"
+            block = re.search(r"\.(\d+)\.", place)[1]
+            kinds = dict(zip((layer.gate, layer.up, layer.down), KINDS, strict=True))
+            for name, _ in layer.named_parameters():
+                expert, _, part = name.partition(".")
+                if expert.isdigit():
+                    projection, leaf = part.split(".")
+                    found[f"{place}.{name}"] = (
+                        f"{gguf.TENSOR_NAMES[kinds[projection]].format(bid=block)}.{leaf}"
+                    )
     return found
 
 
@@ -253,9 +274,10 @@ class _Names:
         if name == "lm_head.weight":  # the map has none for those whose head is always tied
             return HEAD
         name = BALANCE.sub(r"\1.e_score_correction.bias", name)
-        spellings = (name, name.removeprefix(self._prefix))
+        spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
-        return next((name for name in found if name), None)
+        name = next((name for name in found if name), None)
+        return f"{name}.weight" if name and not name.endswith(("weight", "bias")) else name  # of a parameter
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -283,3 +305,16 @@ ORDERS: dict[str, Callable[[int, PretrainedConfig], Tensor]] = {
     "rotary_kv": lambda rows, config: _rotary(rows, kv_heads(config)),
     "grouped": _grouped,
 }
+
+
+def _latent(config: PretrainedConfig) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Of every head, the rows that make its keys and those that make its values of a token's vector:
+    keys transposed, `[heads, in, out]`, for queries are multiplied with them, and `[heads, out, in]`."""
+    heads, size = config.num_attention_heads, config.qk_nope_head_dim
+    return {
+        "attn_k_b": lambda weight: weight.unflatten(0, (heads, -1))[:, :size].transpose(1, 2),
+        "attn_v_b": lambda weight: weight.unflatten(0, (heads, -1))[:, size:],
+    }
+
+
+SPLITS = {"latent": _latent}

@@ -18,7 +18,7 @@ from torch import nn
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
-from quantkit.models.containers.slices import Slice
+from quantkit.models.containers.slices import Mxfp4, Slice
 
 BIAS = "_bias"
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
@@ -134,8 +134,9 @@ class Fused:
             index = (expert, slice(None), outputs) if transposed else (expert, outputs)
             index = (*index, slice(None)) if matrices and not transposed else index
             name = f"{directory}.{expert}.{part}"
+            packed = info if isinstance(info, Mxfp4) else None
             found[name] = Slice(
-                name, info.dtype, shape, info.file, info.offset, nbytes, info.name, index, transposed
+                name, info.dtype, shape, info.file, info.offset, nbytes, info.name, index, transposed, packed
             )
         return found
 

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
-from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose
+from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose, nbytes
 from quantkit.options import option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, check_feedback, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
+    from quantkit.models.checkpoint import Checkpoint
     from quantkit.models.llamacpp.imatrix import Imatrix
     from quantkit.models.llamacpp.tensors import Target
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.linears import Override
 
 UNUSED = ("override", "max_shard_gb")  # options of a run that make no sense here
+FLOATS = ("F32", "F16", "BF16")
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
 WORK = Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED, outside=True)
 
@@ -131,11 +133,13 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     file_type = stored_as(options)
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
+    feedback = options.solver == "gptq"
     choices = _choose(options, file_type, targets, skeleton)
+    encoded = any(choice.type in TYPES for choice in choices)
+    if feedback and encoded:
+        choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
     tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
-    feedback = options.solver == "gptq"
-    encoded = any(choice.type in TYPES for choice in choices)
     given = options.imatrix if encoded and not feedback else "none"
     output = GgufOutput(
         targets=tuple(targets),
@@ -154,17 +158,34 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
             f"not written, because the file holds a language model alone: {name_all(list(output.left_out))}"
         )
     notes += configuration.notes(checkpoint.text_config)
-    stored = {name: output.chosen[target.name] for target in targets for name in target.stored}
+    stored = {
+        name: output.chosen[target.name]
+        for target in targets
+        for name in target.stored
+        if target.part is None
+    }
 
     def make_grid(
         name: str, out_features: int, in_features: int, override: Override | None
     ) -> BlockGrid | None:
         refuse_override(override, "use --tensor-type for GGUF files")
-        type = stored[f"{name}.weight"]
+        type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
     solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
     return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
+
+
+def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
+    """As stored, for a matrix that the file holds in parts: it has no one type, nor one side of inputs."""
+    if target.part is None:
+        return choice
+    info = checkpoint.infos.get(target.stored[0])
+    type = info.dtype if info and info.dtype in FLOATS else "F32"
+    if choice.type == type:
+        return choice
+    cost = nbytes(type, target.shape) - nbytes(choice.type, target.shape)
+    return Choice(choice.name, type, choice.type, "error feedback needs a matrix that lies there whole", cost)
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:

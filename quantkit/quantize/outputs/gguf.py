@@ -62,9 +62,12 @@ class GgufOutput:
 
     @property
     def linears(self) -> dict[str, str]:
-        """Stored name of a linear -> name of its weight in the file."""
+        """Stored name of a linear -> name of its weight in the file, where that is one tensor."""
         return {
-            name.removesuffix(".weight"): target.name for target in self.targets for name in target.stored
+            name.removesuffix(".weight"): target.name
+            for target in self.targets
+            for name in target.stored
+            if target.part is None
         }
 
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
@@ -93,7 +96,7 @@ class GgufOutput:
         return Sizes(
             total=sum(entry.nbytes for entry in entries),
             quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
-            weights=sum(row.weights for several in rows for row in several),
+            weights=sum({row.name: row.weights for several in rows for row in several}.values()),
         )
 
     def parameters(self, skeleton: Skeleton) -> int:
@@ -178,8 +181,12 @@ class GgufOutput:
         values = target.read(checkpoint)
         if target.shift:
             values = target.to_gguf(values)
-        rows = values if values.ndim == 2 else values[:, None]
-        return [encode_rows(name, rows, importance, self.exact) for name in types]
+        matrices = values if values.ndim == 3 else [values if values.ndim == 2 else values[:, None]]
+        weights = _per_part(importance, len(matrices))
+        return [
+            torch.cat([encode_rows(name, *both, self.exact) for both in zip(matrices, weights, strict=True)])
+            for name in types
+        ]
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
         """The file's metadata, and how it came to be."""
