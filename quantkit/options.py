@@ -59,6 +59,12 @@ class RunOptions:
         "Statistics of experts in a mixture: of the tokens routed to each, with the layer's mixed in where "
         "these are few; of the routed tokens alone; or of all tokens for every expert.",
     )
+    towers: bool = option(
+        False,
+        "Of a model with other modalities, compress the linears of towers and projectors, too: rounded to "
+        "nearest, as no text enters them. Without, they are copied. For example with "
+        r"--exclude 'merger|projector' to spare these.",
+    )
     allow_requantize: bool = option(
         False, "Quantize a checkpoint that is quantized already; the errors of both add up."
     )

@@ -142,6 +142,11 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+def spelled(name: str) -> str:
+    """By the end of what transformers calls it."""
+    return re.sub(r"^(language_)?model\.(model\.)?", "language_model.", name)
+
+
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_streamed_logits_are_the_wrappers_own(tmp_path, family):
     folder = save(tmp_path / family, family)

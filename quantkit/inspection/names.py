@@ -29,6 +29,12 @@ def split(name: str) -> tuple[int | None, str]:
     return (int(found["block"]), found["local"]) if found else (None, name)
 
 
+def starred(name: str) -> tuple[str, int | None]:
+    """`visual.blocks.*.attn.qkv` and 3 of `visual.blocks.3.attn.qkv`; None outside all stacks of blocks."""
+    block, local = split(name)
+    return (name, None) if block is None else (f"{stack_of(name)}.*.{local}", block)
+
+
 def without_expert(local: str) -> tuple[str, int | None]:
     """`mlp.experts.{}.up_proj.weight` and 3 of `mlp.experts.3.up_proj.weight`; None where there is none."""
     found = EXPERT.match(local)

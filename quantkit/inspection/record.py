@@ -232,7 +232,8 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        errors = [row["error"] for row in _written(contents) if row.get("error") is not None]
+        rows = [row for row in _written(contents) if not row.get("tower")]  # whose inputs nobody knows
+        errors = [row["error"] for row in rows if row.get("error") is not None]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",
             "method": manifest.get("method"),

@@ -29,17 +29,17 @@ FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear of a decoder block.
+    """One linear of a decoder block, or beside the language model.
 
     name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
-    name inside it. kept: why it is kept in 16 bit; None when it is quantized. grid: what a solver works on;
-    None when it is kept, and where the output encodes it. conv1d: the model itself has a Conv1D there
-    (GPT-2), which some clients do not replace. module: what transformers calls it inside a wrapper of other
-    modalities, where engines keep to stored names and it does not.
+    name inside it; None and the whole name beside the blocks. kept: why it is kept in 16 bit; None when it is
+    quantized. grid: what a solver works on; None when it is kept, and where the output encodes it. conv1d:
+    the model itself has a Conv1D there (GPT-2), which some clients do not replace. module: what transformers
+    calls it inside a wrapper of other modalities, where engines keep to stored names and it does not.
     """
 
     name: str
-    block: int
+    block: int | None
     local: str
     out_features: int
     in_features: int

@@ -85,6 +85,11 @@ class Job:
         return linears.kept_parameters(self.skeleton)
 
     @property
+    def copied(self) -> dict[str, int]:
+        """Bytes that are copied of what lies beside the language model, by module."""
+        return self.method.output.copied(self.material)
+
+    @property
     def material(self) -> Material:
         """What the output is made of."""
         shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs
@@ -202,9 +207,9 @@ def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> C
 
 def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearSpec]:
     """Every linear with its grid."""
-    specs = linears.resolve(
-        skeleton, method.make_grid, method.layout, request.run.exclude, request.run.override
-    )
+    run = request.run
+    beside = linears.tower_linears(skeleton) if run.towers else ()
+    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override, beside)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(
@@ -264,17 +269,20 @@ def _fingerprint(
     mixture: bool,
 ) -> dict:
     """All that decides the output's bytes. A job resumes only where this is equal."""
-    return {
+    run, options = request.run, dataclasses.asdict(request.options)
+    found = {
         "quantkit": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "source_sha256": source_sha256,
         "method": request.method,
-        "options": json.loads(json.dumps(dataclasses.asdict(request.options))),  # as it will be read again
-        "exclude": list(request.run.exclude),
-        "override": list(request.run.override),
-        "allow_requantize": request.run.allow_requantize,
-        "max_shard_gb": request.run.max_shard_gb,
+        "options": json.loads(json.dumps(options)),  # as it will be read again
+        "exclude": list(run.exclude),
+        "override": list(run.override),
+        "allow_requantize": run.allow_requantize,
+        "max_shard_gb": run.max_shard_gb,
         "calibration": calibrated.record() if calibrated else None,
         "execution": job_plan.execution.decisive(),
-    } | ({"experts": request.run.experts} if mixture else {})
+    }
+    found |= {"experts": run.experts} if mixture else {}
+    return found | ({"towers": True} if run.towers else {})

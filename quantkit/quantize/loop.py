@@ -21,7 +21,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks, return_freed_pages
 from quantkit.models.skeleton.experts import all_experts
-from quantkit.quantize import capture, experts, finish, plan, walk
+from quantkit.quantize import capture, experts, finish, plan, towers, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site, Statistics
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary
@@ -98,6 +98,7 @@ class _Loop:
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
+        towers.quantize(self.job, self.timings, self.progress)
         with self.timings("write"):
             staging.wait()
         with self.timings("hash"):

@@ -18,7 +18,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory, host_memory, is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions
-from quantkit.quantize.memory import BATCH_TOKENS, Peak, Shapes, peak_memory
+from quantkit.quantize.memory import BATCH_TOKENS, FLOAT32, PART, Peak, Shapes, peak_memory
 from quantkit.quantize.methods import Method
 
 GIB = 1 << 30
@@ -190,7 +190,7 @@ def _memory(
         batch_tokens=batch_tokens,
         width=_hidden_size(skeleton),
     )
-    return peak_memory(
+    peak = peak_memory(
         shapes,
         calibrated=bool(method.needs),
         hessian="hessian" in method.needs,
@@ -199,13 +199,23 @@ def _memory(
         tables=method.tables,
         states=states if accelerated else None,
     )
+    beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
+    if not beside:
+        return peak
+    held = tokens * shapes.hidden * shapes.element if method.needs else 0
+    solving = shapes.rest * shapes.element + held + 4 * FLOAT32 * max(beside)
+    staged = 2 * min(PART, sum(beside))  # on its way to the disk while the next part is made
+    if accelerated:
+        return Peak(max(peak.device, solving), max(peak.host, staged))
+    return Peak(0, max(peak.host, solving + staged))
 
 
 def _largest_block(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
     """The linears of the block that has most weights; of equal ones the first."""
     weights: Counter[int] = Counter()
     for spec in specs:
-        weights[spec.block] += spec.weights
+        if spec.block is not None:
+            weights[spec.block] += spec.weights
     index = max(sorted(weights), key=weights.__getitem__)
     return [spec for spec in specs if spec.block == index]
 

@@ -10,7 +10,7 @@ from quantkit.errors import name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
-from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card
+from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card, within
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 
@@ -32,7 +32,7 @@ class FolderOutput:
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """The linears of the blocks."""
+        """The linears of the blocks, and of towers that are asked for."""
         return [
             Planned(
                 row.local,
@@ -43,10 +43,16 @@ class FolderOutput:
             for row in specs
         ]
 
+    def copied(self, material: Material) -> dict[str, int]:
+        """All of them, but for linears of towers that are quantized."""
+        left = material.untouched().values()
+        found = {one.name: [info for info in left if within(info.name, one.name)] for one in material.beside}
+        return {name: sum(info.nbytes for info in infos) for name, infos in found.items() if infos}
+
     def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """It is stored as it was read; says so of what is no part of the language model."""
-        if material.beside:
-            progress.phase(f"copying byte for byte: {name_all([module.name for module in material.beside])}")
+        if copied := self.copied(material):
+            progress.phase(f"copying byte for byte: {name_all(copied)}")
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
         """The folder without what `describe` adds."""
@@ -60,7 +66,7 @@ class FolderOutput:
         _write_json(place / "config.json", config)
         for name, content in material.files.items():
             _write_json(place / name, content)
-        copied = {module.name: module.nbytes for module in material.beside}
+        copied = self.copied(material)
         _write_json(place / MANIFEST, manifest | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
