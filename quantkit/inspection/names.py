@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 PARTS = {  # the first that matches a name counts
-    "head": r"^(model\.)?(lm_head|embed_out|output)\.",
+    "head": r"^(model\.)?(lm_head|embed_out|output)\.|\.lm_head\.",
     "norms": r"norm|(^|[._])ln(_|\d|\.)",
     "embeddings": r"^(?!.*\.\d+\.).*(embed|wte\.|wpe\.|token_embd|position_embd)",
     "attention": r"attn|attention",
