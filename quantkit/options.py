@@ -65,6 +65,10 @@ class RunOptions:
         "nearest, as no text enters them. Without, they are copied. For example with "
         r"--exclude 'merger|projector' to spare these.",
     )
+    allow_unread: bool = option(
+        False,
+        "Write experts in a layout that no known client reads, such as int8, for quantkit eval and generate.",
+    )
     allow_requantize: bool = option(
         False, "Quantize a checkpoint that is quantized already; the errors of both add up."
     )

@@ -71,12 +71,13 @@ class Layout(Protocol):
     """What a client expects. `encode` and `decode` are exact inverses.
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
-    engines make one linear of several.
+    engines make one linear of several. experts_note: what to know of experts that lie in it.
     """
 
     marker: str
     suffixes: tuple[str, ...]
     fused = True
+    experts_note = ""
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
@@ -87,6 +88,10 @@ class Layout(Protocol):
 
     def check_model(self, model_type: str) -> str | None:
         """Why clients would misread this layout for a whole family of models, with the fix; None if not."""
+        return None
+
+    def check_experts(self, linears: int) -> str | None:
+        """Why no client reads experts of so many linears each in this layout; None where one does."""
         return None
 
     def nbytes(self, spec: LinearSpec) -> int:

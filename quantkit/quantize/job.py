@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
+from quantkit.models import headers
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
@@ -118,6 +119,10 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     for note in method.notes:
         progress.warn(note)
     specs = _specs(skeleton, method, request)
+    if not request.run.allow_unread and (
+        note := linears.refuse_unread_experts(skeleton, specs, method.layout)
+    ):
+        progress.warn(note)
     if method.layout.fused and (split := linears.split_fusions(specs)):
         progress.warn(
             f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
@@ -232,6 +237,21 @@ def is_finished(request: Request) -> bool:
     """Whether the job's output is there and nothing of it is left to do."""
     staging = Staging(output_of(request))
     return staging.output.exists() and not staging.folder.exists()
+
+
+def is_done(request: Request) -> bool:
+    """Whether the output of this very job is there, by what its manifest says of model and options."""
+    if not is_finished(request):
+        return False
+    place = output_of(request)
+    manifest = headers.at(str(place), place).manifest or {}
+    job = manifest.get("job") or {}
+    options = json.loads(json.dumps(dataclasses.asdict(request.options)))
+    made = [(manifest.get("source") or {}).get("name"), manifest.get("method")]
+    made += [job.get(key) for key in ("options", "exclude", "override")]
+    run = request.run
+    asked = [Path(request.source).name, request.method, options, list(run.exclude), list(run.override)]
+    return asked == made and job.get("towers", False) == run.towers
 
 
 def base_name(source: str) -> str:

@@ -223,6 +223,37 @@ def _override(text: str) -> Override:
     )
 
 
+def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layout: Layout) -> str:
+    """What to know of the experts among what is quantized; "" where there are none or nothing is.
+
+    Raises QuantkitError where no client reads them.
+    """
+    found: dict[str, list[LinearSpec]] = {}  # by the reason
+    places: dict[str, None] = {}
+    note = ""
+    for index, block in enumerate(skeleton.blocks):
+        rows = {row.local: row for row in specs if row.block == index and row.grid}
+        for place, layer in block.named_modules():
+            inside = [local for local in rows if isinstance(layer, Experts) and local.startswith(f"{place}.")]
+            each = Counter(local.removeprefix(f"{place}.").partition(".")[0] for local in inside)
+            note = layout.experts_note if each else note
+            if each and (reason := layout.check_experts(max(each.values()))):
+                found.setdefault(reason, []).extend(rows[local] for local in inside)
+                ending = inside[0].removeprefix(place)
+                places[rows[inside[0]].name.removesuffix(ending).rpartition(".")[2]] = None
+    if found:
+        reason, rows = next(iter(found.items()))
+        leaf = next(iter(places)) if len(places) == 1 else f"({'|'.join(places)})"
+        number = count(sum(map(len, found.values())), "linear")
+        raise QuantkitError(
+            f"{number} of experts, {rows[0].name} the first: {reason}",
+            hint="use quantkit gptq --layout compressed-tensors, keep them in 16 bit with "
+            rf"--exclude '\.{leaf}\.\d+', or write them all the same with --allow-unread",
+            exit_code=UNSUPPORTED,
+        )
+    return note
+
+
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
     """Fusions whose linears are not quantized alike, and experts, which engines give one scheme each."""
     groups = fusions(specs)

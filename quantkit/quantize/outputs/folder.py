@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from quantkit.errors import name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.slices import Slice
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card, within
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
@@ -59,7 +63,7 @@ class FolderOutput:
         place.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
-        infos |= material.staging.tensors()
+        infos = _as_stored(checkpoint, infos | material.staging.tensors())
         safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
         checkpoint.write_companions(place)
         config = dict(checkpoint.raw_config, quantization_config=material.config)
@@ -74,6 +78,23 @@ class FolderOutput:
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (place / "README.md").write_text(model_card.render(material, manifest, summary))
+
+
+def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The same tensors; experts of a layer of which nothing changed in the one that they are stored in, where
+    clients look for them."""
+    layers: dict[str, list[str]] = {}
+    for name, info in checkpoint.infos.items():
+        if isinstance(info, Slice):
+            layers.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.).*", "", name), []).append(name)
+    found, header = dict(infos), cache(safetensors_folder.read_header)
+    for names in layers.values():
+        if all(isinstance(infos.get(name), Slice) for name in names):
+            for name in names:
+                info = found.pop(name)
+                if info.source not in found:
+                    found[info.source] = header(info.file)[info.source]
+    return found
 
 
 def _write_json(path: Path, content: dict) -> None:
