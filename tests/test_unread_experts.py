@@ -12,6 +12,8 @@ from test_experts_fused import FUSED, MIXTURES
 from test_skeleton import open_skeleton, streamed, tokens
 
 from quantkit.errors import UNSUPPORTED
+from quantkit.inspection.record import describe
+from quantkit.models.headers import open_contents
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2}
 
@@ -85,6 +87,8 @@ def test_transformers_loads_the_rest_where_experts_are_kept(
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="cpu", dtype=torch.float32)
     packed = [module for module in model.modules() if type(module).__name__ == kind]
     assert len(packed) == sum("grid" in row for row in jobs.manifest(tmp_path / "out").values()) == 2 * 4
+    told = describe(open_contents(str(tmp_path / "out")))["clients"]
+    assert [row["loads"] for row in told if row["client"] == "transformers"] == [True]
     ids = tokens()
     if method == "nf4":  # its kernel for CPUs computes in bfloat16, and routers choose otherwise
         model = model.dequantize().float()

@@ -153,7 +153,8 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     coded = [weight.codes for weight in weights if weight.codes]
     config = contents.quantization
     infos = contents.infos
-    if contents.container == "gguf":
+    gguf = contents.container == "gguf"
+    if gguf:
         forms = {info.dtype for info in infos.values()}
     else:
         forms = {codes.form for codes in coded}
@@ -170,7 +171,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
         "biases": {any(name.endswith(".bias") for name in infos)},
-        "experts": {any(EXPERT.search(weight.name) for weight in weights)},
+        "experts": {any(EXPERT.search(weight.name) and (weight.codes or gguf) for weight in weights)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
         "kept": {
             any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)
