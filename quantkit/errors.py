@@ -47,6 +47,10 @@ class QuantkitError(Exception):
         return (self.found or {}) | {"error": error}
 
 
+class DamagedError(QuantkitError):
+    """The source itself is wrong: whatever a job made of it so far is of no use."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error of another library says, for a message; its kind where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -207,7 +207,8 @@ def compressed(source: Path, output: Path, method: str, row: dict) -> float:
     options = {"group_size": GROUP} if method in ("gptq", "awq") else {}
     request = job.Request(
         str(source), method, methods.load(method).Options(**options),
-        CalibrationOptions(calibration=str(text), samples=4, seqlen=TOKENS), RunOptions(threads=1), output,
+        CalibrationOptions(calibration=str(text), samples=4, seqlen=TOKENS), 
+        RunOptions(threads=1, allow_unread=True), output,
     )  # fmt: skip
     prepared = job.prepare(request, Progress())
     skeleton = prepared.skeleton

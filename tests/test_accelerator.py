@@ -8,6 +8,7 @@ import families
 import far_device
 import numpy as np
 import pytest
+import test_wrappers
 import torch
 from far_device import DEVICE
 
@@ -184,6 +185,11 @@ def near(found, wanted) -> None:
         assert ours["nll"]["value"] == pytest.approx(theirs["nll"]["value"], rel=1e-4)
         if theirs["kld"]:
             assert ours["kld"]["mean"] == pytest.approx(theirs["kld"]["mean"], rel=0.1)
+
+
+def test_towers_are_rounded_there_to_the_same_bytes(both, tmp_path):
+    folder = test_wrappers.save(tmp_path / "llava", "llava")
+    same_tensors(*both("gptq", folder, *SMALL, "--solver", "rtn", "--towers"))
 
 
 @pytest.fixture

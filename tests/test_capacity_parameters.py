@@ -133,3 +133,6 @@ def test_counts_in_words():
     for text in ("", "B", "-7B", "0", "1e99", "9" * 40, "7B-A", "-A3B", "3B-A7B", "7e-9", "nan", "inf"):
         with pytest.raises(QuantkitError, match="no number of parameters"):
             source.parse_count(text)
+    with pytest.raises(QuantkitError, match="--params 70 is no more than 70 parameters") as refused:
+        source.parse_count("70")
+    assert "--params 70B" in refused.value.hint

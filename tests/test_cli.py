@@ -809,3 +809,36 @@ def test_a_folder_without_tokenizer_is_called_that(refuse, model, small, tmp_pat
     assert "tokenizer.json" in hint
     (bare / "tokenizer.json").write_text("{")
     assert "there are no files" not in refuse(3, "gptq", bare, *small)[0]
+
+
+def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path):
+    """The same command says so; one with other options is told that the output exists."""
+    asked = ("nf4", model, "-o", "out")
+    assert quantkit(*asked, "-q").code == 0
+    before = contents(tmp_path / "out")
+    done = quantkit(*asked, "--resume", "-q")
+    assert (done.code, done.out, done.err) == (0, "out is finished: nothing to do\n", "")
+    told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
+    assert told == {"schema": "quantkit.job/1", "output": "out", "finished": True}
+    for other in (("--no-double-quant",), ("--exclude", "q_proj")):
+        error, _ = refuse(2, *asked, *other, "--resume")
+        assert error == "out exists"
+    refuse(2, *asked)
+    file = ("gguf", model, "-t", "Q8_0", "-o", "out.gguf")
+    assert quantkit(*file, "-q").code == 0
+    assert quantkit(*file, "--resume", "-q").out == "out.gguf is finished: nothing to do\n"
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_text_to_measure_on_is_looked_for_first(refuse, tmp_path):
+    """Before the model, even."""
+    error, hint = refuse(3, "nf4", "nowhere", "--eval", "nothing.txt")
+    assert error == "text nothing.txt cannot be read: no such file" and "--eval" in hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [("--tower", "did you mean --towers? "), ("--group", "did you mean --group-size? "), ("--cover", "")],
+)
+def test_only_what_is_close_is_suggested(refuse, typed, hint):
+    assert refuse(2, "gptq", "model", typed)[1] == f"{hint}see quantkit gptq --help"

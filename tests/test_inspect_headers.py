@@ -311,6 +311,7 @@ LOADS = [
     ({"experts": {True}, "model_type": {"mixtral"}}, ""),
     ({"experts": {True}, "layout": {"awq"}}, ""),
     ({"experts": {True}, "layout": {"bitsandbytes"}, "form": {"nf4"}}, ""),
+    ({"experts": {True}, "layout": {"bitsandbytes"}, "form": {"int8"}, "bits": {8}}, ""),
     (CT | {"experts": {True}}, "transformers"),
     (CT | {"experts": {True}, "mixed": {True}}, ""),
     ({"layout": {"awq"}, "group_size": {16}}, "transformers vLLM"),

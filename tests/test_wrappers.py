@@ -11,6 +11,8 @@ from families import GROUPED, save_tokenizer
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import UNSUPPORTED
+from quantkit.inspection.record import describe
+from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, towers
 from quantkit.models.skeleton.towers import Beside
@@ -140,6 +142,11 @@ def open_skeleton(folder: Path) -> Skeleton:
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def spelled(name: str) -> str:
+    """By the end of what transformers calls it."""
+    return re.sub(r"^(language_)?model\.(model\.)?", "language_model.", name)
 
 
 @pytest.mark.parametrize("family", WRAPPERS)
@@ -308,3 +315,36 @@ def test_transformers_loads_nf4_of_the_language_model_alone(quantkit, tmp_path, 
     with torch.no_grad():
         logits = model(ids).logits[0].float()
     torch.testing.assert_close(logits, skeleton.logits(hidden[0]), atol=0.1, rtol=0)
+
+
+def test_inspect_tells_blocks_of_towers_from_the_language_models(tmp_path):
+    """Both have blocks 0 to 2 with a self_attn.q_proj."""
+    folder = save(tmp_path / "llava", "llava")
+    record = describe(open_contents(str(folder)))
+    rows, tensors = record["tensors"], all_tensors(folder)
+    named = {row["name"]: row for row in rows if "q_proj.weight" in row["name"]}
+    assert {name: (row["blocks"], row["shape"], row["count"]) for name, row in named.items()} == {
+        "self_attn.q_proj.weight": ([0, 1, 2], [64, 64], 3),
+        "vision_tower.encoder.layers.*.self_attn.q_proj.weight": ([0, 1, 2], [32, 32], 3),
+    }
+    towers = [place for place, row in enumerate(rows) if "vision_tower" in row["name"] and row["blocks"]]
+    assert min(towers) > max(k for k, row in enumerate(rows) if row["name"].startswith("mlp."))
+    assert sum(row["bytes"] for row in rows) == sum(tensor.nbytes for tensor in tensors.values())
+    assert not record["model"]["tied"]
+
+
+def test_a_dry_run_lists_what_is_copied_with_its_bytes(quantkit, tmp_path):
+    folder = save(tmp_path / "gemma3", "gemma3")
+    heads, tensors = add_heads(folder), all_tensors(folder)
+    planned = quantkit("nf4", folder, "--dry-run", "--json", "-q")
+    further, known = "language_model.model.layers.3", TOWER["gemma3"][1]
+    assert json.loads(planned.out)["copied"] == {
+        name: sum(tensor.nbytes for key, tensor in tensors.items() if key.startswith(f"{name}."))
+        for name in (further, "mtp", *known)
+    }
+    assert {name.partition(".")[0] for name in heads} == {"language_model", "mtp"}
+    (line,) = [line for line in quantkit("nf4", folder, "--dry-run").out.splitlines() if "copied" in line]
+    assert line == (
+        "copied       language_model.model.layers.3 (0.15 MB), mtp (65.54 kB), multi_modal_projector "
+        "(8.32 kB), vision_tower (0.21 MB): byte for byte"
+    )

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.capacity import parameters
 from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import EXPERTS, Settings
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
 from quantkit.layouts import quantization_of
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
@@ -27,6 +27,7 @@ BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
 MOST_TOKENS = 1 << 32
 MOST_MODULES = 300_000  # layers times experts; above this config.json is damaged
 MIXTURE = re.compile(r"expert|moe")  # in keys of a model whose tokens meet a part of it
+FEWEST = 1000  # parameters; fewer lack their unit
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -172,6 +173,9 @@ def parse_count(text: str) -> Count:
         raise QuantkitError(
             f"--params {text!r} is no number of parameters", "for example 175B, 350M or 30B-A3B", USAGE
         )
+    if counts[0] < FEWEST:
+        hint = f"say the unit: --params {text.strip()}B for billions, or {text.strip()}M"
+        raise QuantkitError(f"--params {text} is no more than {count(counts[0], 'parameter')}", hint, USAGE)
     return Count(*counts)
 
 

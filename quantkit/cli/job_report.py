@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from shlex import quote
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import print_comparison
-from quantkit.inspection.names import without_expert
+from quantkit.inspection.names import starred, without_expert
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
@@ -41,6 +41,7 @@ def plan_record(job: Job) -> dict:
             for row in job.specs
         ],
         "kept_parameters": [parameter.record() for parameter in job.kept_parameters],
+        "copied": job.copied,
     }
 
 
@@ -54,6 +55,8 @@ def print_plans(jobs: Sequence[Job]) -> None:
         print_facts(console, {"output": str(job.staging.output), "size": f"{sizes} ({bits})"})
     if kept := jobs[0].kept_parameters:
         print_facts(console, {"kept as is": _kept([parameter.record() for parameter in kept])})
+    if copied := jobs[0].copied:
+        print_facts(console, {"copied": _copied(copied)})
     facts = {}
     if len(jobs) > 1:
         facts["in all"] = f"{len(jobs)} files, {megabytes(sum(plan.output_bytes for plan in plans))}"
@@ -77,9 +80,10 @@ def _print_linears(console: Console, job: Job) -> None:
     table = make_table("linears", "blocks", "shape", "quantized to")
     alike: dict[tuple, tuple[list[int], list[int]]] = {}
     for row in job.method.output.planned(job.checkpoint, job.specs):
-        name, expert = without_expert(row.name)
+        name, block = starred(row.name) if row.block is None else (row.name, row.block)
+        name, expert = without_expert(name)
         blocks, experts = alike.setdefault((name, row.shape, row.becomes), ([], []))
-        blocks += [] if row.block is None else [row.block]
+        blocks += [] if block is None else [block]
         experts += [] if expert is None else [expert]
     order = list(dict.fromkeys(name for name, *_ in alike))
     for (name, shape, becomes), (blocks, experts) in sorted(
@@ -96,6 +100,12 @@ def _kept(records: Sequence[dict]) -> str:
     kinds = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
     nbytes = sum(record["bytes"] for record in records)
     return f"{name_all(kinds)}: {count(len(records), 'tensor')}, {size(nbytes)}"
+
+
+def _copied(modules: Mapping[str, int]) -> str:
+    """`mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
+    told = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
+    return f"{name_all(told)}: byte for byte"
 
 
 def _reached(seen: ExpertTokens) -> str:
@@ -157,6 +167,10 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["left out"] = (
             f"{names} ({nbytes}): towers belong into an mmproj file, which llama.cpp's own converter writes"
         )
+    if summary.towers:
+        facts["towers"] = f"{count(summary.towers, 'linear')} of them, rounded to nearest"
+    if summary.copied:
+        facts["copied"] = _copied(summary.copied)
     if summary.experts:
         facts["experts"] = _reached(summary.experts)
     print_facts(console, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import functools
 import inspect
@@ -33,6 +34,7 @@ from quantkit.errors import (
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
+ALIKE = 0.75  # of two words that one is taken for the other's misspelling
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
 
 
@@ -167,10 +169,18 @@ def _unexpected(error: Exception) -> QuantkitError:
     return QuantkitError(f"{type(error).__name__}: {first_line(error)}", hint, RUNTIME)
 
 
+def _is_close(name: str, typed: str) -> bool:
+    """Whether one is likely to be meant by the other; the parser suggests whatever is least unlike."""
+    name, typed = name.strip("-"), typed.strip("-")
+    alike = difflib.SequenceMatcher(None, name, typed).ratio() >= ALIKE
+    return alike or name.startswith(typed) or typed.startswith(name)
+
+
 def _parser_error(error: Any) -> QuantkitError:
     """What the parser refused, in the form of our own errors."""
-    near = getattr(error, "possibilities", None)
-    words = (error.message if near else error.format_message()).replace("Value error, ", "").split()
+    offered = getattr(error, "possibilities", None)
+    near = [name for name in offered or () if _is_close(name, getattr(error, "option_name", name))]
+    words = (error.message if offered else error.format_message()).replace("Value error, ", "").split()
     message = " ".join(words).rstrip(".")  # in one line, choices too
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     command = error.ctx.command_path if error.ctx else "quantkit"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, manners
-from quantkit.errors import EXIT_CODES, QuantkitError
+from quantkit.errors import EXIT_CODES, NOT_FOUND, QuantkitError
 from quantkit.quantize import methods, recipe
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
@@ -87,6 +87,10 @@ def run_command() -> Callable[..., None]:
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
+    if (text := values["eval_text"]) and not text.is_file():
+        raise QuantkitError(
+            f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
+        )
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -98,6 +102,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
             requests = [one for one in requests if not job.is_finished(one)] or requests[-1:]
+        if values["resume"] and not values["overwrite"] and job.is_done(requests[0]):
+            progress.close()
+            _print_finished(str(job.output_of(requests[0])), values["as_json"])
+            return
         jobs = [job.prepare(one, progress, values["dry_run"]) for one in requests]
         if values["dry_run"]:
             progress.close()
@@ -116,6 +124,14 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         _print_json([job_report.summary_record(summary, results) for summary in summaries])
     for summary in () if values["as_json"] else summaries:
         job_report.print_summary(summary, results if summary is summaries[-1] else None)
+
+
+def _print_finished(output: str, as_json: bool) -> None:
+    """The answer to --resume where nothing is left to do."""
+    if as_json:
+        print(json.dumps({"schema": "quantkit.job/1", "output": output, "finished": True}, indent=2))
+    else:
+        print(f"{output} is finished: nothing to do")
 
 
 def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:

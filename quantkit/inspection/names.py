@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 PARTS = {  # the first that matches a name counts
-    "head": r"^(model\.)?(lm_head|embed_out|output)\.",
+    "head": r"^(model\.)?(lm_head|embed_out|output)\.|\.lm_head\.",
     "norms": r"norm|(^|[._])ln(_|\d|\.)",
     "embeddings": r"^(?!.*\.\d+\.).*(embed|wte\.|wpe\.|token_embd|position_embd)",
     "attention": r"attn|attention",
@@ -27,6 +27,12 @@ def split(name: str) -> tuple[int | None, str]:
     """Block and name inside it; None and the name itself outside the blocks."""
     found = IN_BLOCK.match(name)
     return (int(found["block"]), found["local"]) if found else (None, name)
+
+
+def starred(name: str) -> tuple[str, int | None]:
+    """`visual.blocks.*.attn.qkv` and 3 of `visual.blocks.3.attn.qkv`; None outside all stacks of blocks."""
+    block, local = split(name)
+    return (name, None) if block is None else (f"{stack_of(name)}.*.{local}", block)
 
 
 def without_expert(local: str) -> tuple[str, int | None]:

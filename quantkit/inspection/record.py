@@ -10,7 +10,15 @@ from dataclasses import asdict
 from typing import Any
 
 from quantkit.inspection import clients, integrity, tokenizer
-from quantkit.inspection.names import is_linear, part_of, split, without_expert
+from quantkit.inspection.names import (
+    is_linear,
+    language_stack,
+    part_of,
+    split,
+    stack_of,
+    starred,
+    without_expert,
+)
 from quantkit.inspection.positions import positions
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.containers.safetensors_folder import natural
@@ -48,7 +56,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         },
         "quantization": _quantization(contents, weights),
         "parts": _parts(weights),
-        "tensors": _tensors(weights),
+        "tensors": _tensors(weights, _language(weights)),
         "positions": asdict(places) | {"text": places.describe()},
         "tokenizer": told,
         "provenance": _provenance(contents),
@@ -93,7 +101,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
         "desc_act": bool(contents.quantization.get("desc_act", False)),
         "activations": _activations(contents),
         "bits_per_weight": 8 * nbytes / count if count else None,
-        "kept": _tensors(kept, reasons),
+        "kept": _tensors(kept, _language(weights), reasons),
     }
 
 
@@ -145,7 +153,8 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     coded = [weight.codes for weight in weights if weight.codes]
     config = contents.quantization
     infos = contents.infos
-    if contents.container == "gguf":
+    gguf = contents.container == "gguf"
+    if gguf:
         forms = {info.dtype for info in infos.values()}
     else:
         forms = {codes.form for codes in coded}
@@ -162,7 +171,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
         "activations": {_activations(contents) is not None},
         "biases": {any(name.endswith(".bias") for name in infos)},
-        "experts": {any(EXPERT.search(weight.name) for weight in weights)},
+        "experts": {any(EXPERT.search(weight.name) and (weight.codes or gguf) for weight in weights)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
         "kept": {
             any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)
@@ -172,6 +181,11 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
 
 
 # ---- tables
+
+
+def _language(weights: Sequence[Weight]) -> str | None:
+    """The stack of the language model's blocks; None where that is not clear."""
+    return language_stack([weight.name for weight in weights])
 
 
 def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
@@ -187,13 +201,18 @@ def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
     return [{"part": part} | row for part, row in rows.items() if row["bytes"]]
 
 
-def _tensors(weights: Sequence[Weight], reasons: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def _tensors(
+    weights: Sequence[Weight], language: str | None, reasons: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Like kinds over blocks and experts in one row: name inside the block, shape, how it is stored; with
-    `reasons`, by name, why a linear was kept."""
+    `reasons`, by name, why a linear was kept. Blocks beside the language model's, such as those of a tower,
+    have names that begin with their stack: `visual.blocks.*.attn.qkv`."""
     rows: dict[tuple, dict[str, Any]] = {}
     experts: dict[tuple, set[int]] = {}
-    for weight in sorted(weights, key=_place):
+    for weight in sorted(weights, key=lambda weight: _place(weight, language)):
         block, local = split(weight.name)
+        if language is not None and stack_of(weight.name) != language:
+            local, block = starred(weight.name)
         local, expert = without_expert(local)
         shape = list(weight.shape) if weight.shape is not None else None
         why = None if reasons is None else reasons.get(weight.name.removesuffix(".weight"))
@@ -211,11 +230,12 @@ def _tensors(weights: Sequence[Weight], reasons: Mapping[str, str] | None = None
             for key, row in ordered]  # fmt: skip
 
 
-def _place(weight: Weight) -> tuple:
-    """Embeddings, then the blocks in order, then what follows them."""
+def _place(weight: Weight, language: str | None) -> tuple:
+    """Embeddings, then the language model's blocks in order, then what follows them, other stacks last."""
     block, local = split(weight.name)
     outside = -1 if part_of(weight.name) == "embeddings" else math.inf
-    return outside if block is None else block, natural(local)
+    other = block is not None and language is not None and stack_of(weight.name) != language
+    return other, outside if block is None else block, natural(local)
 
 
 def _written(contents: Contents) -> list[dict[str, Any]]:
@@ -232,7 +252,8 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        errors = [row["error"] for row in _written(contents) if row.get("error") is not None]
+        rows = [row for row in _written(contents) if not row.get("tower")]  # whose inputs nobody knows
+        errors = [row["error"] for row in rows if row.get("error") is not None]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",
             "method": manifest.get("method"),

@@ -29,17 +29,17 @@ FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear of a decoder block.
+    """One linear of a decoder block, or beside the language model.
 
     name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
-    name inside it. kept: why it is kept in 16 bit; None when it is quantized. grid: what a solver works on;
-    None when it is kept, and where the output encodes it. conv1d: the model itself has a Conv1D there
-    (GPT-2), which some clients do not replace. module: what transformers calls it inside a wrapper of other
-    modalities, where engines keep to stored names and it does not.
+    name inside it; None and the whole name beside the blocks. kept: why it is kept in 16 bit; None when it is
+    quantized. grid: what a solver works on; None when it is kept, and where the output encodes it. conv1d:
+    the model itself has a Conv1D there (GPT-2), which some clients do not replace. module: what transformers
+    calls it inside a wrapper of other modalities, where engines keep to stored names and it does not.
     """
 
     name: str
-    block: int
+    block: int | None
     local: str
     out_features: int
     in_features: int
@@ -71,12 +71,13 @@ class Layout(Protocol):
     """What a client expects. `encode` and `decode` are exact inverses.
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
-    engines make one linear of several.
+    engines make one linear of several. experts_note: what to know of experts that lie in it.
     """
 
     marker: str
     suffixes: tuple[str, ...]
     fused = True
+    experts_note = ""
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
@@ -87,6 +88,10 @@ class Layout(Protocol):
 
     def check_model(self, model_type: str) -> str | None:
         """Why clients would misread this layout for a whole family of models, with the fix; None if not."""
+        return None
+
+    def check_experts(self, linears: int) -> str | None:
+        """Why no client reads experts of so many linears each in this layout; None where one does."""
         return None
 
     def nbytes(self, spec: LinearSpec) -> int:

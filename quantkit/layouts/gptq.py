@@ -156,7 +156,7 @@ class GptqLayout(Layout):
         dynamic |= {rf"-:^{re.escape(name)}(\.|$)": {} for name in beside}
         if dynamic:
             config["dynamic"] = dynamic
-        if beside or any(spec.grid is None for spec in specs):
+        if beside or any(spec.grid is None or spec.block is None for spec in specs):
             packed = [name for spec in specs if spec.grid for name in spec.spellings]
             config["modules_in_block_to_quantize"] = [packed]
         return config

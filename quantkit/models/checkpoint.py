@@ -109,6 +109,10 @@ class Checkpoint:
         """Whether `name` (`X.weight`) is stored as packed codes."""
         return name.removesuffix(".weight") in self._quantized
 
+    def plain_dtype(self, name: str) -> str | None:
+        """What is stored of `name`, such as `BF16`; None where it is packed."""
+        return None if self.is_quantized(name) else self.infos[name].dtype
+
     def stored_as(self, name: str) -> list[str]:
         """The stored tensors behind `name`: itself, or the parts of a packed linear."""
         packed = self._quantized.get(name.removesuffix(".weight"))

@@ -49,11 +49,12 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
     by_name = {record["name"]: record for record in records}
     linears = []
     for row in job.specs:
-        shape = [row.out_features, row.in_features]
+        named = {"name": row.name, "shape": [row.out_features, row.in_features]}
+        named |= {"tower": True} if row.block is None else {}
         if row.kept:
-            linears.append({"name": row.name, "shape": shape, "kept": row.kept})
+            linears.append(named | {"kept": row.kept})
         elif row.grid:
-            linears.append({"name": row.name, "shape": shape, "grid": asdict(row.grid)} | by_name[row.name])
+            linears.append(named | {"grid": asdict(row.grid)} | by_name[row.name])
     described = {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
@@ -107,7 +108,10 @@ def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
 
 
 def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
-    """What to report of a job whose linears have these records."""
+    """What to report of a job whose linears have these records. Errors are those of the blocks' linears:
+    towers have no inputs to weigh theirs with."""
+    beside = {row.name for row in job.specs if row.block is None and row.grid}
+    records = [record for record in records if record["name"] not in beside]
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
@@ -124,6 +128,8 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         notes={row["name"]: row["notes"] for row in records if row["notes"]},
         kept_parameters=[parameter.record() for parameter in job.kept_parameters],
         left_out=dict(job.method.output.left_out),
+        towers=len(beside),
+        copied=job.copied,
         experts=_reached(job, records),
         outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
         seconds=dict(timings.seconds),

@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
+from quantkit.models import headers
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
@@ -85,6 +86,11 @@ class Job:
         return linears.kept_parameters(self.skeleton)
 
     @property
+    def copied(self) -> dict[str, int]:
+        """Bytes that are copied of what lies beside the language model, by module."""
+        return self.method.output.copied(self.material)
+
+    @property
     def material(self) -> Material:
         """What the output is made of."""
         shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs
@@ -115,6 +121,10 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     for note in method.notes:
         progress.warn(note)
     specs = _specs(skeleton, method, request)
+    if not request.run.allow_unread and (
+        note := linears.refuse_unread_experts(skeleton, specs, method.layout)
+    ):
+        progress.warn(note)
     if method.layout.fused and (split := linears.split_fusions(specs)):
         progress.warn(
             f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
@@ -204,9 +214,9 @@ def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> C
 
 def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearSpec]:
     """Every linear with its grid."""
-    specs = linears.resolve(
-        skeleton, method.make_grid, method.layout, request.run.exclude, request.run.override
-    )
+    run = request.run
+    beside = linears.tower_linears(skeleton) if run.towers else ()
+    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override, beside)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(
@@ -229,6 +239,21 @@ def is_finished(request: Request) -> bool:
     """Whether the job's output is there and nothing of it is left to do."""
     staging = Staging(output_of(request))
     return staging.output.exists() and not staging.folder.exists()
+
+
+def is_done(request: Request) -> bool:
+    """Whether the output of this very job is there, by what its manifest says of model and options."""
+    if not is_finished(request):
+        return False
+    place = output_of(request)
+    manifest = headers.at(str(place), place).manifest or {}
+    job = manifest.get("job") or {}
+    options = json.loads(json.dumps(dataclasses.asdict(request.options)))
+    made = [(manifest.get("source") or {}).get("name"), manifest.get("method")]
+    made += [job.get(key) for key in ("options", "exclude", "override")]
+    run = request.run
+    asked = [Path(request.source).name, request.method, options, list(run.exclude), list(run.override)]
+    return asked == made and job.get("towers", False) == run.towers
 
 
 def base_name(source: str) -> str:
@@ -266,17 +291,20 @@ def _fingerprint(
     mixture: bool,
 ) -> dict:
     """All that decides the output's bytes. A job resumes only where this is equal."""
-    return {
+    run, options = request.run, dataclasses.asdict(request.options)
+    found = {
         "quantkit": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "source_sha256": source_sha256,
         "method": request.method,
-        "options": json.loads(json.dumps(dataclasses.asdict(request.options))),  # as it will be read again
-        "exclude": list(request.run.exclude),
-        "override": list(request.run.override),
-        "allow_requantize": request.run.allow_requantize,
-        "max_shard_gb": request.run.max_shard_gb,
+        "options": json.loads(json.dumps(options)),  # as it will be read again
+        "exclude": list(run.exclude),
+        "override": list(run.override),
+        "allow_requantize": run.allow_requantize,
+        "max_shard_gb": run.max_shard_gb,
         "calibration": calibrated.record() if calibrated else None,
         "execution": job_plan.execution.decisive(),
-    } | ({"experts": request.run.experts} if mixture else {})
+    }
+    found |= {"experts": run.experts} if mixture else {}
+    return found | ({"towers": True} if run.towers else {})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
-from quantkit.quantize import capture, finish, plan, walk
+from quantkit.quantize import capture, finish, plan, towers, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site
 from quantkit.quantize.job import Job
 from quantkit.quantize.measure import Block, Measured, Measuring
@@ -99,6 +99,7 @@ class _Loop:
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
+        towers.quantize(self.job, self.timings, self.progress)
         with self.timings("write"):
             staging.wait()
         with self.timings("hash"):

@@ -22,6 +22,7 @@ BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, ac
 # What Python with torch for CPUs and transformers load on the way, with and without calibration; measured.
 LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}
 AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
+PART = 1 << 26  # weights of towers that are staged together
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
 SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 

@@ -20,7 +20,16 @@ from quantkit.models.held import ROUTED
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.options import RunOptions
-from quantkit.quantize.memory import BATCH_TOKENS, COMFORT, Peak, Shapes, peak_memory, sites_at_once
+from quantkit.quantize.memory import (
+    BATCH_TOKENS,
+    COMFORT,
+    FLOAT32,
+    PART,
+    Peak,
+    Shapes,
+    peak_memory,
+    sites_at_once,
+)
 from quantkit.quantize.methods import Method
 
 GIB = 1 << 30
@@ -189,8 +198,9 @@ def _memory(
         encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
         forward = forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0
         return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
-    return peak_memory(
-        _shapes(skeleton, specs, tokens, batch_tokens),
+    shapes = _shapes(skeleton, specs, tokens, batch_tokens)
+    peak = peak_memory(
+        shapes,
         calibrated=bool(method.needs),
         hessian="hessian" in method.needs,
         transform=method.transform is not None,
@@ -199,6 +209,15 @@ def _memory(
         states=states if accelerated else None,
         at_once=at_once,
     )
+    beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
+    if not beside:
+        return peak
+    held = tokens * shapes.hidden * shapes.element if method.needs else 0
+    solving = shapes.rest * shapes.element + held + 4 * FLOAT32 * max(beside)
+    staged = 2 * min(PART, sum(beside))  # on its way to the disk while the next part is made
+    if accelerated:
+        return Peak(max(peak.device, solving), max(peak.host, staged))
+    return Peak(0, max(peak.host, solving + staged))
 
 
 def _shapes(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
@@ -223,7 +242,8 @@ def _largest_block(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
     """The linears of the block that has most weights; of equal ones the first."""
     weights: Counter[int] = Counter()
     for spec in specs:
-        weights[spec.block] += spec.weights
+        if spec.block is not None:
+            weights[spec.block] += spec.weights
     index = max(sorted(weights), key=weights.__getitem__)
     return [spec for spec in specs if spec.block == index]
 

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.errors import RESOURCES, RUNTIME, USAGE, QuantkitError, name_all
+from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, name_all
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.quantize.fingerprint import differences
@@ -85,6 +85,11 @@ class Staging:
         self._open(fingerprint, resume)
         try:
             yield
+        except QuantkitError as error:
+            self._writer.shutdown()
+            if isinstance(error, DamagedError) or not (self._staged() or self.rest()):
+                self.discard()  # nothing in it is worth keeping
+            raise
         finally:
             self._writer.shutdown()
             self._lock.close()

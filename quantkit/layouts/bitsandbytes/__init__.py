@@ -34,6 +34,8 @@ TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # of NF4, and of the 8-bit codes of
 FLOAT32_BYTES = 4
 OF_4_BIT = ("weight.absmax", "weight.quant_map")
 NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
+EXPERT_LINEARS = 3  # gate, up and down
+FUSES = "transformers fuses experts and replaces nn.Linear alone"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Int8Layout(Layout):
     def check(self, spec: LinearSpec) -> str | None:
         """Every linear fits."""
         return None
+
+    def check_experts(self, linears: int) -> str | None:
+        """vLLM's loader (model_loader/bitsandbytes_loader.py) refuses what it did not quantize itself."""
+        return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the three tensors of one linear."""
@@ -108,10 +114,17 @@ class Nf4Layout(Layout):
     double_quant: bool = True
     marker = STATE
     suffixes = ("weight", *OF_4_BIT, *NESTED, STATE)
+    experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
 
     def check(self, spec: LinearSpec) -> str | None:
         """Blocks of 64 lie inside rows: the grid's group size has been checked."""
         return None
+
+    def check_experts(self, linears: int) -> str | None:
+        """vLLM's loader makes one tensor of gate, up and down of all experts, and knows no others."""
+        if linears == EXPERT_LINEARS:
+            return None
+        return f"no client reads such experts in nf4: {FUSES}, and vLLM takes those of gate, up and down"
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of the tensors of one linear; that of the JSON text within a few digits."""
@@ -331,5 +344,13 @@ CLIENTS = {
         {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
         {"loads": True, "note": "with bitsandbytes installed"},
     ],
-    "vLLM": [{"loads": False, "note": "its CPU build has no kernel for it"}],
+    "vLLM": [
+        {
+            "experts": True,
+            "form": "int8",
+            "loads": False,
+            "note": "it takes no experts in int8 that are quantized before",
+        },
+        {"loads": False, "note": "its CPU build has no kernel for it"},
+    ],
 }

@@ -167,12 +167,29 @@ class CompressedTensorsLayout(Layout):
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
-    """A pattern for all that lies outside the blocks, such as a head of another name than lm_head."""
+    """A pattern for all that lies outside the blocks, such as a head of another name than lm_head; towers
+    that are quantized are not part of it."""
     spec = specs[0]
     container = spec.name.removesuffix(f".{spec.block}.{spec.local}")
     if container == spec.name:
         return []
-    return [rf"re:(?!(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\.)"]
+    inside = [rf"(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\."]
+    inside += [rf"{re.escape(name)}(\.|$)" for name in _towers(specs)]
+    return [f"re:(?!{'|'.join(inside)})"]
+
+
+def _towers(specs: Sequence[LinearSpec]) -> list[str]:
+    """The outermost modules of linears beside the blocks, by all their spellings."""
+    inside = [name for spec in specs if spec.block is not None for name in spec.spellings]
+    above = {part for name in inside for part in _modules(name)}
+    names = (name for spec in specs if spec.block is None for name in spec.spellings)
+    return list(dict.fromkeys(next(m for m in _modules(name) if m not in above) for name in names))
+
+
+def _modules(name: str) -> list[str]:
+    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def detect(config: dict) -> CompressedTensorsLayout | None:

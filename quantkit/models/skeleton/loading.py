@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import DamagedError, QuantkitError
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout
 from quantkit.models.checkpoint import Checkpoint
@@ -150,7 +150,7 @@ def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
             hint="config.json and weights belong to different models",
         )
     if tensor.is_floating_point() and not is_finite(tensor):
-        raise QuantkitError(
+        raise DamagedError(
             f"{stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
             hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
         )

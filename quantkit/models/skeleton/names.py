@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from quantkit.errors import QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
+
+INTEGERS = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 
 class Names:
@@ -31,6 +33,7 @@ class Names:
         self.stored = meta_model.resolve_names(model, checkpoint.names)
         self.joined = meta_model.joined_names(model, checkpoint.names)
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        self._linears = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._tied = model.all_tied_weights_keys
         self._depth = len(model.get_submodule(blocks))
@@ -82,12 +85,30 @@ class Names:
                 found.append(f"{stored} is {shape}, the configuration says {self.shapes[name]}")
         return found
 
+    def quantized_elsewhere(self) -> list[str]:
+        """Parameters that are stored as codes though they are no linear of a block, such as routers; those
+        outside the blocks are read packed or not."""
+        found = []
+        for name, stored in self.stored.items():
+            inside = name.startswith(f"{self.blocks}.") and name in self.shapes and name not in self._linears
+            if inside and self._checkpoint.is_quantized(stored):
+                found.append(stored.removesuffix(".weight"))
+            elif name in self.shapes and self._checkpoint.plain_dtype(stored) in INTEGERS:
+                found.append(f"{stored} ({self._checkpoint.plain_dtype(stored)})")
+        return found
+
     def check_complete(self) -> None:
         """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape."""
         if missing := self.missing():
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
                 hint="the download is incomplete, or config.json belongs to another model",
+            )
+        if odd := self.quantized_elsewhere():
+            raise QuantkitError(
+                f"quantized already, in a form that is not understood: {name_all(odd)}",
+                hint="start from the original checkpoint, whose routers and other such parameters are floats",
+                exit_code=UNSUPPORTED,
             )
         if misshapen := self.misshapen():
             raise QuantkitError(

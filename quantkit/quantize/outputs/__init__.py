@@ -43,7 +43,7 @@ class Material:
 
     @cached_property
     def beside(self) -> list[Beside]:
-        """What lies beside the language model, and is copied byte for byte."""
+        """What lies beside the language model."""
         return towers.beside(self.skeleton.model, self.skeleton.names, self.checkpoint)
 
     @property
@@ -58,7 +58,10 @@ class Material:
 
     @property
     def _spared(self) -> list[str]:
-        return [name for module in self.beside for name in module.spellings]
+        """What clients may call modules of which nothing is quantized."""
+        quantized = tuple(f"{row.name}.weight" for row in self.specs if row.grid and row.block is None)
+        whole = (one for one in self.beside if not any(within(name, one.name) for name in quantized))
+        return [name for module in whole for name in module.spellings]
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
         """The source's tensors without weights that are staged, quantized or packed before; of one block
@@ -77,6 +80,11 @@ class Material:
         return self.checkpoint.with_tensors(self.untouched(index) | self.staging.infos(index), self.layout)
 
 
+def within(name: str, module: str) -> bool:
+    """Whether a tensor is a module's."""
+    return name.startswith(f"{module}.")
+
+
 @dataclass(frozen=True)
 class ExpertTokens:
     """How many calibration tokens were routed to each expert of a mixture. starved: experts with fewer than
@@ -93,8 +101,9 @@ class ExpertTokens:
 @dataclass(frozen=True)
 class Summary:
     """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
-    and bytes of what is no linear. left_out: modules that were not written, in bytes. steps_down: what it did
-    to get along with less memory than planned."""
+    and bytes of what is no linear. left_out: modules that were not written, in bytes. towers: linears beside
+    the blocks that were rounded; copied: bytes of what lies there untouched, by module. steps_down: what it
+    did to get along with less memory than planned."""
 
     source: str
     output: str
@@ -110,6 +119,8 @@ class Summary:
     notes: dict[str, list[str]]
     kept_parameters: list[dict]
     left_out: dict[str, int]
+    towers: int
+    copied: dict[str, int]
     experts: ExpertTokens | None
     outlier_columns: dict[str, int]
     seconds: dict[str, float]
@@ -134,6 +145,9 @@ class Output(Protocol):
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """What becomes of every matrix."""
+
+    def copied(self, material: Material) -> dict[str, int]:
+        """Modules beside the language model that are copied byte for byte: name -> bytes."""
 
     def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """Let what lies outside the blocks compute as it will be stored, before the first block runs."""

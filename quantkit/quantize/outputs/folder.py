@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,8 +13,10 @@ from quantkit.errors import name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.slices import Slice
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card
+from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card, within
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 
@@ -39,7 +43,7 @@ class FolderOutput:
         return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """The linears of the blocks."""
+        """The linears of the blocks, and of towers that are asked for."""
         return [
             Planned(
                 row.local,
@@ -50,24 +54,30 @@ class FolderOutput:
             for row in specs
         ]
 
+    def copied(self, material: Material) -> dict[str, int]:
+        """All of them, but for linears of towers that are quantized."""
+        left = material.untouched().values()
+        found = {one.name: [info for info in left if within(info.name, one.name)] for one in material.beside}
+        return {name: sum(info.nbytes for info in infos) for name, infos in found.items() if infos}
+
     def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """It is stored as it was read; says so of what is no part of the language model."""
-        if material.beside:
-            progress.phase(f"copying byte for byte: {name_all([module.name for module in material.beside])}")
+        if copied := self.copied(material):
+            progress.phase(f"copying byte for byte: {name_all(copied)}")
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
         """The folder without what `describe` adds."""
         place.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
-        infos |= material.staging.tensors()
+        infos = _as_stored(checkpoint, infos | material.staging.tensors())
         safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
         checkpoint.write_companions(place)
         config = dict(checkpoint.raw_config, quantization_config=material.config)
         _write_json(place / "config.json", config)
         for name, content in material.files.items():
             _write_json(place / name, content)
-        copied = {module.name: module.nbytes for module in material.beside}
+        copied = self.copied(material)
         _write_json(place / MANIFEST, manifest | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
@@ -75,6 +85,23 @@ class FolderOutput:
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (place / "README.md").write_text(model_card.render(material, manifest, summary))
+
+
+def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The same tensors; experts of a layer of which nothing changed in the one that they are stored in, where
+    clients look for them."""
+    layers: dict[str, list[str]] = {}
+    for name, info in checkpoint.infos.items():
+        if isinstance(info, Slice):
+            layers.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.).*", "", name), []).append(name)
+    found, header = dict(infos), cache(safetensors_folder.read_header)
+    for names in layers.values():
+        if all(isinstance(infos.get(name), Slice) for name in names):
+            for name in names:
+                info = found.pop(name)
+                if info.source not in found:
+                    found[info.source] = header(info.file)[info.source]
+    return found
 
 
 def _write_json(path: Path, content: dict) -> None:

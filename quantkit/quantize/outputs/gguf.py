@@ -115,6 +115,10 @@ class GgufOutput:
                 rows.append(Planned(name, index, target.shape, types[target.name]))
         return rows
 
+    def copied(self, material: Material) -> dict[str, int]:
+        """None: the file holds the language model alone."""
+        return {}
+
     def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
         """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging

@@ -1,0 +1,131 @@
+"""Mixtures and wrappers that are damaged: one line, the offender's name, a hint, and nothing written."""
+
+import json
+import math
+
+import families
+import pytest
+import test_wrappers
+import torch
+from safetensors.torch import load_file, save_file
+
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+EXPERT = "model.layers.1.block_sparse_moe.experts.2"
+ROUTER = "model.layers.1.block_sparse_moe.gate.weight"
+CALIBRATED = ("--calibration", "text.txt", "--samples", 2, "--seqlen", 32)
+COMMANDS = {
+    "gptq": ("gptq", "model", "--group-size", 32, *CALIBRATED, "-o", "out"),
+    "nf4": ("nf4", "model", "-o", "out"),
+    "gguf": ("gguf", "model", "-t", "Q8_0", "-o", "out.gguf"),
+    "eval": ("eval", "model", "--text", "text.txt", "--limit", 512),
+}
+
+
+@pytest.fixture
+def refuse(quantkit):
+    """`refuse(code, ...)` must fail with an error and a hint, a line each; before them, warnings alone."""
+
+    def run(code: int, *arguments) -> tuple[str, str]:
+        done = quantkit(*arguments, "-q")
+        *warnings, error, hint = done.err.splitlines()
+        assert (done.code, done.out) == (code, ""), done.err
+        assert error.startswith("error: ") and hint.startswith("hint: "), done.err
+        assert all(line.startswith("warning: ") for line in warnings)
+        return error.removeprefix("error: "), hint.removeprefix("hint: ")
+
+    return run
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "text.txt").write_text(test_wrappers.TEXT)
+    return tmp_path / "model"
+
+
+def change(place, edit) -> None:
+    """Let `edit(tensors)` alter what is stored."""
+    tensors = load_file(place / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def spoil(tensors: dict) -> None:
+    tensors[f"{EXPERT}.w1.weight"][3, 5] = math.nan
+
+
+def round_router(tensors: dict) -> None:
+    tensors[ROUTER] = (tensors[ROUTER] * 100).to(torch.int8)
+
+
+def experts(number: int):
+    def configure(place) -> None:
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps(config | {"num_local_experts": number}))
+
+    return configure
+
+
+DAMAGE = {  # what is done to a mixture; exit code and what the error says
+    "an expert is absent": (
+        lambda place: change(place, lambda tensors: tensors.pop(f"{EXPERT}.w3.weight")),
+        1,
+        ("lacks 1 tensor", ".experts.2.w3.weight"),
+    ),
+    "more experts are configured": (experts(8), 1, ("lacks ", ".experts.4.w1.weight")),
+    "fewer experts are configured": (
+        experts(2),
+        1,
+        ("gate.weight is [4, 64], the configuration says [2, 64]",),
+    ),
+    "NaN in one expert": (lambda place: change(place, spoil), 1, (f"{EXPERT}.w1.weight holds NaN",)),
+    "a router that is quantized": (
+        lambda place: change(place, round_router),
+        4,
+        ("quantized already", f"{ROUTER} (I8)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_mixture_is_refused_in_one_line(refuse, place, damage, command):
+    families.save_tokenizer(families.save_model(place, "mixtral", **WIDE))
+    make, code, words = DAMAGE[damage]
+    make(place)
+    before = sorted(place.parent.rglob("*"))
+    error, hint = refuse(code, *COMMANDS[command])
+    assert all(word in error for word in words), error
+    assert len(hint) > 20 and sorted(place.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrapper_without_its_language_model_is_refused(refuse, place, command):
+    test_wrappers.save(place, "gemma3")
+
+    def strip(tensors: dict) -> None:
+        for name in [name for name in tensors if name.startswith("language_model.")]:
+            del tensors[name]
+
+    change(place, strip)
+    before = sorted(place.parent.rglob("*"))
+    error, _ = refuse(1, *COMMANDS[command])
+    assert "lacks 41 tensors of the model: model.language_model." in error
+    assert sorted(place.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["gptq", "eval"])
+def test_a_router_among_packed_linears_is_refused(refuse, quantkit, place, command):
+    families.save_tokenizer(families.save_model(place.parent / "plain", "mixtral", **WIDE))
+    rounded = ("gptq", "plain", "--group-size", 32, "--solver", "rtn", "-o", "model", "-q")
+    assert quantkit(*rounded).code == 0
+
+    def pack(tensors: dict) -> None:
+        like = f"{EXPERT}.w1."
+        for name in [name for name in tensors if name.startswith(like)]:
+            tensors[name.replace(like, ROUTER.removesuffix("weight"))] = tensors[name].clone()
+        del tensors[ROUTER]
+
+    change(place, pack)
+    allowed = ("--allow-requantize",) if command == "gptq" else ()
+    error, _ = refuse(4, *COMMANDS[command], *allowed)
+    assert "quantized already" in error and ROUTER.removesuffix(".weight") in error
