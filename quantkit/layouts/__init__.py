@@ -71,12 +71,14 @@ class Layout(Protocol):
     """What a client expects. `encode` and `decode` are exact inverses.
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
-    engines make one linear of several.
+    engines make one linear of several. takes_matrices: they make linears of a block's other matrices, such
+    as routers, unless `beside` names them.
     """
 
     marker: str
     suffixes: tuple[str, ...]
     fused = True
+    takes_matrices = False
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
