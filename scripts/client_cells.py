@@ -19,6 +19,12 @@ SHAPE = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ def make_model(source: str, folder: Path) -> Path:
     """The demo model, or a random one with rows of unlike size, so that a wrong order shows.
 
     qwen2: biases on q, k and v, tied embeddings. opt: biases everywhere, no Llama.
-    llama-bias: biases everywhere, embeddings not tied.
+    llama-bias: biases everywhere, embeddings not tied. mixtral, qwen3_moe, qwen2_moe: 8 experts, 2 a token;
+    the last with an expert that all tokens share.
     """
     if source == "demo":
         return DEMO
@@ -53,15 +60,24 @@ def make_model(source: str, folder: Path) -> Path:
             attention_bias=True, mlp_bias=True, tie_word_embeddings=False, **SHAPE, **shapes
         ),
         "opt": lambda: transformers.OPTConfig(ffn_dim=512, init_std=0.08, word_embed_proj_dim=256, **SHAPE),
+        "mixtral": lambda: transformers.MixtralConfig(**SHAPE, **shapes),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**EXPERTS, head_dim=64, **SHAPE, **shapes),
+        "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+            shared_expert_intermediate_size=256, **EXPERTS, **SHAPE, **shapes
+        ),
     }[source]()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name:
-                parameter.mul_(torch.exp(0.5 * torch.randn(len(parameter), 1)))
+            if parameter.ndim > 1 and "embed" not in name and "lm_head" not in name:
+                parameter.mul_(torch.exp(0.5 * torch.randn(*parameter.shape[:-1], 1)))
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
+            if name.endswith(
+                "mlp.gate.weight"
+            ):  # else rounding decides between experts that are nearly equal
+                parameter.mul_(4)
     model.half().save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / file, folder)

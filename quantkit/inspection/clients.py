@@ -9,7 +9,6 @@ layout form bits symmetric desc_act version g_idx   as stored; form: a ggml type
 model_type                                          of GGUF files the architecture, by llama.cpp's name
 group_size                                          -1 for whole rows
 mixed, kept                                         not all linears alike; linears left in 16 bit
-experts                                             whether experts are among what is quantized
 activations, biases, rope_scaled                    whether there are such
 experts                                             whether there are tensors of all experts of a layer
 """

@@ -71,13 +71,15 @@ class Layout(Protocol):
     """What a client expects. `encode` and `decode` are exact inverses.
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
-    engines make one linear of several. experts_note: what to know of experts that lie in it.
+    engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
+    they make linears of a block's other matrices, such as routers, unless `beside` names them.
     """
 
     marker: str
     suffixes: tuple[str, ...]
     fused = True
     experts_note = ""
+    takes_matrices = False
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""

@@ -214,6 +214,12 @@ CLIENTS = {
         {"loads": True, "note": "with gptqmodel installed"},
     ],
     "GPTQModel": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
-    "vLLM": [{"experts": True}, {"group_size": -1}, {"loads": True}],
+    "vLLM": [
+        {"experts": True, "mixed": True},
+        {"experts": True, "not_group_size": [128]},
+        {"experts": True, "loads": True, "note": "its CPU build wants AMX for experts"},
+        {"group_size": -1},
+        {"loads": True},
+    ],
     "AutoAWQ": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
 }

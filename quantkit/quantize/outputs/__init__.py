@@ -15,6 +15,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton, towers
 from quantkit.models.skeleton.towers import Beside
+from quantkit.quantize.linears import kept_parameters
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.staging import Staging
@@ -58,10 +59,14 @@ class Material:
 
     @property
     def _spared(self) -> list[str]:
-        """What clients may call modules of which nothing is quantized."""
+        """Modules of which nothing is quantized, and which clients may take for linears that are."""
         quantized = tuple(f"{row.name}.weight" for row in self.specs if row.grid and row.block is None)
         whole = (one for one in self.beside if not any(within(name, one.name) for name in quantized))
-        return [name for module in whole for name in module.spellings]
+        names = [name for module in whole for name in module.spellings]
+        if self.layout.takes_matrices:
+            kept = (row for row in kept_parameters(self.skeleton) if len(row.shape) == 2)
+            names += [row.name.removesuffix(".weight") for row in kept if row.name.endswith(".weight")]
+        return names
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
         """The source's tensors without weights that are staged, quantized or packed before; of one block
