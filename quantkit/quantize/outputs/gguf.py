@@ -176,7 +176,7 @@ class GgufOutput:
     ) -> list[Tensor]:
         """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
         values = target.read(checkpoint)
-        if target.shift:
+        if target.changed:
             values = target.to_gguf(values)
         rows = values if values.ndim == 2 else values[:, None]
         return [encode_rows(name, rows, importance, self.exact) for name in types]
