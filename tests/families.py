@@ -56,7 +56,14 @@ FURTHER = {  # of which only GGUF files are tested
     ),
     "smollm3": (hf.SmolLM3Config, {**GROUPED, "num_hidden_layers": 5, "pad_token_id": 0}),
     "nemotron": (hf.NemotronConfig, GROUPED),
-}
+    "qwen3_5": (
+        hf.Qwen3_5TextConfig,
+        {
+            **GROUPED, "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+    ),
+}  # fmt: skip
 PER_LAYER = {
     **GROUPED,
     "head_dim": 16,

@@ -157,6 +157,15 @@ REFUSED = {  # (family, configuration) -> what llama.cpp does not know
     "windows by depth": ("exaone4", {"sliding_window": 16}, "sliding_window 16 at this depth"),
     "rotary blocks": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "no_rope_layers other than"),
     "another activation": ("nemotron", {"hidden_act": "silu"}, "hidden_act 'silu'"),
+    "value heads": ("qwen3_5", {"linear_num_value_heads": 8}, "8 value heads over 4 key heads"),
+    "wider value heads": ("qwen3_5", {"linear_value_head_dim": 32}, "value heads of 32 over key heads of 16"),
+    "no state": ("qwen3_5", {"layer_types": ["full_attention"] * 4}, "all but every nth block"),
+    "sections": (
+        "qwen3_5",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                             "mrope_section": [4, 2, 2]}},
+        "mrope_section [4, 2, 2] for 8 angles",
+    ),
     "scaling": (
         "qwen2",
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,

@@ -75,10 +75,10 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if row is None:
         raise Unfit(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    named = _of_mixture(settings) if row.mixture else _of_dense(row, parameters)
+    named = _asked(settings) if row.mixture or row.hybrid else _of_dense(row, parameters)
     experts, chosen = _experts(row, settings)
     model = Model(row.name, settings.layers, settings.heads, settings.kv_heads, experts)
-    total = 0 if row.mixture else _factors(settings)
+    total = 0 if row.mixture or row.hybrid else _factors(settings)
     packed, weights, unread = 0, 0, 0
     has_output = any(name == mixtures.OUTPUT for name, _ in named)
     for choice, (name, shape) in zip(mixtures.choose(file_type, model, named), named, strict=True):
@@ -104,7 +104,7 @@ def _experts(row: Architecture, settings: Settings) -> tuple[int, int]:
     return of, chosen
 
 
-def _of_mixture(settings: Settings) -> Named:
+def _asked(settings: Settings) -> Named:
     """As the exporter has it, which puts experts together and apart: its model is built, in shapes alone."""
     from quantkit.capacity import meta
 

@@ -137,7 +137,7 @@ CLIENTS = {
             ],
         },
         {
-            "model_type": ["llama", "qwen2", "bloom", "starcoder2", "minimax-m2"],
+            "model_type": ["llama", "qwen2", "bloom", "starcoder2", "minimax-m2", "qwen35"],
             "loads": True,
             "note": "decoded, by gguf_file=NAME",
         },
@@ -148,7 +148,7 @@ CLIENTS = {
             "model_type": [
                 "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
                 "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "chatglm", "glm4",
-                "exaone4", "smollm3", "nemotron", "qwen2moe", "qwen3moe", "olmoe", "ernie4_5-moe",
+                "exaone4", "smollm3", "nemotron", "qwen35", "qwen2moe", "qwen3moe", "olmoe", "ernie4_5-moe",
                 "glm4moe", "dots1", "minimax-m2", "granitemoe", "deepseek2", "gpt-oss", "llama4",
             ],
             "loads": True,

@@ -39,13 +39,17 @@ GRANITE: Fields = RMS | {
 }
 GATE = "expert_gating_func"
 SHARED_LENGTH = "expert_shared_feed_forward_length"
-DEFAULTS: dict[str, Callable[[PretrainedConfig], int]] = {  # where the field is absent or None
+ROPE_SECTIONS = "rope.dimension_sections"  # of heads, by time, height and width: one position for text
+DEFAULTS: dict[str, Callable[[PretrainedConfig], Any]] = {  # where the field is absent or None
     "context_length": lambda config: 2048,
     "feed_forward_length": lambda config: 4 * config.hidden_size,
     "attention.head_count_kv": lambda config: kv_heads(config),
     "attention.key_length": lambda config: head_dim(config),
     "attention.value_length": lambda config: head_dim(config),
     SHARED_LENGTH: lambda config: config.moe_intermediate_size * config.moe_num_shared_experts or None,
+    "ssm.inner_size": lambda config: config.linear_num_value_heads * config.linear_value_head_dim,
+    "full_attention_interval": lambda config: config.layer_types.index("full_attention") + 1,
+    ROPE_SECTIONS: lambda config: [*config.rope_parameters.get("mrope_section", (11, 11, 10)), 0],
 }
 
 
@@ -93,6 +97,11 @@ class Architecture:
     def period(self, blocks: int) -> int | None:
         """Of so many blocks the last attends to all tokens, unless the file says otherwise."""
         return self.window if self.window_depth in (None, blocks) else 1
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some blocks keep a state instead of attending."""
+        return "ssm.state_size" in self.fields
 
     @property
     def mixture(self) -> bool:

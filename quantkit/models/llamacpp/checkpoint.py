@@ -84,8 +84,10 @@ class GgufCheckpoint(Checkpoint):
         target = self.targets[name]
         shape = target.shape if target.parameters == (name,) else info.shape
         values = _decode(info, shape, dtype, target)
-        if target.shift:
+        if target.changed:
             values = target.to_hf(values).to(dtype or torch.float32)
+        if target.single:
+            values = values[:, None]
         return values.t().contiguous() if target.conv1d else values
 
     def _joined(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
@@ -99,7 +101,7 @@ class GgufCheckpoint(Checkpoint):
         """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
         if info.file != self.folder:
             return info
-        dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].shift else "F32"
+        dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
         return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
@@ -222,7 +224,8 @@ def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
     """The stored tensors that a tensor of the file stands for, each with its place."""
     if len(target.parameters) == 1:
         name = target.parameters[0]
-        yield name, replace(info, name=name, shape=target.shape[::-1] if target.conv1d else target.shape)
+        shape = target.shape[::-1] if target.conv1d else target.shape
+        yield name, replace(info, name=name, shape=(shape[0], 1, shape[1]) if target.single else shape)
         return
     nbytes = info.nbytes // len(target.parameters)
     for row, name in enumerate(target.parameters):

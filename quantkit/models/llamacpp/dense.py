@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.models.llamacpp.architecture import (
     BIASES,
     COMMON,
+    DEFAULTS,
     EPSILON,
     GELU,
     GPT2,
@@ -16,6 +17,7 @@ from quantkit.models.llamacpp.architecture import (
     LLAMA_SCALINGS,
     MULTI_HEAD,
     RMS,
+    ROPE_SECTIONS,
     ROTARY,
     SWIGLU,
     SWIGLU_NO_BIAS,
@@ -65,6 +67,36 @@ def _rope_by_depth(config: PretrainedConfig) -> str | None:
     """It has sliding windows, and no rotary embeddings between them, at one depth alone."""
     given = config.sliding_window
     return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
+
+
+def _delta_net(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Width of a value head, and which blocks attend."""
+    inner, heads = keys.get("ssm.inner_size"), keys.get("ssm.time_step_rank")
+    period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count")
+    sizes = inner, heads, period, blocks
+    if any(type(size) is not int or size < 1 for size in sizes) or blocks > len(names):
+        return {}
+    return {"linear_value_head_dim": inner // heads, "layer_types": _attending(period, blocks)}
+
+
+def _attending(period: int, blocks: int) -> list[str]:
+    return ["linear_attention" if (index + 1) % period else "full_attention" for index in range(blocks)]
+
+
+def _unlike_delta_net(config: PretrainedConfig) -> str | None:
+    """It repeats keys in another order, for which columns of the output projection change places: blocks of
+    256 codes cannot. Angles in no section are those of position 0 there."""
+    if config.linear_num_value_heads != config.linear_num_key_heads:
+        return f"{config.linear_num_value_heads} value heads over {config.linear_num_key_heads} key heads"
+    if config.linear_value_head_dim != config.linear_key_head_dim:
+        return f"value heads of {config.linear_value_head_dim} over key heads of {config.linear_key_head_dim}"
+    kinds, rope = config.layer_types, config.rope_parameters
+    period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+    if period < 2 or kinds != _attending(period, len(kinds)):
+        return "linear attention other than in all but every nth block"
+    sections, angles = DEFAULTS[ROPE_SECTIONS](config), config.head_dim * rope["partial_rotary_factor"] / 2
+    whole = all(angle < 3 * sections[angle % 3] for angle in range(int(angles)))
+    return None if whole else f"mrope_section {sections[:3]} for {angles:g} angles"
 
 
 def _rope_in_three_of_four(config: PretrainedConfig) -> str | None:
@@ -275,5 +307,26 @@ DENSE = (
         norm_shift=1.0,
         partial_rotary=True,
         head="always",
+    ),
+    Architecture(
+        "qwen35",
+        ("qwen3_5_text",),
+        RMS
+        | {
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+            "ssm.inner_size": None,
+            "full_attention_interval": None,
+            ROPE_SECTIONS: None,
+        },
+        fixed=SWIGLU_NO_BIAS,
+        norm_shift=1.0,
+        rope=(),
+        partial_rotary=True,
+        free_head_dim=True,
+        refuse=_unlike_delta_net,
+        restore=_delta_net,
     ),
 )

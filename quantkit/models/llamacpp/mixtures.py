@@ -27,7 +27,9 @@ FALLBACKS = {  # where 256 does not divide the columns
 }
 LAST_RESORT = "F16"  # where 32 does not, either
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
-FLOATS = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
+FLOATS = (
+    "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "ssm_conv1d.weight",
+)  # fmt: skip
 VALUES, KEYS, ATTENTION, DOWN = "values", "keys", "attention", "down"
 KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first counts
     "attn_qkv.weight": VALUES,

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.errors import name_all
-from quantkit.models.llamacpp.architecture import Architecture, head_dim, inexpressible
+from quantkit.models.llamacpp.architecture import ROPE_SECTIONS, Architecture, head_dim, inexpressible
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
@@ -152,6 +152,8 @@ def parameters(
     )
     if row.partial_rotary:
         rope["partial_rotary_factor"] = keys.get("rope.dimension_count", dimensions) / dimensions
+    if ROPE_SECTIONS in keys:
+        rope["mrope_section"] = list(keys[ROPE_SECTIONS])[:3]
     if row.name != "gemma3":
         return rope
     sliding = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10000.0)}

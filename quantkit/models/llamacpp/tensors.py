@@ -53,7 +53,8 @@ class Target:
     several to be stacked; none for computed ones, whose values are `values`. stored: the same by the
     checkpoint's names. shape: `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row
     `index[k]` of the model; None when they agree. shift: what the file's values have over the model's.
-    conv1d: the checkpoint holds `[in, out]`. part: what it holds of its parameter, where that is not all.
+    part: what it holds of its parameter, where that is not all. decay: it has minus their exponential.
+    conv1d: the checkpoint holds `[in, out]`; single: `[out, 1, in]`.
     """
 
     name: str
@@ -62,9 +63,16 @@ class Target:
     index: Tensor | None = None
     shift: float = 0.0
     conv1d: bool = False
+    decay: bool = False
+    single: bool = False
     values: Tensor | None = None
     stored: tuple[str, ...] = ()
     part: Part | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether its values are others than the model's."""
+        return self.decay or self.shift != 0
 
     @property
     def parts(self) -> list[Target]:
@@ -85,17 +93,23 @@ class Target:
         tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
         if self.conv1d and not checkpoint.is_quantized(self.stored[0]):
             tensor = tensor.t().contiguous()
+        if self.single and tensor.ndim == 3:
+            tensor = tensor.squeeze(1)
         tensor = checked(tensor, self.part.shape if self.part else self.shape, self.stored[0])
         return self.part.of(tensor).contiguous() if self.part else tensor
 
     def to_gguf(self, tensor: Tensor) -> Tensor:
         """From the model's values, or encoded rows, to the file's."""
+        if self.decay:
+            return -tensor.float().exp()
         if self.shift:
             return tensor.float() + self.shift
         return tensor if self.index is None else tensor.index_select(0, self.index.to(tensor.device))
 
     def to_hf(self, tensor: Tensor) -> Tensor:
         """The inverse of `to_gguf`."""
+        if self.decay:
+            return (-tensor.float()).log()
         if self.shift:
             return tensor.float() - self.shift
         if self.index is None:
@@ -216,6 +230,8 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
             lost += parameters
             continue
         shape = shapes[parameters[0]]
+        single = len(shape) == 3 and shape[1] == 1
+        shape = shape[::2] if single else shape
         shape = (len(parameters), *shape) if parameters != [stack] else shape
         leaf = name.split(".")[-2]
         if leaf in row.splits:
@@ -229,8 +245,10 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
             tuple(parameters),
             shape,
             index=ORDERS[row.rows[leaf]](shape[0], config) if leaf in row.rows else None,
-            shift=row.norm_shift if name.endswith("norm.weight") else 0.0,
+            shift=row.norm_shift if name.endswith("norm.weight") and leaf != "ssm_norm" else 0.0,
             conv1d=stack in conv1d,
+            decay=name.endswith(".ssm_a"),
+            single=single,
         )
     if lost:
         raise inexpressible(row, f"tensors such as {name_all(lost)}")
@@ -273,7 +291,7 @@ class _Names:
     def __call__(self, name: str) -> str | None:
         if name == "lm_head.weight":  # the map has none for those whose head is always tied
             return HEAD
-        name = BALANCE.sub(r"\1.e_score_correction.bias", name)
+        name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
         spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
         name = next((name for name in found if name), None)

@@ -183,7 +183,7 @@ class GgufOutput:
     ) -> list[Tensor]:
         """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
         values = target.read(checkpoint)
-        if target.shift:
+        if target.changed:
             values = target.to_gguf(values)
         matrices = values if values.ndim == 3 else [values if values.ndim == 2 else values[:, None]]
         weights = _per_part(importance, len(matrices))
