@@ -3,7 +3,7 @@
     python scripts/results_experts.py [MODEL] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
 Quantizes MODEL (the bundled mixture unless given) to 4 and 3 bits with each `--experts` choice, to 4 bits
-with awq, and to Q4_K_M with error feedback and with llama-quantize's encoder and importance matrix. Then
+with awq, and to Q4_K_M and Q3_K_M with error feedback and with llama-quantize's encoder and importance matrix. Then
 again by fewer and fewer calibration tokens, where experts starve: `rtn` there is a fourth choice, which
 rounds an expert to nearest whose tokens are fewer than its inputs. Fails if the default is above rounding to
 nearest, or the worst of the choices, anywhere.
@@ -28,9 +28,9 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import experts
 
 CHOICES = ("routed", "all", "shrink")
-FEW = (64, 16, 4, 2, 1)  # calibration sequences
+FEW = (64, 16, 4, 1)  # calibration sequences
 BITS = 3  # of the comparison by few tokens: differences show earlier
-TYPE = "Q4_K_M"
+TYPES = ("Q4_K_M", "Q3_K_M")
 
 
 def starved_rounded(own, layer, in_features, choice):
@@ -91,24 +91,23 @@ def tokens_of(folder: Path) -> list[int]:
     return sorted(row["tokens"] for row in manifest["linears"] if row.get("tokens") is not None)
 
 
-def gguf_type(model: str, args: argparse.Namespace) -> str:
-    """One line: error feedback against llama-quantize's encoder in the same bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = results_gguf.make(model, Path(folder), [TYPE])
-        limited = argparse.Namespace(**vars(args) | {"limit": args.limit or 10240})
-        theirs = results_gguf.computed(model, files, limited)
-        kld = {
-            path: row["metrics"]["kld"]["mean"]
-            for path, row in results_gguf.decoded(model, files, limited).items()
-        }
-    _, imatrix, feedback = files
-    parts = [
-        f"{of[imatrix]:.5f} | {of[feedback]:.5f} | {of[feedback] / of[imatrix]:.2f}" for of in (kld, theirs)
+def gguf_types(model: str, args: argparse.Namespace) -> str:
+    """Error feedback against llama-quantize's encoder in the same bytes."""
+    lines = [
+        "| type | KL: imatrix | KL: gptq | ratio | in llama.cpp: imatrix | gptq | ratio |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    return (
-        "| type | KL: imatrix | KL: gptq | ratio | in llama.cpp: imatrix | gptq | ratio |\n"
-        f"| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n| {TYPE} | {' | '.join(parts)} |\n"
-    )
+    limited = argparse.Namespace(**vars(args) | {"limit": args.limit or 10240})
+    with tempfile.TemporaryDirectory() as folder:
+        files = results_gguf.make(model, Path(folder), TYPES)
+        computed = results_gguf.computed(model, files, limited)
+        decoded = results_gguf.decoded(model, files, limited)
+    kld = {path: row["metrics"]["kld"]["mean"] for path, row in decoded.items()}
+    for name, rounded, fed_back in zip(TYPES, files[1::2], files[2::2], strict=True):
+        pairs = [(of[rounded], of[fed_back]) for of in (kld, computed)]
+        row = " | ".join(f"{theirs:.5f} | {ours:.5f} | {ours / theirs:.2f}" for theirs, ours in pairs)
+        lines.append(f"| {name} | {row} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -119,14 +118,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--write", action="store_true", help="put the tables where they belong")
     args = parser.parse_args()
-    first, by_method = widths(args.model, args)
-    second, by_tokens = few_tokens(args.model, args)
-    tables = {"mixture": first, "starved": second, "mixture-gguf": gguf_type(args.model, args)}
-    for marker, text in tables.items():
+
+    def show(marker: str, text: str) -> None:
+        print(text, flush=True)
         if args.write:
             write_section(marker, text, ROOT / "docs/experts.md")
-        else:
-            print(text)
+
+    text, by_method = widths(args.model, args)
+    show("mixture", text)
+    text, by_tokens = few_tokens(args.model, args)
+    show("starved", text)
+    show("mixture-gguf", gguf_types(args.model, args))
     missed = [
         f"{n} bit" for n in (4, 3) if by_method[f"gptq {n} bit, --experts shrink"] > by_method[f"rtn {n} bit"]
     ]
