@@ -3,8 +3,8 @@
     python scripts/results_experts.py [MODEL] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
 Quantizes MODEL (the bundled mixture unless given) to 4 and 3 bits with each `--experts` choice, to 4 bits
-with awq, and to Q4_K_M and Q3_K_M with error feedback and with llama-quantize's encoder and importance matrix. Then
-again by fewer and fewer calibration tokens, where experts starve: `rtn` there is a fourth choice, which
+with awq, and to two GGUF types with error feedback and with llama-quantize's encoder and importance matrix.
+Then again by fewer and fewer calibration tokens, where experts starve: `rtn` there is a fourth choice, which
 rounds an expert to nearest whose tokens are fewer than its inputs. Fails if the default is above rounding to
 nearest, or the worst of the choices, anywhere.
 """
@@ -120,9 +120,10 @@ def main() -> None:
     args = parser.parse_args()
 
     def show(marker: str, text: str) -> None:
-        print(text, flush=True)
         if args.write:
             write_section(marker, text, ROOT / "docs/experts.md")
+        else:
+            print(text, flush=True)
 
     text, by_method = widths(args.model, args)
     show("mixture", text)
