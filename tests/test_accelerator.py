@@ -14,6 +14,7 @@ from far_device import DEVICE
 
 from quantkit.grids.affine import AffineGrid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.models import held
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.device import choose_device
 from quantkit.models.llamacpp.file_types import FILE_TYPES
@@ -123,6 +124,14 @@ def test_a_method_writes_the_bytes_of_the_cpu(both, source, method):
 def test_a_mixture_has_the_bytes_of_the_cpu(both, tiny_model, method):
     name, *rest = METHODS[method]
     model = tiny_model("mixtral", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
+    same_tensors(*both(name, model, *rest))
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "int8"])
+def test_a_mixture_whose_experts_are_streamed_has_the_bytes_of_the_cpu(both, tiny_model, method, monkeypatch):
+    monkeypatch.setattr(held, "SHARE", 0.0)
+    name, *rest = METHODS[method]
+    model = tiny_model("mixtral", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     same_tensors(*both(name, model, *rest))
 
 

@@ -1,7 +1,7 @@
 """What a job takes: the forecast from headers is the plan from the model's modules."""
 
 import pytest
-from families import FAMILIES, save_model, save_tokenizer
+from families import FAMILIES, KINDS, save_model, save_tokenizer
 from published import CONFIGS, gated
 
 from quantkit.capacity import devices, job, job_time, source
@@ -32,10 +32,22 @@ def of_config(name: str, device=None, **arguments):
 @pytest.mark.parametrize("family", ["llama", "tied", "qwen2", "gpt2", "phi3", "opt", "falcon", "gpt_neox"])
 def test_the_forecast_is_the_plan(family, method, tmp_path, monkeypatch):
     """To the byte: memory, disk and output. The plan knows shapes from the modules of the model."""
+    agree(family, method, tmp_path, monkeypatch)
+
+
+@pytest.mark.processor
+@pytest.mark.parametrize("method", ["int8", "nf4", "gptq", "awq"])
+def test_the_forecast_of_a_mixture_is_the_plan(method, tmp_path, monkeypatch):
+    """Of which two experts are in memory, unless there is a transform."""
+    agree("mixtral", method, tmp_path, monkeypatch)
+
+
+def agree(family, method, tmp_path, monkeypatch) -> None:
+    """The forecast from the headers of a model, and the plan of a job on it."""
     monkeypatch.chdir(tmp_path)
     tied, family = family == "tied", "llama" if family == "tied" else family
     sizes = {"ffn_dim": 512, "word_embed_proj_dim": 256} if family == "opt" else {}
-    sizes |= {key: value for key, value in WIDE.items() if key in FAMILIES[family][1]}
+    sizes |= {key: value for key, value in WIDE.items() if key in (FAMILIES | KINDS)[family][1]}
     folder = save_model(tmp_path / family, family, dtype="bfloat16", tie_word_embeddings=tied, **sizes)
     save_tokenizer(folder)
     options = methods.load(method).Options()

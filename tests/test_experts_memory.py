@@ -11,6 +11,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize import loop, parts, plan
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import Staging
 
 IDS = torch.arange(40).view(5, 8) * 5 % 90 + 4
 EXPERTS = 6
@@ -157,3 +158,31 @@ def test_a_repeated_forward_takes_as_many_experts_as_the_plan_allows(mixture, tm
     one, few = (jobs.contents(tmp_path / name / "out") for name in ("one", "few"))
     assert [file for file in one if one[file] != few[file]] == []
     assert passes[1] - passes[0] == 3 * 2 * EXPERTS  # of three batches, once for each site and not for all
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_block_that_is_half_staged_is_made_again(lost, mixture, tmp_path, monkeypatch):
+    """The second block's parts are on the disk when the job dies, and one of the first block's gets lost."""
+    folder = mixture("mixtral", **WIDE | {"num_hidden_layers": 2})
+    monkeypatch.setattr(parts, "PART_BYTES", 1)
+    arguments = {"calibration": jobs.calibration(tmp_path), "sequential": "suspend"}
+    jobs.quantize("gptq", folder, tmp_path / "whole" / "out", SMALL, **arguments)
+    write = Staging.write_block
+
+    def stop(self, index, *rest):
+        if index:
+            raise KeyboardInterrupt
+        write(self, index, *rest)
+
+    cut = tmp_path / "cut" / "out"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Staging, "write_block", stop)
+        jobs.quantize("gptq", folder, cut, SMALL, **arguments)
+    staged = sorted(path.name for path in cut.with_suffix(".partial").glob("part-*"))
+    assert len([name for name in staged if name.startswith("part-00001-")]) == 4 + 3 * EXPERTS
+    if lost:
+        (cut.with_suffix(".partial") / staged[0]).unlink()
+    assert Staging(cut).is_done(0) != lost and not Staging(cut).is_done(1)
+    jobs.quantize("gptq", folder, cut, SMALL, resume=True, **arguments)
+    one, other = (jobs.contents(tmp_path / place / "out") for place in ("whole", "cut"))
+    assert [file for file in one if one[file] != other[file]] == []
