@@ -1,6 +1,7 @@
 """compressed-tensors checkpoints written by quantkit, loaded by transformers with the library itself."""
 
 import hashlib
+import json
 from dataclasses import replace
 
 import cases
@@ -87,3 +88,9 @@ def test_cases_are_what_they_say(folders):
         )
         > 10
     )
+
+
+def test_routers_are_named_as_not_quantized(folders):
+    """Which vLLM would make linears of, and look for packed."""
+    config = json.loads((folders["qwen3_moe"] / "config.json").read_text())
+    assert r"re:model\.layers\.0\.mlp\.gate(\.|$)" in config["quantization_config"]["ignore"]
