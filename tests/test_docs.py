@@ -20,7 +20,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Flags of other programs, and of scripts.
-OTHERS = {"--no-write", "--repo-type"}
+OTHERS = {"--as-is", "--no-write", "--repo-type"}
 GROUP = typer.main.get_command(cli.app)
 
 

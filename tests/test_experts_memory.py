@@ -98,7 +98,7 @@ METHODS = {
     "gptq repeat": ("gptq", SMALL, {"sequential": "repeat"}),
     "gptq packed": ("gptq", SMALL | {"layout": "compressed-tensors"}, {}),
     "nf4": ("nf4", {}, {}),
-    "int8": ("int8", {}, {}),
+    "int8": ("int8", {}, {"allow_unread": True}),
 }
 
 
