@@ -40,7 +40,9 @@ CASES = {
     "gpt_neox": packed("gpt_neox", "compressed", group_size=32),  # whose head is not called lm_head
     "mixtral": packed("mixtral", group_size=32),
     "qwen3_moe": packed("qwen3_moe", group_size=32),
-    "qwen3_moe, awq": replace(packed("qwen3_moe", group_size=32), method="awq"),  # its router is scaled, too
+    "qwen3_moe, awq": replace(  # its router is scaled, too
+        packed("qwen3_moe", group_size=32, zero_point=False), method="awq"
+    ),
     "shards": replace(packed(), max_shard_gb=0.002),
     "exclude": replace(packed(), exclude=EXCLUDE),
     "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),
