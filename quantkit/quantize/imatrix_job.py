@@ -70,8 +70,9 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
             hint="an importance matrix is made from the original checkpoint: give that one",
             exit_code=UNSUPPORTED,
         )
-    stored = {name: target.name for target in tensors.of_checkpoint(checkpoint) for name in target.stored}
     skeleton = open_skeleton(checkpoint, request.run)
+    targets = tensors.of_checkpoint(skeleton.checkpoint)  # which has experts one by one
+    stored = {name: target.name for target in targets for name in target.stored}
     rows = linears.linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
