@@ -1,11 +1,14 @@
 """`quantkit imatrix` of mixtures of experts: every expert counts its own tokens, as llama.cpp does."""
 
+import shutil
+
 import gguf
 import jobs
 import pytest
 import torch
 import transformers as hf
 from families import save_tokenizer
+from safetensors.torch import save_file
 from test_gguf_mixtures_of_experts import CASES, save
 
 from quantkit.options import RunOptions
@@ -58,14 +61,30 @@ def reference(folder, sequences) -> tuple[dict[str, torch.Tensor], dict[str, tor
     return sums, counts
 
 
-def test_every_expert_counts_its_own_tokens_and_the_file_is_read_back(source, tmp_path):
-    calibration = jobs.calibration(tmp_path, samples=2, seqlen=24)
-    path = tmp_path / "m.imatrix.gguf"
+def gathered(source, path, calibration):
+    """The job, and its file by tensor."""
     options = RunOptions(threads=1, dtype="float32")
     request = job.Request(str(source), "imatrix", None, calibration, options, output=path)
     prepared = imatrix_job.prepare(request, Progress())
     imatrix_job.run(prepared, Progress())
-    written = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    return prepared, {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_experts_that_are_stored_in_one_tensor_count_one_by_one(source, tmp_path):
+    calibration = jobs.calibration(tmp_path, samples=1, seqlen=24)
+    _, expected = gathered(source, tmp_path / "apart.gguf", calibration)
+    fused = shutil.copytree(source, tmp_path / "fused")
+    model = hf.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    save_file(model.state_dict(), fused / "model.safetensors", metadata={"format": "pt"})
+    _, found = gathered(fused, tmp_path / "fused.gguf", calibration)
+    assert found.keys() == expected.keys()
+    assert all((tensor.data == expected[name].data).all() for name, tensor in found.items())
+
+
+def test_every_expert_counts_its_own_tokens_and_the_file_is_read_back(source, tmp_path):
+    calibration = jobs.calibration(tmp_path, samples=2, seqlen=24)
+    path = tmp_path / "m.imatrix.gguf"
+    prepared, written = gathered(source, path, calibration)
     sums, counts = reference(source, torch.cat(prepared.batches))
     assert counts["blk.1.ffn_up_exps.weight"].tolist()[4:] == [0, 0]
     for name in sums:

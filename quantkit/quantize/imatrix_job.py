@@ -71,7 +71,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
             exit_code=UNSUPPORTED,
         )
     skeleton = open_skeleton(checkpoint, request.run)
-    targets = tensors.of_checkpoint(skeleton.checkpoint)
+    targets = tensors.of_checkpoint(skeleton.checkpoint)  # which has experts one by one
     stored = {name: target.name for target in targets for name in target.stored if target.part is None}
     rows = linears.linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
