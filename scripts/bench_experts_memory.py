@@ -1,6 +1,6 @@
 """Peak memory of a job against the number of experts: it must not grow.
 
-    python scripts/bench_experts_memory.py [--jobs gptq nf4 --experts 8 64 --free 150]
+    python scripts/bench_experts_memory.py [--jobs gptq nf4 --experts 8 64 --free 300]
 
 Each job runs in a process of its own on a random Qwen3-MoE of one block. What is printed is the most
 anonymous memory of the process (RssAnon, looked at every few milliseconds) above what it held after the
@@ -101,11 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=512)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=128)
-    parser.add_argument("--free", type=int, default=150, help="MiB that `gptq repeat` is to think free")
+    parser.add_argument("--free", type=int, default=300, help="MiB that `gptq repeat` is to think free")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder) / "tiny", 256, 256, 2, 1)

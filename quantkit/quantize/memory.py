@@ -15,7 +15,7 @@ from functools import cached_property
 from quantkit.models import held
 
 MIB = 1 << 20
-PART_BYTES = 4 * MIB  # of a block's codes that wait in memory before they are staged
+PART_BYTES = MIB  # of a block's codes that wait in memory before they are staged
 COMFORT = 0.8  # of the free memory that a job may take where there is another way
 FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
