@@ -28,7 +28,7 @@ from quantkit.grids.nf4 import Nf4Grid  # noqa: E402
 from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
 from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
 from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
-from quantkit.quantize.transforms.awq import Losses, search  # noqa: E402
+from quantkit.quantize.transforms.awq import Losses, Reader, search  # noqa: E402
 
 BLOCKS = 32
 SITES = {4096: 3, 14336: 1}  # inputs: sites of a block (q/k/v, o, gate/up; down)
@@ -43,7 +43,7 @@ def solved(solver: Solver, grid: Grid) -> Run:
 
 def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     """AWQ's search for a scale, 20 exponents."""
-    losses = Losses([weight], [AffineGrid(4, 128, search=False)], statistics.hessian)
+    losses = Losses([Reader(weight, AffineGrid(4, 128, search=False), statistics.hessian)])
     search(losses, statistics.magnitude, 20)
 
 

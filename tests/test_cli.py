@@ -187,7 +187,7 @@ def test_the_plan_is_what_happens(make, model, small):
     assert made["bits_per_weight_model"] == 8 * nbytes(written) / sum(t.numel() for t in source.values())
     assert planned["execution"] == {
         "dtype": "float32", "device": "cpu", "batch_size": 2, "sequential": "suspend", "threads": 1,
-        "states": "device",
+        "states": "device", "at_once": 1,
     }  # fmt: skip
 
 
