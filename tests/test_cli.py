@@ -824,6 +824,8 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
         error, _ = refuse(2, *asked, *other, "--resume")
         assert error == "out exists"
     refuse(2, *asked)
+    (tmp_path / "things").mkdir()
+    assert refuse(2, "nf4", model, "-o", "things", "--resume")[0] == "things exists"
     file = ("gguf", model, "-t", "Q8_0", "-o", "out.gguf")
     assert quantkit(*file, "-q").code == 0
     assert quantkit(*file, "--resume", "-q").out == "out.gguf is finished: nothing to do\n"

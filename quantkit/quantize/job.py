@@ -243,9 +243,10 @@ def is_finished(request: Request) -> bool:
 
 def is_done(request: Request) -> bool:
     """Whether the output of this very job is there, by what its manifest says of model and options."""
-    if not is_finished(request):
-        return False
     place = output_of(request)
+    described = place / headers.MANIFEST if place.is_dir() else place
+    if not is_finished(request) or not described.is_file() or described.suffix not in (".json", ".gguf"):
+        return False
     manifest = headers.at(str(place), place).manifest or {}
     job = manifest.get("job") or {}
     options = json.loads(json.dumps(dataclasses.asdict(request.options)))
