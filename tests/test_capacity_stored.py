@@ -11,6 +11,7 @@ from families import FAMILIES, GROUPED, save_model, save_tokenizer
 from safetensors.torch import save_file
 
 from quantkit.capacity import forecast, formats, parameters, source
+from quantkit.capacity.attention import layer_caches
 from quantkit.capacity.job import of_model
 from quantkit.errors import QuantkitError
 from quantkit.layouts import bitsandbytes
@@ -336,6 +337,15 @@ def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
     for method, job in whole["job"].items():
         for key in ("peak_memory_bytes", "dtype", "output_bytes", "needs", "reason"):
             assert found["job"][method].get(key) == job.get(key), (method, key)
+
+
+def test_the_cache_of_latent_attention_is_that_of_the_checkpoint(tmp_path):
+    folder = save_model(tmp_path / "model", "deepseek_v3")
+    path = gguf_files.export(folder, tmp_path / "model.gguf")
+    found, whole = (source.read(str(place)) for place in (path, folder))
+    caches = layer_caches(found.settings, found.parameters)
+    assert caches == layer_caches(whole.settings, whole.parameters)
+    assert [(cache.kind, cache.values) for cache in caches] == [("latent", 80)] * 3
 
 
 def of_job(path, tmp_path) -> tuple:

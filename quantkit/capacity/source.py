@@ -95,7 +95,8 @@ def _of_headers(contents: Contents) -> Source:
     if contents.container == "gguf":
         from quantkit.capacity import gguf_header
 
-        settings = Settings(contents.config)
+        latent = "kv_lora_rank" in contents.config  # no tensor is as wide as what it keeps of a token
+        settings = Settings(contents.config, contents.config if latent else None)
         entries, basis, layout = gguf_header.entries(contents, settings), "the GGUF header", "gguf"
     elif told:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
