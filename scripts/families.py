@@ -20,8 +20,9 @@ from pathlib import Path
 
 TOLERANCE = 1e-4
 VOCABULARY, TOKENS, GROUP = 512, 24, 16
+WEIGHTS = 12_000_000  # of a tiny model
 SIZES = [  # (what a setting's name matches, its value); the first counts
-    (r"(\w+_)?vocab_size(\w*)", VOCABULARY),
+    (r"\w*vocab(_size\w*)?", VOCABULARY),
     (r"(n_embd|dim|d_model|hidden_size|embed_dim|embedding_size|lru_width)", 64),
     (r"(\w+_proj_dim|attention_hidden_size)", 64),
     (r"(num_key_value_heads|num_kv_heads|n_head_kv|linear_num_key_heads|\w+_key_value_heads)", 2),
@@ -126,20 +127,35 @@ def examined(family: str, methods: list[str]) -> dict:
     return row | {"status": "taken", "reason": ""}
 
 
+def families() -> dict[str, str]:
+    """Model type -> `text` or `wrapper`, which holds a language model beside other things."""
+    from transformers.models.auto import modeling_auto as auto
+
+    wrappers = dict.fromkeys(auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "wrapper")
+    return dict.fromkeys(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "text") | wrappers
+
+
 def built(family: str):
-    """A random model whose parameters have no value they would have by default."""
+    """A random model whose parameters have no value they would have by default.
+
+    Tries one repair after another until the settings fit together; raises what was wrong first.
+    """
     import torch
     import transformers
 
     make = transformers.CONFIG_MAPPING[family]
+    kind = "MultimodalLM" if families()[family] == "wrapper" else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind}")
     first = None
     for repair in REPAIRS:
         torch.manual_seed(0)
         try:
             config = make(**shrunk(make(), repair))
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            with torch.device("meta"):
+                check_tiny(auto.from_config(config))
+            model = auto.from_config(config, dtype=torch.float32).eval()
             with torch.no_grad():
-                model(torch.arange(TOKENS)[None], use_cache=False)
+                model(torch.arange(TOKENS)[None] + 8, use_cache=False)
             break
         except Exception as error:
             first = first or error
@@ -151,6 +167,14 @@ def built(family: str):
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
     return model
+
+
+def check_tiny(model) -> None:
+    """Raise ValueError for a model that its settings did not shrink."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if weights > WEIGHTS:
+        largest = max(model.named_parameters(), key=lambda pair: pair[1].numel())
+        raise ValueError(f"{weights} weights are too many: {largest[0]} is {list(largest[1].shape)}")
 
 
 def shrunk(config, repair: dict) -> dict:
@@ -167,12 +191,14 @@ def shrunk(config, repair: dict) -> dict:
         size = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), None)
         if re.fullmatch(DEPTH, key):
             found[key] = blocks
+        elif key == "is_decoder":
+            found[key] = True
         elif hasattr(sub, "to_dict"):
-            found[key] = shrunk(sub, {})
+            found[key] = {"model_type": sub.model_type} | shrunk(sub, repair)
         elif isinstance(value, list) and len(value) == depth and depth > 2:
             found[key] = value[:blocks]
-        elif key.endswith("token_id") and isinstance(value, int):
-            found[key] = value % 4
+        elif key.endswith(("token_id", "token_index")) and isinstance(value, int):
+            found[key] = value % 8
         elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
             found[key] = min(size or value, value)
         elif value is None and filled and size and re.search("expert|group|moe", key):
