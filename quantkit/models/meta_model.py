@@ -48,10 +48,13 @@ def empty(
     wrapped = text is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     kind = transformers.AutoModelForMultimodalLM if wrapped else transformers.AutoModelForCausalLM
     try:
-        if wrapped and (config.is_encoder_decoder or text.is_encoder_decoder):
+        if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
-            return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        if {getattr(module, "is_decoder", None) for module in model.modules()} - {None} == {False}:
+            raise ValueError("it is an encoder, whose tokens see those behind them (is_decoder is false)")
+        return model
     except (ValueError, ImportError) as error:
         raise QuantkitError(
             f"{source} is no causal language model that transformers "
@@ -93,7 +96,9 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     targets = {
         name: rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0] for name in stored
     }
-    return {target: name for name, target in targets.items() if target in wanted}
+    found = {target: name for name, target in targets.items() if target in wanted}
+    own = (name for name, target in targets.items() if target not in wanted and name in wanted)
+    return {name: name for name in own} | found  # a renaming was meant for another spelling
 
 
 def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]]:

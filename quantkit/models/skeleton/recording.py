@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.skeleton.flow import IDS, Part, digits, ids_of
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.models.skeleton.flow import Flow, Part
 
 RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple with this behind it
+UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not
 SHAPES = 8  # whose arguments are kept, the last used: a job has three, tasks one for every length of text
 
 
@@ -43,15 +44,12 @@ class Calls:
 class Recorder:
     """The model, which computes in `dtype`, with stubs in place of the blocks of `container`."""
 
-    def __init__(
-        self, model: nn.Module, container: nn.ModuleList, dtype: torch.dtype, device: torch.device
-    ):
+    def __init__(self, model: nn.Module, container: nn.ModuleList, dtype: torch.dtype, device: torch.device):
         self._model, self._kind = model, type(model).__name__
         self._dtype, self._device = dtype, device
         self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], the last used at the end
-        self._hidden = Part(0, 1, ())
-        self._by_ids = False
-        self._left: dict[int, tuple[list[Part], TreeSpec]] = {}  # by earlier blocks, as it enters a block
+        self._flow = Flow()
+        self._passed: list[int] = []  # places of outputs, behind the hidden states, that the next block reads
         self._stubs = [_Stub(block) for block in container]
         for index, stub in enumerate(self._stubs):
             container[index] = stub
@@ -63,76 +61,55 @@ class Recorder:
         """
         self._learn_return_type()
         (hidden, calls), (_, others) = (self._record(row) for row in torch.arange(8).view(2, 1, 4))
-        self._by_ids = not _same(calls.calls, others.calls)
         (rows, _), (tokens, _) = (self._record(torch.zeros(shape).long()) for shape in ((2, 4), (1, 5)))
         part = Part.between(hidden.shape, rows.shape, tokens.shape)
-        if part is None:
+        if part is None or hidden.shape[part.tokens] != 4:
             raise _unsupported(f"the hidden states of {self._kind} are {list(hidden.shape)} for 4 tokens")
-        self._hidden = part
+        self._flow = Flow(part, not _same(calls.calls, others.calls))
 
     def embed(self, ids: Tensor) -> Tensor:
         """The flow that enters the first block; the arguments of all are recorded for this shape."""
         hidden, calls = self._record(ids)
         self._keep(tuple(ids.shape), calls)
-        return self._pack(hidden, ids, [])
+        return self._flow.pack(0, hidden, ids, ())
 
     def run(self, index: int, block: nn.Module, flow: Tensor) -> Tensor:
-        """The flow behind block `index`."""
-        hidden, ids, left = self._unpack(index, flow)
+        """The flow behind block `index`. Raises QuantkitError where a block leaves what cannot be kept."""
+        hidden, ids, left = self._flow.unpack(index, flow)
         calls = self._recorded(flow.shape[:2], ids)
+        filled, passed = left or ([{}] * len(calls.stores), {})
         stores = {id(store): copy(store) for store in calls.stores}  # other batches may be on their way, too
-        for store, found in zip(stores.values(), left or [{}] * len(stores), strict=True):
+        for store, found in zip(stores.values(), filled, strict=True):
             store.clear()
             store.update(found)
 
         def given(part: object) -> object:
-            other = hidden.dtype != self._dtype and _is_float(part)
+            if isinstance(part, _Passed):
+                return passed.get(part.place)
+            other = hidden.dtype != self._dtype and isinstance(part, Tensor) and part.is_floating_point()
             return part.to(hidden.dtype) if other else stores.get(id(part), part)
 
-        call = tree_map(given, calls.calls[index], is_leaf=lambda part: id(part) in stores)
-        args, kwargs = call
+        args, kwargs = tree_map(given, calls.calls[index], is_leaf=lambda part: id(part) in stores)
         out = block(hidden, *args, **kwargs)
-        hidden = out[0] if isinstance(out, (tuple, list)) else out
-        return self._pack(hidden, ids, self._leave(index + 1, list(stores.values()), flow))
+        hidden, *more = out if isinstance(out, (tuple, list)) else (out,)
+        passed = {place: more[place] for place in self._passed if isinstance(more[place], Tensor)}
+        filled = [dict(store) for store in stores.values()]
+        try:
+            return self._flow.pack(
+                index + 1, hidden, ids, (filled, passed) if any(filled) or passed else None
+            )
+        except ValueError as error:
+            raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
 
     def logits(self, flow: Tensor) -> Tensor:
         """Logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`."""
-        hidden, ids, _ = self._unpack(len(self._stubs), flow[None].to(self._device))
+        hidden, ids, _ = self._flow.unpack(len(self._stubs), flow[None].to(self._device))
         ids = torch.zeros(1, len(flow), dtype=torch.long) if ids is None else ids
         self._stubs[-1].replacement = hidden
         try:
             return self._run(ids).logits[0]
         finally:
             self._stubs[-1].replacement = None
-
-    def _pack(self, hidden: Tensor, ids: Tensor | None, left: list[Tensor]) -> Tensor:
-        """The flow of hidden states, the ids they come from where blocks need them, and what blocks left."""
-        columns = [self._hidden.pack(hidden), *left]
-        if self._by_ids:
-            columns.insert(1, IDS.pack(digits(ids.to(hidden.device)).to(hidden.dtype)))
-        return torch.cat(columns, -1) if columns[1:] else columns[0]
-
-    def _unpack(self, index: int, flow: Tensor) -> tuple[Tensor, Tensor | None, list[dict]]:
-        """Inverse of `_pack`, for the flow that enters block `index`."""
-        left, spec = self._left.get(index, ([], None))
-        parts = [self._hidden, *[IDS] * self._by_ids, *left]
-        columns = flow.split([part.width for part in parts], -1)
-        hidden, *others = (part.unpack(found) for part, found in zip(parts, columns, strict=True))
-        ids = ids_of(others.pop(0)) if self._by_ids else None
-        return hidden, ids, tree_unflatten(others, spec) if spec else []
-
-    def _leave(self, index: int, stores: list[MutableMapping], flow: Tensor) -> list[Tensor]:
-        """Columns of what earlier blocks leave for block `index` and those behind it, beside the hidden
-        states `flow`."""
-        leaves, spec = tree_flatten([dict(store) for store in stores])
-        if not leaves:
-            return []
-        if index not in self._left:
-            parts = [Part.of_keys(leaf.shape, *flow.shape[:2]) for leaf in leaves]
-            if None in parts:
-                raise _unsupported(f"blocks of {self._kind} leave others what is not known by token")
-            self._left[index] = parts, spec
-        return [part.pack(leaf) for part, leaf in zip(self._left[index][0], leaves, strict=True)]
 
     def _recorded(self, shape: tuple[int, ...], ids: Tensor | None) -> Calls:
         """What blocks are given beside hidden states of `shape` `[batch, tokens]`."""
@@ -145,12 +122,12 @@ class Recorder:
     def _keep(self, shape: tuple[int, ...], calls: Calls) -> None:
         self._calls.pop(shape, None)
         self._calls[shape] = calls
-        if len(self._calls) > (1 if self._by_ids else SHAPES):
+        if len(self._calls) > (1 if self._flow.by_ids else SHAPES):
             del self._calls[next(iter(self._calls))]
 
     def _run(self, ids: Tensor):
         with torch.no_grad():
-            return self._model(ids.to(self._device), use_cache=False)
+            return self._model(input_ids=ids.to(self._device), use_cache=False)
 
     @contextmanager
     def _listening(self, record: Record | None) -> Iterator[None]:
@@ -185,24 +162,48 @@ class Recorder:
         """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
         wrong = None
         for returns in RETURNS:
-            for stub in self._stubs:
-                stub.returns = returns
             try:
-                if self._passes_unchanged():
-                    return
-            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+                if self._passes_unchanged(returns):
+                    return self._learn_passed(returns)
+            except torch.OutOfMemoryError:
+                raise
+            except UNFIT as error:
                 wrong = error if returns in RETURNS[:2] else wrong
         if wrong:  # no way works: the model's own error says most
-            raise wrong
+            raise _unsupported(f"{self._kind} does not run on text alone: {first_line(wrong)}") from wrong
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
-    def _passes_unchanged(self) -> bool:
+    def _learn_passed(self, returns: tuple | None) -> None:
+        """What else of a block's output is given to the next one: marks in its place show where it goes."""
+        marks = tuple(_Passed(place) for place in range(len(returns or ())))
+        found: list[_Passed] = []
+        if marks:
+            try:
+                if self._passes_unchanged(marks):
+                    _, calls = self._record(torch.zeros(1, 4, dtype=torch.long))
+                    found = [leaf for leaf in tree_leaves(calls.calls) if isinstance(leaf, _Passed)]
+            except UNFIT:  # it is looked at on its way: not passed on
+                pass
+        self._passed = sorted({mark.place for mark in found})
+        for stub in self._stubs:
+            stub.returns = marks if found else returns
+
+    def _passes_unchanged(self, returns: tuple | None) -> bool:
         shapes = []
+        for stub in self._stubs:
+            stub.returns = returns
         with self._listening(lambda hidden, call: shapes.append(hidden.shape)):
             logits = self._run(torch.zeros(1, 4, dtype=torch.long)).logits
         if len(shapes) != len(self._stubs):
             raise _unsupported(f"{self._kind} calls its {len(self._stubs)} blocks {len(shapes)} times")
         return len(set(shapes)) == 1 and logits.shape[:2] == (1, 4)
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """Stands for an output of the block before, behind its hidden states."""
+
+    place: int
 
 
 class _Recorded(Exception):
@@ -247,10 +248,6 @@ def _stores(calls: list[Call]) -> list[MutableMapping]:
 
 def _is_empty(part: object) -> bool:
     return isinstance(part, MutableMapping) and not part
-
-
-def _is_float(part: object) -> bool:
-    return isinstance(part, Tensor) and part.is_floating_point()
 
 
 def _same(calls: list[Call], others: list[Call]) -> bool:
