@@ -94,10 +94,9 @@ class Recorder:
         hidden, *more = out if isinstance(out, (tuple, list)) else (out,)
         passed = {place: more[place] for place in self._passed if isinstance(more[place], Tensor)}
         filled = [dict(store) for store in stores.values()]
+        left = (filled, passed) if any(filled) or passed else ()
         try:
-            return self._flow.pack(
-                index + 1, hidden, ids, (filled, passed) if any(filled) or passed else None
-            )
+            return self._flow.pack(index + 1, hidden, ids, left)
         except ValueError as error:
             raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
 
