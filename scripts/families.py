@@ -83,11 +83,11 @@ def examined(family: str, methods: list[str]) -> dict:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     row = {"family": family}
-    if encodes(family):
-        return row | {"status": "no decoder", "reason": "an encoder and a decoder"}
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         try:
+            if encodes(family):
+                return row | {"status": "no decoder", "reason": "an encoder and a decoder"}
             model = built(family)
             model.save_pretrained(source)
             save_tokenizer(source)

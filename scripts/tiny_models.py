@@ -26,7 +26,7 @@ SIZES = [  # (what a setting's name matches, its value); the first counts
      r"(size|dim)|\w*(_rank|low_rank\w*)", 64),
     (r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts", 4),
     (r"num_experts_per_tok(en)?|num_selected_experts|top_k_experts|top_?k|(moe|num)_(top_?)?k", 2),
-    (r"n_group|num_group|topk_group|n_groups|mamba_n_groups|first_k_dense_replace|n_shared_experts", 1),
+    (r"n_groups?|num_expert_group|topk_group|mamba_n_groups|first_k_dense_replace|n_shared_experts", 1),
     (r"state_size|mamba_d_state|ssm_state_size", 16),
     (r"attn_layer_period|expert_layer_period", 2),
     (r"attn_layer_offset|expert_layer_offset", 1),
@@ -48,14 +48,18 @@ SPECIAL = {  # settings that no rule finds, by model type
     "gemma3n_text": SHARED | {"activation_sparsity_pattern": [0.5, 0.0] * 2, "intermediate_size": 128},
     "gemma4_text": SHARED,
     "gemma4_unified_text": SHARED,
-    "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": []},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [], "downsample_rate": "1/2"},
+    "hunyuan_vl_text": {"head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 16, "qk_head_dim": 32},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
                        "indexer_budget": 8, "indexer_compress_ratio": 4},
     "reformer": {"axial_pos_embds": False},
     "step3p5": {"sliding_window": 16},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+              "attention_hidden_size": 128},
 }  # fmt: skip
 REPAIRS = (  # tried one after another where a configuration does not fit together
     {}, {"num_heads": 8}, {"num_key_value_heads": 4}, {"head_dim": 32}, {"head_dim": 64, "num_heads": 2},
@@ -63,7 +67,7 @@ REPAIRS = (  # tried one after another where a configuration does not fit togeth
     {"sections": [4, 2, 2]}, {"sections": [2, 1, 1]}, {"fill": True}, {"head_dim": 8}, {"blocks": 4},
     {"blocks": 8}, {"mamba_d_head": 16},
 )  # fmt: skip
-OTHER_INPUTS = r"pixel_values|image_embed|inputs_embeds"  # that a model asks for which cannot run on text
+OTHER_INPUTS = r"pixel_values|image_embed|inputs_embeds|positional argument"  # models that do not run on text
 
 
 def families() -> dict[str, str]:
