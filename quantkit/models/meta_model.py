@@ -9,7 +9,10 @@ import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
@@ -45,14 +48,16 @@ def empty(
     Raises QuantkitError if it is no language model.
     """
     text = config.get_text_config(decoder=True)
-    wrapped = text is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and text is config
+    wrapped = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not alone
     kind = transformers.AutoModelForMultimodalLM if wrapped else transformers.AutoModelForCausalLM
     try:
         if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
             model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        if {getattr(module, "is_decoder", None) for module in model.modules()} - {None} == {False}:
+        roles = {getattr(module, "is_decoder", None) for module in model.modules()} - {None}
+        if roles == {False} and not wrapped:  # towers may be encoders
             raise ValueError("it is an encoder, whose tokens see those behind them (is_decoder is false)")
         return model
     except (ValueError, ImportError) as error:
