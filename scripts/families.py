@@ -1,12 +1,14 @@
-"""Which of transformers' causal-LM families quantkit takes: every one as a tiny random model.
+"""Which of transformers' families quantkit takes: every causal LM and every wrapper, as a tiny random model.
 
-    python scripts/families.py [--only NAME …] [--methods nf4 gptq] [--json FILE] [--seconds 120]
+    python scripts/families.py [--only REGEX] [--kind text] [--methods nf4 gptq] [--json FILE] [--seconds 120]
 
-For every model type of transformers' causal-LM mapping: shrinks its default configuration, saves a random
-model, runs the methods on it, and compares the logits of the source and of each result, streamed block by
-block, with those of transformers' own forward on the same weights. Prints what was taken, refused with the
-reason, or could not be built, and the share of the blocks' parameters that was quantized. Each family runs in
-a process of its own: a crash or a hang costs that family alone.
+For every model type of transformers' causal-LM and multimodal mappings: shrinks its default configuration,
+saves a random model, runs the methods on it, and compares the logits of the source and of each result,
+streamed block by block, with those of transformers' own forward on the same weights, and what `eval` finds
+with transformers' own log-likelihood. Prints what was taken, refused with the reason, or could not be built,
+and the share of the blocks' parameters that was quantized. Models that are an encoder and a decoder are out
+of quantkit's scope, and counted apart. One family after another, each in a process of its own: a crash or a
+hang costs that family alone. With --json, rows that FILE has already are not made again.
 """
 
 from __future__ import annotations
@@ -18,58 +20,35 @@ import re
 import tempfile
 from pathlib import Path
 
+from tiny_models import TOKENS, built, families, save_tokenizer
+
 TOLERANCE = 1e-4
-VOCABULARY, TOKENS, GROUP = 512, 24, 16
-SIZES = [  # (what a setting's name matches, its value); the first counts
-    (r"(\w+_)?vocab_size(\w*)", VOCABULARY),
-    (r"(n_embd|dim|d_model|hidden_size|embed_dim|embedding_size|lru_width)", 64),
-    (r"(\w+_proj_dim|attention_hidden_size)", 64),
-    (r"(num_key_value_heads|num_kv_heads|n_head_kv|linear_num_key_heads|\w+_key_value_heads)", 2),
-    (r"(mamba_n_heads|mamba_num_heads|\w*linear_num_value_heads)", 8),
-    (r"(num_attention_heads|num_heads|n_heads?|\w+_num_heads|\w+_n_heads?|\w+_attention_heads)", 4),
-    (r"(rotary_dim|qk_rope_head_dim)", 8),
-    (r"(head_dim|mamba_d_head|kv_channels|head_size|\w+_head_dim)", 16),
-    (r"(\w*intermediate_size\w*|ffn_dim|n_inner|d_ff|\w*ffn_hidden_size|ffn_intermediate_size)", 128),
-    (r"(time_step_rank|mamba_dt_rank)", 8),
-    (r"(\w*_rank|\w*low_rank\w*|hidden_size_per_layer_input)", 64),
-    (r"(num_(local_|routed_)?experts|n_routed_experts|moe_num_experts)", 4),
-    (r"(num_experts_per_tok(en)?|num_selected_experts|top_?k|(moe|num)_(top_?)?k)", 2),
-    (r"(n_group|topk_group|n_groups|mamba_n_groups|first_k_dense_replace|n_shared_experts)", 1),
-    (r"(mamba_d_ssm|mamba_intermediate_size)", 128),
-    (r"num_kv_shared_layers", 0),
-    (r"(state_size|mamba_d_state|ssm_state_size)", 16),
-    (r"(attn_layer_period|expert_layer_period)", 2),
-    (r"(attn_layer_offset|expert_layer_offset)", 1),
-    (r"(chunk_size|mamba_chunk_size)", 16),
-    (r"(max_position_embeddings|n_positions|max_seq_len|max_sequence_length)", 256),
-    (r"(sliding_window|attention_window_size|attention_chunk_size)", 16),
-]  # fmt: skip
-DEPTH = r"(num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers)"
-REPAIRS = (  # tried one after another where a configuration does not fit together
-    {}, {"num_heads": 8}, {"num_key_value_heads": 4}, {"head_dim": 32}, {"head_dim": 64, "num_heads": 2},
-    {"rope_parameters": None}, {"rope_scaling": None}, {"num_attention_heads": 2},
-    {"fill": True}, {"head_dim": 8}, {"qk_rope_head_dim": 16}, {"mamba_d_head": 16},
-)  # fmt: skip
+GROUP = 16
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these model types alone")
-    parser.add_argument("--methods", nargs="+", default=["nf4", "gptq"])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    parser.add_argument("--seconds", type=float, default=60, help="that a family may take")
+    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
+    parser.add_argument("--kind", choices=("text", "wrapper"), help="causal LMs, or what holds one, alone")
+    parser.add_argument("--methods", nargs="+", default=["gptq", "awq", "nf4"])
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows there, and go on from there"
+    )
+    parser.add_argument("--seconds", type=float, default=120, help="that a family may take")
     args = parser.parse_args()
 
     import torch
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    import quantkit.evaluation.evaluate
+    import quantkit.quantize.loop  # noqa: F401  what every process needs is loaded once
 
     torch.set_num_threads(1)
-    unknown = set(args.only or ()) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if unknown:
-        parser.error(f"no causal-LM family of transformers: {', '.join(sorted(unknown))}")
-    rows = []
-    for family in args.only or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        rows.append(isolated(family, args.methods, args.seconds))
+    rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
+    known = {row["family"] for row in rows}
+    for family, kind in families().items():
+        if family in known or not args.only.search(family) or args.kind not in (None, kind):
+            continue
+        rows.append({"kind": kind} | isolated(family, args.methods, args.seconds))
         print(line(rows[-1]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
@@ -107,6 +86,8 @@ def examined(family: str, methods: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         try:
+            if encodes(family):
+                return row | {"status": "no decoder", "reason": "an encoder and a decoder"}
             model = built(family)
             model.save_pretrained(source)
             save_tokenizer(source)
@@ -114,85 +95,33 @@ def examined(family: str, methods: list[str]) -> dict:
             return row | {"status": "not built", "reason": said(error)}
         try:
             row["source"] = difference(source, model)
+            row["eval"] = evaluated(source, model)
             for method in methods:
-                row[method] = compressed(source, Path(folder) / method, method, row)
+                row[method] = compressed(source, Path(folder) / method, method, model, row)
         except QuantkitError as error:
             return row | {"status": "refused", "reason": error.message}
         except Exception as error:
             return row | {"status": "crashed", "reason": said(error)}
-    worst = max(row[what] for what in ("source", *methods))
+    worst = max(row[what] for what in ("source", "eval", *methods))
     if not worst <= TOLERANCE:
         return row | {"status": "wrong", "reason": f"logits differ by {worst:.2g}"}
     return row | {"status": "taken", "reason": ""}
 
 
-def built(family: str):
-    """A random model whose parameters have no value they would have by default."""
-    import torch
+def encodes(family: str) -> bool:
+    """Whether a family is an encoder with a decoder. Of those that are registered as causal LMs, too,
+    transformers builds the decoder alone."""
     import transformers
 
-    make = transformers.CONFIG_MAPPING[family]
-    first = None
-    for repair in REPAIRS:
-        torch.manual_seed(0)
-        try:
-            config = make(**shrunk(make(), repair))
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            with torch.no_grad():
-                model(torch.arange(TOKENS)[None], use_cache=False)
-            break
-        except Exception as error:
-            first = first or error
-    else:
-        raise first
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.normal_(0, 0.05)
-        else:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    config = transformers.CONFIG_MAPPING[family]()
+    text = config.get_text_config(decoder=True)
+    composite = families()[family] == "wrapper" or config.sub_configs
+    return bool(composite and (config.is_encoder_decoder or text.is_encoder_decoder))
 
 
-def shrunk(config, repair: dict) -> dict:
-    """Settings that make a model of `config`'s kind tiny, those of sub-configurations included."""
-    settings = config.to_dict()
-    depth = next((settings[key] for key in settings if re.fullmatch(DEPTH, key)), 2)
-    kinds = [value for value in settings.values() if isinstance(value, list) and len(value) == depth]
-    first = [kind.index(value) for kind in kinds for value in kind if isinstance(value, str)]
-    blocks = min(max([2, *(index + 1 for index in first)]), 8)
-    filled = repair.get("fill")
-    found = {}
-    for key, value in settings.items():
-        sub = vars(config).get(key)
-        size = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), None)
-        if re.fullmatch(DEPTH, key):
-            found[key] = blocks
-        elif hasattr(sub, "to_dict"):
-            found[key] = shrunk(sub, {})
-        elif isinstance(value, list) and len(value) == depth and depth > 2:
-            found[key] = value[:blocks]
-        elif key.endswith("token_id") and isinstance(value, int):
-            found[key] = value % 4
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            found[key] = min(size or value, value)
-        elif value is None and filled and size and re.search("expert|group|moe", key):
-            found[key] = size
-    return found | {key: value for key, value in repair.items() if key in settings}
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of single bytes."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(["<s>", *alphabet])}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<s>").save_pretrained(folder)
-
-
-def compressed(source: Path, output: Path, method: str, row: dict) -> float:
-    """How far the result's streamed logits are from transformers' own with the decoded weights.
+def compressed(source: Path, output: Path, method: str, model, row: dict) -> float:
+    """How far the result's streamed logits are from transformers' own with the decoded weights, which `model`
+    has then.
 
     Notes in `row` the share of the blocks' parameters that was quantized.
     """
@@ -215,66 +144,105 @@ def compressed(source: Path, output: Path, method: str, row: dict) -> float:
     inside = sum(parameter.numel() for block in skeleton.blocks for parameter in block.parameters())
     row["share"] = sum(spec.weights for spec in prepared.specs if not spec.kept) / inside
     loop.run(prepared, Progress())
-    conv1d = {f"{spec.name}.weight" for spec in prepared.specs if spec.conv1d}
-    return difference(output, decoded(output, source, conv1d))
+    return difference(output, decoded(output, model))
 
 
-def decoded(folder: Path, source: Path, conv1d: set[str]):
-    """transformers' model of `source`, with the weights that a quantized checkpoint holds. conv1d: names of
-    those that are stored `[in, out]`."""
+def opened(folder: Path):
+    """The checkpoint as quantkit streams it, all but the blocks loaded."""
     import torch
-    import transformers
-    from safetensors.torch import save_file
 
     from quantkit.models.open import open_checkpoint
+    from quantkit.models.skeleton import Skeleton
 
-    checkpoint, dense = open_checkpoint(str(folder)), folder.parent / f"{folder.name}-dense"
-    dense.mkdir()
-    (dense / "config.json").write_text((source / "config.json").read_text())
-    tensors = {}
-    for name in open_checkpoint(str(source)).names:
-        tensor = checkpoint.read(name, torch.float32)
-        turned = name in conv1d and checkpoint.is_quantized(name)
-        tensors[name] = (tensor.t() if turned else tensor).contiguous()
-    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    return transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
+    skeleton.load_rest()
+    return skeleton
+
+
+def decoded(folder: Path, model):
+    """transformers' `model` with the weights that a quantized checkpoint holds."""
+    import torch
+
+    from quantkit.models.skeleton.experts import _layers
+
+    skeleton = opened(folder)
+    names, state = skeleton.names, model.state_dict()
+    fused = {}  # an expert's tensor by its name -> the part of the parameter of all experts
+    for layer in _layers(model):
+        for parameter, part, outputs in layer.parts():
+            for expert, matrix in enumerate(state[f"{layer.place}.{parameter}"]):
+                turned = matrix.t() if layer.form.transposed and matrix.ndim == 2 else matrix
+                fused[f"{layer.place}.{expert}.{part}"] = turned[outputs]
+    for name in names.shapes:
+        if not names.in_tower(name) and (name in names.stored or name in names.joined):
+            place = fused[name] if name in fused else state[name]
+            shape = place.shape[::-1] if name in names.transposed else place.shape
+            values = skeleton.read(name, torch.empty(shape, dtype=torch.float32))
+            place.copy_(values.t() if name in names.transposed else values)
+    return model
 
 
 def difference(folder: Path, model) -> float:
     """The largest difference of logits: streamed through the blocks of `folder`, and `model`'s own."""
     import torch
 
-    from quantkit.models.open import open_checkpoint
-    from quantkit.models.skeleton import Skeleton
     from quantkit.quantize import walk
 
-    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
-    skeleton.names.check_complete()
-    skeleton.load_rest()
-    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    (hidden,) = walk.through(skeleton, [ids])
+    skeleton = opened(folder)
+    (hidden,) = walk.through(skeleton, [ids()])
     with torch.no_grad():
-        want = model(ids, use_cache=False).logits
+        want = model(input_ids=ids(), use_cache=False).logits
     return max(
         (skeleton.logits(row) - other).abs().max().item() for row, other in zip(hidden, want, strict=True)
     )
 
 
+def evaluated(folder: Path, model) -> float:
+    """How far the log-likelihood per token that `eval` finds is from `model`'s own."""
+    import torch
+
+    from quantkit.evaluation.evaluate import evaluate
+    from quantkit.evaluation.windows import Protocol, Windows
+    from quantkit.models.open import open_checkpoint
+
+    tokens = len(ids()) * (TOKENS - 1)
+    protocol = Protocol("random", "", tokens, TOKENS, TOKENS, False, "")
+    windows = Windows(ids(), [0] * len(ids()), protocol)
+    found = evaluate([open_checkpoint(str(folder))], windows, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        logits = model(input_ids=ids(), use_cache=False).logits[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, ids()[:, 1:].flatten())
+    return abs(found.results[0].metrics.nll.value - want.item())
+
+
+def ids():
+    """Two sequences, none of whose tokens has a meaning of its own."""
+    import torch
+
+    return torch.randint(8, 256, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
 def said(error: Exception) -> str:
     """`KeyError: 'x'`, on one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def line(row: dict) -> str:
     share = f"{row['share']:.0%}" if "share" in row else ""
-    return f"{row['family']:28} {row['status']:10} {share:5} {row['reason']}".rstrip()
+    return f"{row['kind']:8} {row['family']:26} {row['status']:10} {share:5} {row['reason']}".rstrip()
 
 
 def total(rows: list[dict]) -> str:
-    """How many of those that could be built are taken."""
-    made = [row for row in rows if row["status"] != "not built"]
-    taken = [row for row in made if row["status"] == "taken"]
-    return f"\n{len(taken)} of {len(made)} taken; {len(rows) - len(made)} of {len(rows)} could not be built"
+    """How many of those that could be built are taken, by kind; what was refused, with the reasons."""
+    told = [""]
+    for kind in sorted({row["kind"] for row in rows}):
+        of_kind = [row for row in rows if row["kind"] == kind and row["status"] != "no decoder"]
+        made = [row for row in of_kind if row["status"] != "not built"]
+        taken = [row for row in made if row["status"] == "taken"]
+        told.append(f"{kind}: {len(of_kind)} families, {len(made)} built, {len(taken)} taken")
+    told += [line(row) for row in rows if row["status"] not in ("taken", "no decoder", "not built")]
+    return "\n".join(told)
 
 
 if __name__ == "__main__":

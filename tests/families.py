@@ -125,7 +125,7 @@ KINDS = {  # of blocks beside the plain ones: mixtures and hybrids
         },
     ),
 }  # fmt: skip
-REFUSED = {  # families that must be turned away, never quantized wrongly
+STREAMS = {  # blocks that pass more than one stream of hidden states
     "gemma4": (  # blocks also read embeddings of the tokens, and keys and values of earlier blocks
         hf.Gemma4TextConfig,
         {
@@ -149,6 +149,16 @@ REFUSED = {  # families that must be turned away, never quantized wrongly
             "num_kv_shared_layers": 0,
         },
     ),
+    "glm_moe_dsa": (  # a block may attend to the tokens that the one before has chosen
+        hf.GlmMoeDsaConfig,
+        {
+            **KINDS["deepseek_v3"][1],
+            "indexer_types": ["full", "shared", "full"],
+            "index_topk": 8,
+            "index_head_dim": 32,
+            "index_n_heads": 2,
+        },
+    ),
 }
 
 
@@ -158,7 +168,7 @@ def save_model(folder: Path, family: str, dtype: str = "float32", seed: int = 0,
     No parameter has a value it would have by default: matrices are normal(0, 0.05), norms and biases
     are 0.1 away from theirs, so that one that is lost, swapped or left out shows.
     """
-    make, arguments = (FAMILIES | FURTHER | KINDS | REFUSED)[family]
+    make, arguments = (FAMILIES | FURTHER | KINDS | STREAMS)[family]
     torch.manual_seed(seed)
     model = hf.AutoModelForCausalLM.from_config(make(**arguments | overrides), dtype=torch.float32)
     for parameter in model.parameters():

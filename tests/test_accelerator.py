@@ -136,6 +136,14 @@ def test_a_mixture_whose_experts_are_streamed_has_the_bytes_of_the_cpu(both, tin
     same_tensors(*both(name, model, *rest))
 
 
+@pytest.mark.parametrize("states", ["device", "host"])
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4"])
+def test_several_streams_have_the_bytes_of_the_cpu(both, tiny_model, kind, states):
+    """What waits on the host becomes wider where blocks leave keys and values for others."""
+    model = tiny_model(kind, tokenizer=True)
+    same_tensors(*both("gptq", model, *SMALL, *CALIBRATED, "--states", states))
+
+
 GGUF = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 import transformers as hf
-from families import FAMILIES, GROUPED, KINDS, REFUSED, save_model
+from families import FAMILIES, GROUPED, KINDS, STREAMS, save_model
 from published import CONFIGS
 
 from quantkit.capacity import kv_cache, source
@@ -117,11 +117,11 @@ MORE = {
     "cohere2": (hf.Cohere2Config, {**GROUPED, "sliding_window": 16, "num_hidden_layers": 5}),
     "gpt_oss": (hf.GptOssConfig, {**GROUPED, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
     "smollm3": (hf.SmolLM3Config, {**GROUPED, "pad_token_id": 0}),
-    "gemma4": REFUSED["gemma4"],
-    "gemma3n": REFUSED["gemma3n"],
+    "gemma4": STREAMS["gemma4"],
+    "gemma3n": STREAMS["gemma3n"],
     "gemma3n shared": (
         hf.Gemma3nTextConfig,
-        REFUSED["gemma3n"][1]
+        STREAMS["gemma3n"][1]
         | {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,

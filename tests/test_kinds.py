@@ -1,11 +1,12 @@
-"""Blocks of every kind: mixtures, state-space models, hybrids, decoders without their encoder."""
+"""Blocks of every kind: mixtures, state-space models, hybrids, several streams, decoders without their
+encoder."""
 
 import json
 
 import jobs
 import pytest
 import torch
-from families import KINDS
+from families import KINDS, STREAMS
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -14,7 +15,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import linears, walk
 from quantkit.quantize.loop import UNREACHED
 
-MIXTURES = {"mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "jamba", "qwen3_next"}
+MIXTURES = {"glm_moe_dsa", "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "jamba", "qwen3_next"}
 KEPT = {  # what is kept as it is, by its name inside a block
     "mixtral": {"block_sparse_moe.gate.weight"},
     "qwen3_moe": {"mlp.gate.weight"},
@@ -26,7 +27,11 @@ KEPT = {  # what is kept as it is, by its name inside a block
     "qwen3_next": {"mlp.gate.weight", "linear_attn.conv1d.weight"},
     "olmo_hybrid": {f"linear_attn.{part}_conv1d.weight" for part in "qkv"},
     "bart": set(),
+    "gemma3n": set(),
+    "gemma4": set(),
+    "glm_moe_dsa": {"mlp.gate.weight"},
 }
+ALL = [*KINDS, *STREAMS]
 IDS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -45,7 +50,7 @@ def quantize(method: str, source, folder, options: dict | None = None, **run):
     return jobs.quantize(method, source, folder / "out", options, calibration=jobs.calibration(folder), **run)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
     folder = tiny_model(kind)
     skeleton = open_skeleton(folder)
@@ -58,7 +63,7 @@ def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
         assert (skeleton.logits(row) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_linears_are_quantized_and_all_else_keeps_its_bytes(tiny_model, tmp_path, kind):
     source = tiny_model(kind, tokenizer=True)
     summary = quantize("gptq", source, tmp_path, {"group_size": 32})
@@ -91,6 +96,28 @@ def test_tokens_per_expert_are_reported(tiny_model, tmp_path, kind):
     )  # fmt: skip
     narrow = {row["name"].rpartition(".")[0] for row in rows if row["tokens"] < row["shape"][1]}
     assert seen.starved == len(narrow)
+
+
+@pytest.mark.parametrize("sequential", ["suspend", "repeat"])
+def test_batches_of_several_streams_do_not_mix(tiny_model, tmp_path, sequential):
+    """Many batches at once inside a block, each with embeddings, keys and values of its own: the job verifies
+    that the first batch computes alone what it did among others."""
+    source = tiny_model("gemma4", tokenizer=True)
+    summary = quantize("gptq", source, tmp_path, {"group_size": 32}, sequential=sequential, batch_size=1)
+    assert summary.error < summary.rtn_error
+
+
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4"])  # mixtures add up in another order
+def test_streams_are_evaluated_in_16_bit(tiny_model, kind):
+    """Ids and places of tokens are whole numbers, which bfloat16 does not hold beyond 256."""
+    folder = tiny_model(kind)
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.bfloat16, torch.device("cpu"))
+    skeleton.load_rest()
+    (hidden,) = walk.through(skeleton, [IDS])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        want = model(IDS, use_cache=False).logits
+    assert torch.equal(torch.stack([skeleton.logits(row) for row in hidden]), want)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bart"])

@@ -1,5 +1,7 @@
 """Streaming a model block by block: the same logits as the whole model, and the right statistics."""
 
+import json
+
 import pytest
 import torch
 from families import FAMILIES, WINDOW
@@ -220,9 +222,20 @@ def test_names_in_the_plan_are_the_stored_ones(tiny_model):
 # What must be refused
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma3n"])
-def test_blocks_that_read_more_than_hidden_states_are_refused(tiny_model, family):
-    assert refused(tiny_model(family)).exit_code == UNSUPPORTED
+def test_an_encoder_is_refused(tiny_model):
+    """Its tokens see those behind them: no perplexity, and nothing to calibrate by."""
+    folder = tiny_model("llama")
+    (folder / "config.json").write_text('{"model_type": "bert", "num_hidden_layers": 1}')
+    error = refused(folder)
+    assert error.exit_code == UNSUPPORTED and "it is an encoder" in error.message
+
+
+def test_an_encoder_with_a_decoder_is_refused(tiny_model):
+    folder = tiny_model("bart")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
+    error = refused(folder)
+    assert error.exit_code == UNSUPPORTED and "an encoder and a decoder" in error.message
 
 
 def test_what_is_no_causal_language_model_is_refused(tiny_model):

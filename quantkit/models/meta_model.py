@@ -9,7 +9,10 @@ import transformers
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
@@ -45,13 +48,18 @@ def empty(
     Raises QuantkitError if it is no language model.
     """
     text = config.get_text_config(decoder=True)
-    wrapped = text is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and text is config
+    wrapped = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and not alone
     kind = transformers.AutoModelForMultimodalLM if wrapped else transformers.AutoModelForCausalLM
     try:
-        if wrapped and (config.is_encoder_decoder or text.is_encoder_decoder):
+        if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
-            return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        roles = {getattr(module, "is_decoder", None) for module in model.modules()} - {None}
+        if roles == {False} and not wrapped:  # towers may be encoders
+            raise ValueError("it is an encoder, whose tokens see those behind them (is_decoder is false)")
+        return model
     except (ValueError, ImportError) as error:
         raise QuantkitError(
             f"{source} is no causal language model that transformers "
@@ -93,7 +101,9 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     targets = {
         name: rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0] for name in stored
     }
-    return {target: name for name, target in targets.items() if target in wanted}
+    found = {target: name for name, target in targets.items() if target in wanted}
+    own = (name for name, target in targets.items() if target not in wanted and name in wanted)
+    return {name: name for name in own} | found  # a renaming was meant for another spelling
 
 
 def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]]:

@@ -14,7 +14,8 @@ SHARE = 0.25  # of an accelerator's free memory that states may take where nobod
 
 
 class States:
-    """Batches of hidden states `[batch, tokens, hidden]`, used on `device` and kept there or on the host.
+    """Batches of hidden states `[batch, tokens, hidden]`, or of all that flows from block to block, used on
+    `device` and kept there or on the host.
 
     Kept on the host, a batch is copied back while the next one is computed, and the next one copied ahead
     while this one is used. What is read is a batch on the device either way.
@@ -63,6 +64,8 @@ class States:
             return
         self._sent.pop(k, None)
         self._here.pop(k, None)
+        if hidden.shape != self._kept[k].shape:  # blocks left something beside their hidden states
+            self._kept[k] = host_buffer(hidden)
         self._kept[k].copy_(hidden, non_blocking=True)
 
     def advance(self, outputs: Iterable[Tensor]) -> None:

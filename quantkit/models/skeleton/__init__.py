@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from quantkit.layouts import Layout
 from quantkit.models import meta_model
@@ -51,7 +50,7 @@ class Skeleton:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.towers = towers.set_aside(self.model, self.names.towers)
         self.blocks = list(container)
-        self._recorder = Recorder(self.model, container, device)
+        self._recorder = Recorder(self.model, container, dtype, device)
         self._reader = Reader(self.names, self.checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
         self._keepers: dict[int, Keeper] = {}  # of loaded blocks whose experts are streamed
@@ -99,18 +98,14 @@ class Skeleton:
         self._recorder.learn()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`."""
+        """Hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`; see `flow`
+        for models that pass more than that from block to block."""
         return self._recorder.embed(ids)
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
         """Hidden states after block `index`, in their own precision, which must be the block's."""
-        call = self._recorder.call(index, tuple(hidden.shape[:2]))
-        if hidden.dtype != self.dtype:
-            call = tree_map(lambda part: part.to(hidden.dtype) if _is_float(part) else part, call)
-        args, kwargs = call
         with torch.no_grad():
-            out = self.blocks[index](hidden, *args, **kwargs)
-        return out[0] if isinstance(out, (tuple, list)) else out
+            return self._recorder.run(index, self.blocks[index], hidden)
 
     def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
         """`run(0)`, `run(1)` … up to `count`, each of which runs block `index`: one after another, or some at
@@ -205,7 +200,3 @@ class Skeleton:
         tensor = getattr(self.part(index, owner), leaf).to(self.stored_dtype(index, local))
         transposed = self.names.of_block(index, local) in self.names.transposed
         return self.names.stored_of(index, local), tensor.t() if transposed else tensor
-
-
-def _is_float(part: object) -> bool:
-    return isinstance(part, Tensor) and part.is_floating_point()

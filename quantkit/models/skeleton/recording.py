@@ -1,20 +1,25 @@
 """Recording: what the model hands to each of its blocks, masks and rotary embeddings, whatever it is.
 
-Stubs stand in for the blocks. They let hidden states pass and record the arguments they were called with.
+Stubs stand in for the blocks. They let hidden states pass and record the arguments they were called with, by
+which a block is run by itself. What flows from one to the next may be more than hidden states: see `flow`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.models.skeleton.flow import Flow, Part
 
 RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple with this behind it
+UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not
 SHAPES = 8  # whose arguments are kept, the last used: a job has three, tasks one for every length of text
 
 
@@ -22,56 +27,106 @@ Call = tuple[tuple, dict]  # arguments of one block for hidden states of one sha
 Record = Callable[[Tensor, Call], None]
 
 
-class Recorder:
-    """The model with stubs in place of the blocks of `container`."""
+@dataclass(frozen=True)
+class Calls:
+    """What every block is called with for ids of one shape, or for these `ids` where it depends on them.
+    stores: mappings that blocks are given empty, into which some put what others find there."""
 
-    def __init__(self, model: nn.Module, container: nn.ModuleList, device: torch.device):
+    calls: list[Call]
+    stores: list[MutableMapping]
+    ids: Tensor
+
+    def serve(self, ids: Tensor | None) -> bool:
+        """Whether they are those of `ids`; of any for None."""
+        return ids is None or torch.equal(self.ids, ids)
+
+
+class Recorder:
+    """The model, which computes in `dtype`, with stubs in place of the blocks of `container`."""
+
+    def __init__(self, model: nn.Module, container: nn.ModuleList, dtype: torch.dtype, device: torch.device):
         self._model, self._kind = model, type(model).__name__
-        self._device = device
-        self._calls: dict[tuple[int, ...], list[Call]] = {}  # by [batch, tokens], the last used at the end
+        self._dtype, self._device = dtype, device
+        self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], the last used at the end
+        self._flow = Flow()
+        self._passed: list[int] = []  # places of outputs, behind the hidden states, that the next block reads
         self._stubs = [_Stub(block) for block in container]
         for index, stub in enumerate(self._stubs):
             container[index] = stub
 
     def learn(self) -> None:
-        """How hidden states pass. Raises QuantkitError for a model whose blocks read more than that: recorded
-        arguments serve all tokens of their shape."""
+        """How hidden states pass, and whether arguments depend on the ids or serve all of their shape.
+
+        Raises QuantkitError for a model whose blocks cannot be run by themselves.
+        """
         self._learn_return_type()
         (hidden, calls), (_, others) = (self._record(row) for row in torch.arange(8).view(2, 1, 4))
-        if hidden.ndim != 3 or not _same(calls, others):
-            raise _unsupported(f"the blocks of {self._kind} read more than one stream of hidden states")
+        (rows, _), (tokens, _) = (self._record(torch.zeros(shape).long()) for shape in ((2, 4), (1, 5)))
+        part = Part.between(hidden.shape, rows.shape, tokens.shape)
+        if part is None or hidden.shape[part.tokens] != 4:
+            raise _unsupported(f"the hidden states of {self._kind} are {list(hidden.shape)} for 4 tokens")
+        self._flow = Flow(part, not _same(calls.calls, others.calls))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Hidden states that enter the first block; the arguments of all are recorded for this shape."""
+        """The flow that enters the first block; the arguments of all are recorded for this shape."""
         hidden, calls = self._record(ids)
         self._keep(tuple(ids.shape), calls)
-        return hidden
+        return self._flow.pack(0, hidden, ids, ())
 
-    def call(self, index: int, shape: tuple[int, ...]) -> Call:
-        """What block `index` is given beside hidden states of `shape` `[batch, tokens]`."""
-        calls = self._calls.get(shape)
-        if calls is None:
-            _, calls = self._record(torch.zeros(shape, dtype=torch.long))
-        self._keep(shape, calls)
-        return calls[index]
+    def run(self, index: int, block: nn.Module, flow: Tensor) -> Tensor:
+        """The flow behind block `index`. Raises QuantkitError where a block leaves what cannot be kept."""
+        hidden, ids, left = self._flow.unpack(index, flow)
+        calls = self._recorded(flow.shape[:2], ids)
+        filled, passed = left or ([{}] * len(calls.stores), {})
+        stores = {id(store): copy(store) for store in calls.stores}  # other batches may be on their way, too
+        for store, found in zip(stores.values(), filled, strict=True):
+            store.clear()
+            store.update(found)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`."""
-        self._stubs[-1].replacement = hidden[None].to(self._device)
+        def given(part: object) -> object:
+            if isinstance(part, _Passed):
+                return passed.get(part.place)
+            other = hidden.dtype != self._dtype and isinstance(part, Tensor) and part.is_floating_point()
+            return part.to(hidden.dtype) if other else stores.get(id(part), part)
+
+        args, kwargs = tree_map(given, calls.calls[index], is_leaf=lambda part: id(part) in stores)
+        out = block(hidden, *args, **kwargs)
+        hidden, *more = out if isinstance(out, (tuple, list)) else (out,)
+        passed = {place: more[place] for place in self._passed if isinstance(more[place], Tensor)}
+        filled = [dict(store) for store in stores.values()]
+        left = (filled, passed) if any(filled) or passed else ()
         try:
-            return self._run(torch.zeros(1, len(hidden), dtype=torch.long)).logits[0]
+            return self._flow.pack(index + 1, hidden, ids, left)
+        except ValueError as error:
+            raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
+
+    def logits(self, flow: Tensor) -> Tensor:
+        """Logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`."""
+        hidden, ids, _ = self._flow.unpack(len(self._stubs), flow[None].to(self._device))
+        ids = torch.zeros(1, len(flow), dtype=torch.long) if ids is None else ids
+        self._stubs[-1].replacement = hidden
+        try:
+            return self._run(ids).logits[0]
         finally:
             self._stubs[-1].replacement = None
 
-    def _keep(self, shape: tuple[int, ...], calls: list[Call]) -> None:
+    def _recorded(self, shape: tuple[int, ...], ids: Tensor | None) -> Calls:
+        """What blocks are given beside hidden states of `shape` `[batch, tokens]`."""
+        calls = self._calls.get(shape)
+        if calls is None or not calls.serve(ids):
+            _, calls = self._record(torch.zeros(shape, dtype=torch.long) if ids is None else ids)
+        self._keep(shape, calls)
+        return calls
+
+    def _keep(self, shape: tuple[int, ...], calls: Calls) -> None:
         self._calls.pop(shape, None)
         self._calls[shape] = calls
-        if len(self._calls) > SHAPES:
+        if len(self._calls) > (1 if self._flow.by_ids else SHAPES):
             del self._calls[next(iter(self._calls))]
 
     def _run(self, ids: Tensor):
         with torch.no_grad():
-            return self._model(ids.to(self._device), use_cache=False)
+            return self._model(input_ids=ids.to(self._device), use_cache=False)
 
     @contextmanager
     def _listening(self, record: Record | None) -> Iterator[None]:
@@ -83,8 +138,9 @@ class Recorder:
             for stub in self._stubs:
                 stub.record = None
 
-    def _record(self, ids: Tensor) -> tuple[Tensor, list[Call]]:
+    def _record(self, ids: Tensor) -> tuple[Tensor, Calls]:
         """Hidden states that enter block 0, and the arguments of every block."""
+        ids = ids.to(self._device)
         calls: list[Call] = []
         entry: list[Tensor] = []
 
@@ -99,30 +155,54 @@ class Recorder:
                 self._run(ids)
             except _Recorded:
                 pass
-        return entry[0], calls
+        return entry[0], Calls(calls, _stores(calls), ids)
 
     def _learn_return_type(self) -> None:
         """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
         wrong = None
         for returns in RETURNS:
-            for stub in self._stubs:
-                stub.returns = returns
             try:
-                if self._passes_unchanged():
-                    return
-            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+                if self._passes_unchanged(returns):
+                    return self._learn_passed(returns)
+            except torch.OutOfMemoryError:
+                raise
+            except UNFIT as error:
                 wrong = error if returns in RETURNS[:2] else wrong
         if wrong:  # no way works: the model's own error says most
-            raise wrong
+            raise _unsupported(f"{self._kind} does not run on text alone: {first_line(wrong)}") from wrong
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
-    def _passes_unchanged(self) -> bool:
+    def _learn_passed(self, returns: tuple | None) -> None:
+        """What else of a block's output is given to the next one: marks in its place show where it goes."""
+        marks = tuple(_Passed(place) for place in range(len(returns or ())))
+        found: list[_Passed] = []
+        if marks:
+            try:
+                if self._passes_unchanged(marks):
+                    _, calls = self._record(torch.zeros(1, 4, dtype=torch.long))
+                    found = [leaf for leaf in tree_leaves(calls.calls) if isinstance(leaf, _Passed)]
+            except UNFIT:  # it is looked at on its way: not passed on
+                pass
+        self._passed = sorted({mark.place for mark in found})
+        for stub in self._stubs:
+            stub.returns = marks if found else returns
+
+    def _passes_unchanged(self, returns: tuple | None) -> bool:
         shapes = []
+        for stub in self._stubs:
+            stub.returns = returns
         with self._listening(lambda hidden, call: shapes.append(hidden.shape)):
             logits = self._run(torch.zeros(1, 4, dtype=torch.long)).logits
         if len(shapes) != len(self._stubs):
             raise _unsupported(f"{self._kind} calls its {len(self._stubs)} blocks {len(shapes)} times")
         return len(set(shapes)) == 1 and logits.shape[:2] == (1, 4)
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """Stands for an output of the block before, behind its hidden states."""
+
+    place: int
 
 
 class _Recorded(Exception):
@@ -157,6 +237,16 @@ class _Stub(nn.Module):
 
 def _unsupported(message: str) -> QuantkitError:
     return QuantkitError(message, "quantkit does not compress this architecture yet", UNSUPPORTED)
+
+
+def _stores(calls: list[Call]) -> list[MutableMapping]:
+    """Mappings that blocks are given empty."""
+    leaves = tree_leaves(calls, is_leaf=_is_empty)
+    return list({id(leaf): leaf for leaf in leaves if _is_empty(leaf)}.values())
+
+
+def _is_empty(part: object) -> bool:
+    return isinstance(part, MutableMapping) and not part
 
 
 def _same(calls: list[Call], others: list[Call]) -> bool:

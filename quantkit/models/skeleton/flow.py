@@ -1,0 +1,131 @@
+"""Flow: all that passes from block to block for a batch of tokens, side by side in one tensor.
+
+Most models pass hidden states `[batch, tokens, hidden]`, and these are the flow. Others pass several streams
+(`[streams, batch, tokens, hidden]` in Gemma 3n, `[batch, tokens, streams, hidden]` with hyper-connections),
+give their blocks what depends on the ids (embeddings per layer, routing by hash), or let later blocks read
+what earlier ones have left (keys and values, chosen tokens, a router's states). Then the flow is `[batch,
+tokens, width]`: streams, ids and what was left one after another, so that whoever keeps, moves and cuts
+hidden states does so with all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_unflatten
+
+DIGITS, BASE = 3, 256  # of a whole number: fractions of 256, which every floating point format holds exactly
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the flow. batch, tokens: its axes of these; rest: sizes of the others, in their order.
+    whole: of whole numbers, such as ids, or places of tokens."""
+
+    batch: int
+    tokens: int
+    rest: tuple[int, ...]
+    whole: bool = False
+
+    @staticmethod
+    def between(small: Sequence[int], more_rows: Sequence[int], more_tokens: Sequence[int]) -> Part | None:
+        """That of a tensor whose shape was `small`, was another with more rows in the batch, and another
+        with more tokens; None where not one axis told of each."""
+        shapes = (small, more_rows, more_tokens)
+        if len({len(shape) for shape in shapes}) > 1:
+            return None
+        rows, tokens = (
+            [axis for axis, (a, b) in enumerate(zip(small, other, strict=True)) if a != b]
+            for other in shapes[1:]
+        )
+        if len(rows) != 1 or len(tokens) != 1 or rows == tokens:
+            return None
+        rest = tuple(size for axis, size in enumerate(small) if axis not in (rows[0], tokens[0]))
+        return Part(rows[0], tokens[0], rest)
+
+    @staticmethod
+    def left(tensor: Tensor, rows: int, tokens: int) -> Part:
+        """That of keys or values, `[batch, heads, tokens, head]`, or of what has other axes beside rows and
+        tokens. Raises ValueError for what is not by token."""
+        shape = tensor.shape
+        by_tokens = [axis for axis, size in enumerate(shape) if axis and size == tokens]
+        if not by_tokens or shape[0] != rows:
+            raise ValueError(f"{list(shape)} of {rows} rows and {tokens} tokens")
+        usual = len(shape) - 2
+        axis = usual if usual in by_tokens else by_tokens[0]
+        rest = tuple(size for other, size in enumerate(shape) if other not in (0, axis))
+        return Part(0, axis, rest, not tensor.is_floating_point())
+
+    @property
+    def width(self) -> int:
+        """Columns in the flow."""
+        return math.prod(self.rest) * (DIGITS if self.whole else 1)
+
+    def pack(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[batch, tokens, width]`."""
+        moved = tensor.movedim((self.batch, self.tokens), (0, 1))
+        moved = digits(moved).to(dtype) if self.whole else moved
+        return moved.reshape(*moved.shape[:2], self.width)
+
+    def unpack(self, columns: Tensor) -> Tensor:
+        """The tensor of its columns `[batch, tokens, width]`."""
+        if self.whole:
+            columns = whole_numbers(columns.reshape(*columns.shape[:2], *self.rest, DIGITS))
+        moved = columns.reshape(*columns.shape[:2], *self.rest)
+        return moved.movedim((0, 1), (self.batch, self.tokens)).contiguous()
+
+
+IDS = Part(0, 1, (), whole=True)
+
+
+@dataclass
+class Flow:
+    """hidden: the hidden states of a model; by_ids: whether its blocks need the ids, too."""
+
+    hidden: Part = Part(0, 1, ())
+    by_ids: bool = False
+    _left: dict[tuple[int, int], tuple[list[Part], TreeSpec]] = field(default_factory=dict)
+
+    def pack(self, index: int, hidden: Tensor, ids: Tensor | None, left: PyTree) -> Tensor:
+        """The flow that enters block `index`: hidden states, the ids they come from, and what earlier blocks
+        left, a tree of tensors, `()` for none. Raises ValueError for something left that is not by token."""
+        parts, tensors = [self.hidden], [hidden]
+        if self.by_ids:
+            parts, tensors = [*parts, IDS], [*tensors, ids.to(hidden.device)]
+        leaves, spec = tree_flatten(left)
+        rows, tokens = (hidden.shape[axis] for axis in (self.hidden.batch, self.hidden.tokens))
+        others = [Part.left(leaf, rows, tokens) for leaf in leaves]
+        columns = [
+            part.pack(tensor, hidden.dtype)
+            for part, tensor in zip([*parts, *others], [*tensors, *leaves], strict=True)
+        ]
+        flow = torch.cat(columns, -1) if columns[1:] else columns[0]
+        self._left[index, flow.shape[-1]] = others, spec
+        return flow
+
+    def unpack(self, index: int, flow: Tensor) -> tuple[Tensor, Tensor | None, PyTree]:
+        """Inverse of `pack`; nothing was left where the flow did not come from there."""
+        others, spec = self._left.get((index, flow.shape[-1]), ([], None))
+        parts = [self.hidden, *[IDS] * self.by_ids, *others]
+        columns = flow.split([part.width for part in parts], -1)
+        hidden, *found = (part.unpack(part_of) for part, part_of in zip(parts, columns, strict=True))
+        ids = found.pop(0) if self.by_ids else None
+        last = flow.shape[1] - 1  # of a flow that was cut, places may lie behind the end
+        found = [x if x.is_floating_point() else x.clamp(max=last) for x in found]
+        return hidden, ids, tree_unflatten(found, spec) if spec else ()
+
+
+def digits(numbers: Tensor) -> Tensor:
+    """`[..., DIGITS]` of whole numbers, float32 between 0 and 1."""
+    places = BASE ** torch.arange(DIGITS, device=numbers.device)
+    return (numbers[..., None] // places % BASE).float() / BASE
+
+
+def whole_numbers(found: Tensor) -> Tensor:
+    """Inverse of `digits`."""
+    places = BASE ** torch.arange(DIGITS, device=found.device)
+    return ((found.float() * BASE).round().long() * places).sum(-1)
