@@ -106,15 +106,33 @@ def _blocks(model: Model) -> Iterator[str]:
         last = depth + (model.number("num_nextn_predict_layers") or 0)  # these predict further tokens
         if beyond := [str(block) for block in sorted(held) if block >= last]:
             yield f"the configuration says {depth} blocks, there are tensors of block {name_all(beyond)}"
-    enough = (1 - FEW) * max(1, len(held) - 1)  # of the blocks, one aside
-    every = set().union(*held.values())
-    usual = {local for local in every if sum(local in names for names in held.values()) >= enough}
+    kinds: dict[tuple[str, ...], set[int]] = {}
+    for block in held:
+        kinds.setdefault(_kind(model, block, len(held)), set()).add(block)
+    all_have = _usual(list(held.values()))
+    have = {kind: all_have & _usual([held[block] for block in alike]) for kind, alike in kinds.items()}
     for block, locals_ in sorted(held.items()):
+        kind = _kind(model, block, len(held))
+        alike, usual = kinds[kind], have[kind]
         lacking = sorted(usual - locals_)
         if block == min(held):
             lacking = [local for local in lacking if not NOT_IN_THE_FIRST.search(local)]
-        if lacking and locals_ < usual and len(held) > 1:  # a block of another kind has tensors of its own
+        if lacking and locals_ < usual and len(alike) > 1:  # a block of another kind has tensors of its own
             yield f"block {block} lacks {name_all(lacking)}, which the other blocks have"
+
+
+def _kind(model: Model, block: int, depth: int) -> tuple[str, ...]:
+    """What the configuration calls a block, in its lists of a word for each: `layer_types` and the like."""
+    lists = (value for value in model.config.values() if isinstance(value, list) and len(value) == depth)
+    words = (value for value in lists if all(isinstance(word, str) for word in value))
+    return tuple(value[block] for value in words if block < depth)
+
+
+def _usual(blocks: Sequence[set[str]]) -> set[str]:
+    """What nearly all of them have, one aside."""
+    enough = (1 - FEW) * max(1, len(blocks) - 1)
+    every = set().union(*blocks)
+    return {local for local in every if sum(local in names for names in blocks) >= enough}
 
 
 def _outside(model: Model) -> Iterator[str]:
