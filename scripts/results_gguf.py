@@ -55,7 +55,11 @@ def make(model: str, folder: Path, names: Iterable[str] = LIMITS) -> list[Path]:
     for solver in SOLVERS:
         quantkit("gguf", model, *types, "--solver", solver, "-o", str(folder / solver), "--quiet")
     quantkit("gguf", model, "-t", "F16", "-o", str(folder / "F16.gguf"), "--quiet")
-    return [folder / "F16.gguf", *(folder / solver / f"{name}.gguf" for name in names for solver in SOLVERS)]
+    stem = Path(model).name
+    return [
+        folder / "F16.gguf",
+        *(folder / solver / f"{stem}-{name}.gguf" for name in names for solver in SOLVERS),
+    ]
 
 
 def decoded(model: str, files: list[Path], args: argparse.Namespace) -> dict[Path, dict]:
