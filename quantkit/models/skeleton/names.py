@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quantkit.errors import QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
 
@@ -83,11 +83,21 @@ class Names:
         return found
 
     def check_complete(self) -> None:
-        """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape."""
+        """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape, or
+        that several blocks share."""
         if missing := self.missing():
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
                 hint="the download is incomplete, or config.json belongs to another model",
+            )
+        inside = f"{self.blocks}."
+        if shared := sorted(
+            name for name in self._tied if name.startswith(inside) and name not in self.stored
+        ):
+            raise QuantkitError(
+                f"blocks share {count(len(shared), 'weight')}: {name_all(shared)}",
+                hint="quantkit writes each block once, with codes of its own: it does not compress these models",
+                exit_code=UNSUPPORTED,
             )
         if misshapen := self.misshapen():
             raise QuantkitError(
