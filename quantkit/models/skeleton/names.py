@@ -96,7 +96,7 @@ class Names:
         ):
             raise QuantkitError(
                 f"blocks share {count(len(shared), 'weight')}: {name_all(shared)}",
-                hint="quantkit writes each block once, with codes of its own: it does not compress these models",
+                hint="quantkit gives each block codes of its own: it does not compress these models yet",
                 exit_code=UNSUPPORTED,
             )
         if misshapen := self.misshapen():
