@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--kind", choices=("text", "wrapper"), help="causal LMs, or what holds one, alone")
-    parser.add_argument("--methods", nargs="+", default=["gptq", "awq", "nf4"])
+    parser.add_argument("--methods", nargs="*", default=["gptq", "awq", "nf4"])
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows there, and go on from there"
     )

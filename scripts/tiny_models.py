@@ -34,7 +34,7 @@ SIZES = [  # (what a setting's name matches, its value); the first counts
     (r"max_position_embeddings|n_positions|max_seq_len|max_sequence_length", 256),
     (r"sliding_window|attention_window_size|attention_chunk_size", 16),
 ]  # fmt: skip
-DEPTH = r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|depth"
+DEPTH = r"num_hidden_layers|n_layers?|num_layers|decoder_layers|encoder_layers|depth|num_blocks"
 SHARED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
           "num_kv_shared_layers": 2}  # fmt: skip
 SPECIAL = {  # settings that no rule finds, by model type

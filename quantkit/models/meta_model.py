@@ -23,7 +23,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> n
     """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
     for module in model.modules():
-        if hasattr(module, "config"):
+        if isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
             module.config._is_quantized = True  # Mamba's blocks then call linears whose weights they use else
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
@@ -141,9 +141,9 @@ def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.Modul
     inside = model.get_submodule(language).named_modules(prefix=language)
     lists = [(name, module) for name, module in inside if isinstance(module, nn.ModuleList)]
     found = [(name, module) for name, module in lists if len(module) == depth]
-    if not found:  # decoders of pairs: the depth of the encoder has the common name
+    if not found:  # the common name is the encoder's depth of pairs, and counts parts of a block in LongCat
         settings = checkpoint.config.to_dict()
-        depths = [settings[key] for key in settings if key.endswith("decoder_layers")]
+        depths = [settings[key] for key in settings if key.endswith(("decoder_layers", "num_layers"))]
         found = [(name, module) for name, module in lists if len(module) in depths]
     if not found:
         raise QuantkitError(

@@ -98,7 +98,8 @@ class Names:
         return found
 
     def check_complete(self) -> None:
-        """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape."""
+        """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape, or
+        that several blocks share."""
         if missing := self.missing():
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
@@ -108,6 +109,15 @@ class Names:
             raise QuantkitError(
                 f"quantized already, in a form that is not understood: {name_all(odd)}",
                 hint="start from the original checkpoint, whose routers and other such parameters are floats",
+                exit_code=UNSUPPORTED,
+            )
+        inside = f"{self.blocks}."
+        if shared := sorted(
+            name for name in self._tied if name.startswith(inside) and name not in self.stored
+        ):
+            raise QuantkitError(
+                f"blocks share {count(len(shared), 'weight')}: {name_all(shared)}",
+                hint="quantkit gives each block codes of its own: it does not compress these models yet",
                 exit_code=UNSUPPORTED,
             )
         if misshapen := self.misshapen():
