@@ -44,7 +44,7 @@ def prepare(model):
     return job.prepare(job.Request(
         source=model, method=method, options=methods.load(method).Options(**options), output=Path(out),
         calibration=CalibrationOptions(samples=samples, seqlen=seqlen),
-        run=RunOptions(threads=1, sequential=mode, batch_size=2), overwrite=True,
+        run=RunOptions(threads=1, sequential=mode, batch_size=2, allow_unread=True), overwrite=True,
     ), Progress())
 
 peak, over = 0, threading.Event()

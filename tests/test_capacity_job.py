@@ -52,7 +52,9 @@ def agree(family, method, tmp_path, monkeypatch) -> None:
     save_tokenizer(folder)
     options = methods.load(method).Options()
     text = CalibrationOptions(samples=8, seqlen=64)
-    request = jobs.Request(str(folder), method, options, text, RunOptions(threads=1, batch_size=8))
+    request = jobs.Request(
+        str(folder), method, options, text, RunOptions(threads=1, batch_size=8, allow_unread=True)
+    )
     found = forecast(folder)[method]
     if found["peak_memory_bytes"] is None:
         assert method in ("awq", "gguf")
