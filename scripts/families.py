@@ -82,7 +82,7 @@ def examined(family: str, methods: list[str]) -> dict:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    row = {"family": family}
+    row, refusals = {"family": family}, []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         try:
@@ -97,15 +97,19 @@ def examined(family: str, methods: list[str]) -> dict:
             row["source"] = difference(source, model)
             row["eval"] = evaluated(source, model)
             for method in methods:
-                row[method] = compressed(source, Path(folder) / method, method, model, row)
+                try:
+                    row[method] = compressed(source, Path(folder) / method, method, model, row)
+                except QuantkitError as error:  # of its layout, say
+                    refusals.append(f"{method}: {error.message}")
         except QuantkitError as error:
             return row | {"status": "refused", "reason": error.message}
         except Exception as error:
             return row | {"status": "crashed", "reason": said(error)}
-    worst = max(row[what] for what in ("source", "eval", *methods))
+    worst = max(row[what] for what in ("source", "eval", *methods) if what in row)
     if not worst <= TOLERANCE:
         return row | {"status": "wrong", "reason": f"logits differ by {worst:.2g}"}
-    return row | {"status": "taken", "reason": ""}
+    taken = len(refusals) < len(methods) or not methods
+    return row | {"status": "taken" if taken else "refused", "reason": "; ".join(refusals)}
 
 
 def encodes(family: str) -> bool:
@@ -240,7 +244,10 @@ def total(rows: list[dict]) -> str:
         of_kind = [row for row in rows if row["kind"] == kind and row["status"] != "no decoder"]
         made = [row for row in of_kind if row["status"] != "not built"]
         taken = [row for row in made if row["status"] == "taken"]
-        told.append(f"{kind}: {len(of_kind)} families, {len(made)} built, {len(taken)} taken")
+        told.append(
+            f"{kind}: {len(of_kind)} families, {len(made)} built, {len(taken)} taken, "
+            f"{sum(not row['reason'] for row in taken)} of them by every method"
+        )
     told += [line(row) for row in rows if row["status"] not in ("taken", "no decoder", "not built")]
     return "\n".join(told)
 

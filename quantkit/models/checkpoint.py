@@ -180,7 +180,8 @@ class Checkpoint:
     @property
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
-        return getattr(self.text_config, "max_position_embeddings", None)
+        length = getattr(self.text_config, "max_position_embeddings", None)
+        return None if length == -1 else length  # XLNet's way to say so
 
     def companions(self) -> list[Path]:
         """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""
