@@ -40,7 +40,8 @@ def keep_freed_pages() -> None:
         _libc.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
-def return_freed_pages() -> None:
-    """Give whole free pages of the heap back, unless they are kept: its holes grow from block to block."""
-    if hasattr(_libc, "malloc_trim") and not _keeping:
+def return_freed_pages(also_kept: bool = False) -> None:
+    """Give whole free pages of the heap back, unless they are kept: its holes grow from block to block, and
+    inside a block of many experts, for which even kept pages are given back."""
+    if hasattr(_libc, "malloc_trim") and (also_kept or not _keeping):
         _libc.malloc_trim(0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from quantkit.models.heap import return_freed_pages
 from quantkit.quantize.memory import PART_BYTES
 from quantkit.quantize.staging import Staging
 
@@ -32,6 +33,7 @@ class BlockParts:
         path = self._staging.write_part(self._index, self._count, self._waiting)
         self._files |= dict.fromkeys(self._waiting, path)
         self._begun, self._waiting, self._count = self._waiting, {}, self._count + 1
+        return_freed_pages(also_kept=True)
 
     def add_linear(self, name: str, parts: dict[str, Tensor]) -> None:
         """`add` what linear `name` was packed into."""
