@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from quantkit.capacity.settings import EXPERTS, HEADS, Settings
+from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import QuantkitError
 from quantkit.models.containers.safetensors_folder import TensorInfo, natural
-from quantkit.models.held import ROUTED
+from quantkit.models.held import EXPERTS, ROUTED
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]

@@ -14,7 +14,6 @@ MOST_LAYERS = 10_000
 # Names that a number has; what a file says under one of them is not filled in under another.
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)

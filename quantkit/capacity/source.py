@@ -11,12 +11,13 @@ from typing import Any
 
 from quantkit.capacity import parameters
 from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
-from quantkit.capacity.settings import EXPERTS, Settings
+from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
 from quantkit.layouts import quantization_of
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents, open_contents
+from quantkit.models.held import EXPERTS
 
 QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
 AS_IF_PACKED = (

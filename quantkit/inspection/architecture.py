@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import count, name_all
-from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
+from quantkit.inspection.names import EXPERT, INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
 from quantkit.inspection.stored import Weight
 from quantkit.models.headers import Contents
+from quantkit.models.held import EXPERTS
 
 NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 QUERIES, OUTPUTS = "self_attn.q_proj.weight", "self_attn.o_proj.weight"
@@ -92,6 +93,7 @@ def problems(
     yield from _outside(model)
     yield from _embeddings(model, weights, tokenizer)
     yield from _sizes(model, weights)
+    yield from _experts(model)
     yield from _heads(model)
 
 
@@ -190,6 +192,20 @@ def _sizes(model: Model, weights: Sequence[Weight]) -> Iterator[str]:
             yield f"{weight.name} is {list(shape)}, but hidden_size is {hidden}"
         if inner and MLP.match(local) and matrix and not {inner, 2 * inner} & {*shape}:
             yield f"{weight.name} is {list(shape)}, but intermediate_size is {inner}"
+
+
+def _experts(model: Model) -> Iterator[str]:
+    """As many experts as the configuration says in every layer that has some one by one."""
+    told = {number for key in EXPERTS if (number := model.number(key))}
+    found: dict[int, set[int]] = {}
+    for block, locals_ in model.blocks.items():
+        for local in locals_:
+            if match := EXPERT.match(local):
+                found.setdefault(block, set()).add(int(match[2]))
+    odd = {block: len(experts) for block, experts in found.items() if told and len(experts) not in told}
+    if odd:
+        block, number = min(odd.items())
+        yield f"block {block} has {number} experts, the configuration says {min(told)}"
 
 
 def _heads(model: Model) -> Iterator[str]:

@@ -11,6 +11,9 @@ group_size                                          -1 for whole rows
 mixed, kept                                         not all linears alike; linears left in 16 bit
 activations, biases, rope_scaled                    whether there are such
 experts                                             whether there are tensors of all experts of a layer
+
+Hybrids (blocks with parameters that are no linear: convolutions, state spaces) and towers of other modalities
+were tried in the clients and layouts that `TRIED` names alone, whatever the rules say.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from quantkit import layouts
 
 OUTCOMES = ("loads", "note")
 DAMAGED = "the checkpoint is damaged, see below"
+TRIED = {  # fact -> layouts and clients of which it is known, by tests/clients
+    "hybrid": set(),
+    "towers": {(layout, "transformers") for layout in ("none", "bitsandbytes", "compressed-tensors")},
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,20 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     for client in CLIENTS:
         rule = rule_of(client, facts)
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
+        if outcome["loads"] and (strange := _untried(client, facts)):
+            outcome = {"loads": None, "note": f"not tried with {strange}"}
         found.append({"client": client.name, "version": client.version} | outcome)
     return found
+
+
+def _untried(client: Client, facts: Mapping[str, set]) -> str:
+    """What the checkpoint has that nobody loaded in this client; empty for nothing."""
+    (layout,) = facts["layout"]
+    strange = {"hybrid": "blocks of this kind", "towers": "towers of other modalities"}
+    return next(
+        (words for fact, words in strange.items()
+         if True in facts.get(fact, ()) and (layout, client.name) not in TRIED[fact]), "",
+    )  # fmt: skip
 
 
 def rule_of(client: Client, facts: Mapping[str, set]) -> Mapping[str, Any]:

@@ -145,6 +145,8 @@ def _activations(contents: Contents) -> str | None:
     return str(config["activation_scheme"]) if config.get("activation_scheme") else None
 
 
+STATE = re.compile(r"\.(conv1d|conv|short_conv|A_log|dt_bias|time_decay)\b")  # convolutions, state spaces
+TOWERS = ("vision_config", "audio_config")
 EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
 
 
@@ -172,6 +174,8 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "activations": {_activations(contents) is not None},
         "biases": {any(name.endswith(".bias") for name in infos)},
         "experts": {any(EXPERT.search(weight.name) and (weight.codes or gguf) for weight in weights)},
+        "hybrid": {not gguf and any(STATE.search(weight.name) for weight in weights)},
+        "towers": {any(isinstance(contents.config.get(key), dict) for key in TOWERS)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},
         "kept": {
             any(is_linear(weight.name, weight.shape) and not weight.codes for weight in weights)

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 IN_STEP = 4  # batches that wait for one another where experts are read: each has its activations in memory
 HELD = 2  # experts: what one batch still computes with, and what the others go on to
 SHARE = 0.25  # of an accelerator's free memory: smaller blocks stay there whole, which is faster
-# What configurations call the number of experts that a token is routed to.
+# What configurations call the number of experts of a layer, and of those that a token is routed to.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_per_token")
 
 

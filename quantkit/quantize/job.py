@@ -254,7 +254,11 @@ def is_done(request: Request) -> bool:
     made += [job.get(key) for key in ("options", "exclude", "override")]
     run = request.run
     asked = [Path(request.source).name, request.method, options, list(run.exclude), list(run.override)]
-    return asked == made and job.get("towers", False) == run.towers
+    text, how = job.get("calibration") or {}, request.calibration
+    same = {"samples": how.samples, "seed": how.seed} | ({"seqlen": how.seqlen} if how.seqlen else {})
+    alike = all(text.get(name, value) == value for name, value in same.items())
+    alike = alike and job.get("experts", run.experts) == run.experts
+    return asked == made and alike and job.get("towers", False) == run.towers
 
 
 def base_name(source: str) -> str:

@@ -152,6 +152,7 @@ def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
     if tensor.is_floating_point() and not is_finite(tensor):
         raise DamagedError(
             f"{stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",
-            hint="the checkpoint is damaged, or its weights overflow: try --dtype float32",
+            hint="the checkpoint is damaged"
+            + (", or its weights overflow: try --dtype float32" if tensor.dtype == torch.float16 else ""),
         )
     return tensor
