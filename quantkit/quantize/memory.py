@@ -111,9 +111,9 @@ class Shapes:
 
     @property
     def sampled(self) -> int:
-        """Bytes of the rows of experts that are looked at together, and of their copy in one matrix."""
+        """Bytes of the rows of experts that are looked at together."""
         rows = min(SEARCHED, sum(row[1] for row in self.linears if row[0] in self.experts))
-        return FLOAT32 * 2 * rows * self.hidden
+        return FLOAT32 * rows * self.hidden
 
     @property
     def hidden(self) -> int:

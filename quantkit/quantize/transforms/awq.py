@@ -196,21 +196,22 @@ def _sampled(view: BlockView, sites: Sequence[Site], entering: Mapping[Site, Sit
     names = [(site, name) for site in sites for name in _quantized(view, site)]
     step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
     total = max(statistics.tokens for statistics in entering.values()) or 1
-    alike: dict[tuple[Site, Grid], list[tuple[Tensor, Tensor]]] = {}  # rounded together
+    alike: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
-        rows = view.linear(name).weight[::step].float()
-        rows = rows.clone() if name in view.away else rows
-        share = rows.new_full((len(rows),), view.statistics[site].tokens / total)
-        alike.setdefault((_place(site), view.grids[name].plain()), []).append((rows, share))
-    return [
-        Reader(
-            torch.cat([rows for rows, _ in found]),
-            grid,
-            entering[place].hessian,
-            torch.cat([share for _, share in found]),
-        )
-        for (place, grid), found in alike.items()
-    ]
+        alike.setdefault((_place(site), view.grids[name].plain()), []).append((site, name))
+    readers = []
+    for (place, grid), found in alike.items():
+        hessian = entering[place].hessian
+        counts = [len(range(0, view.block.get_submodule(name).out_features, step)) for _, name in found]
+        shares = [view.statistics[site].tokens / total for site, _ in found]
+        weight = hessian.new_empty(
+            sum(counts), len(hessian)
+        )  # small copies would leave holes between experts
+        share = torch.cat([weight.new_full((n,), part) for n, part in zip(counts, shares, strict=True)])
+        for (_, name), part in zip(found, weight.split(counts), strict=True):
+            part.copy_(view.linear(name).weight[::step])
+        readers.append(Reader(weight, grid, hessian, share))
+    return readers
 
 
 @dataclass(frozen=True)
