@@ -121,7 +121,7 @@ def test_experts_that_no_token_of_the_probe_reaches_are_proven_all_the_same(benc
     with probing(made.view()) as probe:
         entering = probe.run().inputs
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
-    found = [expert.find_folds() for expert in inside.experts(view, entering, ())]
+    found = [expert.find_folds() for expert in inside.experts(view, entering, (), {})]
     assert [fold.producer.name for folds in found for fold in folds] == ["up_proj"] * 32
     assert [set(fold.columns) for folds in found for fold in folds] == [{"down_proj.weight"}] * 32
 

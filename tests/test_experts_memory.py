@@ -99,6 +99,8 @@ METHODS = {
     "gptq packed": ("gptq", SMALL | {"layout": "compressed-tensors"}, {}),
     "nf4": ("nf4", {}, {}),
     "int8": ("int8", {}, {"allow_unread": True}),
+    "awq": ("awq", SMALL, {"exclude": (r"experts\.1\.", r"experts\.2\.w2", r"experts\.3\.w3")}),
+    "awq gptq": ("awq", SMALL | {"solver": "gptq"}, {}),
 }
 
 

@@ -70,7 +70,7 @@ def _of_method(
     memory = device.memory_bytes if on_gpu else _free_memory()
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
-        shapes = mixture(shapes, settings, memory if on_gpu else None, work.transform)
+        shapes = mixture(shapes, settings, memory if on_gpu else None)
     needs, transform = work.forwards > 0, work.transform
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
@@ -130,10 +130,10 @@ def of_block(
     )
 
 
-def mixture(shapes: Shapes, settings: Settings, free: int | None, transform: bool) -> Shapes:
-    """The same with experts that are streamed unless there is a transform; free: bytes of an accelerator."""
+def mixture(shapes: Shapes, settings: Settings, free: int | None) -> Shapes:
+    """The same with experts that are streamed if that pays; free: bytes of an accelerator."""
     experts = sum(out * in_features for name, out, in_features in shapes.linears if name in shapes.experts)
-    streamed = not transform and held.streams(experts * shapes.element, free)
+    streamed = held.streams(experts * shapes.element, free)
     return replace(shapes, streamed=streamed, active=settings.filled(*held.ROUTED) or 1)
 
 

@@ -116,8 +116,6 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     checkpoint = skeleton.checkpoint
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
-    if method.transform is not None:  # it looks at all experts of a block together
-        skeleton.streams = False
     for note in method.notes:
         progress.warn(note)
     specs = _specs(skeleton, method, request)

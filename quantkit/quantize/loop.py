@@ -10,7 +10,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
 from quantkit.quantize import capture, finish, plan, towers, walk
 from quantkit.quantize.capture import PROBE_TOKENS, Site
+from quantkit.quantize.expert_by_expert import ExpertByExpert
 from quantkit.quantize.job import Job
 from quantkit.quantize.measure import Block, Measured, Measuring
 from quantkit.quantize.outputs import Summary
@@ -113,8 +114,8 @@ class _Loop:
         block = self._block(index, module)
         parts = BlockParts(self.job.staging, index)
         records: list[dict] = []
-        with closing(self._measure(block)) as measured:
-            for site in block.wanted:
+        with closing(self._measure(block, parts)) as measured:
+            for site in measured.order or block.wanted:
                 statistics = measured.statistics(site)
                 if not site.linears:
                     continue
@@ -127,6 +128,9 @@ class _Loop:
                     self.progress.linear(row, solved)
             self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
+        names = [block.rows[name].name for site in block.wanted for name in site.linears]
+        order = {name: at for at, name in enumerate(names)}
+        records.sort(key=lambda record: order[record["name"]])
         with self.timings("write"):
             parts.finish(records)
 
@@ -139,7 +143,7 @@ class _Loop:
         sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
         return Block(index, module, rows, sites)
 
-    def _measure(self, block: Block) -> Measured:
+    def _measure(self, block: Block, parts: BlockParts) -> Measured:
         """Gather statistics, all before a transform; without one each site's when it is asked for, behind the
         sites that were quantized before it."""
         measuring = Measuring(
@@ -150,8 +154,14 @@ class _Loop:
             self.job.request.run.experts,
             self.timings,
         )
-        if self.method.transform is not None:
-            statistics, transformed = self._transform(block, measuring.at_once(block))
+        transform = self.method.transform
+        if transform is not None and self.skeleton.away(block.index):
+            return ExpertByExpert(measuring, block, transform, partial(self._view, block), parts).measured()
+        if transform is not None:
+            statistics = measuring.at_once(block, block.wanted)
+            with self.timings("transform"):
+                transformed = transform.apply(self._view(block, statistics))
+            statistics = transformed.statistics
             return Measured(
                 lambda site: statistics.pop(site, None),
                 lambda: measuring.outputs(block),
@@ -161,25 +171,19 @@ class _Loop:
             return Measured(lambda site: None, lambda: measuring.outputs(block))
         return measuring.in_order(block)
 
-    def _transform(
-        self, block: Block, statistics: dict[Site, SiteStatistics]
-    ) -> tuple[dict[Site, SiteStatistics], Transformed]:
-        """Rewrite the block by statistics of all sites, which come from one forward with the original
-        weights; then they are those of the rewritten block."""
+    def _view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
+        """The block as a transform sees it."""
         index, skeleton = block.index, self.skeleton
-        probe = self.states[0][:1, :PROBE_TOKENS].float()
-        with self.timings("transform"):
-            transformed = self.method.transform.apply(
-                BlockView(
-                    block=block.module,
-                    sites=[site for site in block.sites if site.linears],
-                    statistics=statistics,
-                    grids={name: row.grid for name, row in block.rows.items()},
-                    probe=lambda: skeleton.run_block(index, probe),
-                    stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
-                )
-            )
-        return transformed.statistics, transformed
+        return BlockView(
+            block=block.module,
+            sites=[site for site in block.sites if site.linears],
+            statistics=statistics,
+            grids={name: row.grid for name, row in block.rows.items()},
+            probe=lambda: skeleton.run_block(index, self.states[0][:1, :PROBE_TOKENS].float()),
+            stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
+            away=skeleton.away(index),
+            read=partial(skeleton.part, index),
+        )
 
     def _solve(
         self, block: Block, site: Site, statistics: SiteStatistics | None, parts: BlockParts

@@ -47,12 +47,14 @@ class Block:
 @dataclass(frozen=True)
 class Measured:
     """What is known of a block's inputs. statistics: of a site, asked for in order, once those before it are
-    quantized; outputs: the block's, once all are. transformed: what was done to the block before."""
+    quantized; outputs: the block's, once all are. transformed: what was and is being done to the block.
+    order: of the sites; None for that of a forward."""
 
     statistics: Callable[[Site], SiteStatistics | None]
     outputs: Callable[[], Iterable[Tensor]]
     close: Callable[[], None] = lambda: None
     transformed: Transformed = Transformed({})
+    order: Sequence[Site] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ class Measuring:
         pools = _Pools(self.choice)
         return Measured(lambda site: pools.mixed(site, found.of(site)), found.outputs, found.close)
 
-    def at_once(self, block: Block) -> dict[Site, SiteStatistics]:
-        """Statistics of all sites on the block's inputs as they are now, from one forward."""
+    def at_once(self, block: Block, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
+        """Statistics of all these sites on the block's inputs as they are now, from one forward."""
         with self.timings("forward"):
             gathered = capture.gather(
-                block.module, block.wanted, self.needs, self.skeleton.device,
+                block.module, sites, self.needs, self.skeleton.device,
                 lambda: list(map(len, self.outputs(block))),
             )  # fmt: skip
         pools = _Pools(self.choice)

@@ -24,6 +24,7 @@ LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}
 AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
 PART = 1 << 26  # weights of towers that are staged together
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
+SEARCHED = 4096  # rows that a transform looks at where several sites share a scale
 SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 
 
@@ -91,6 +92,30 @@ class Shapes:
         return FLOAT32 * max(widths, default=0) ** 2
 
     @property
+    def around(self) -> list[int]:
+        """Widths of the sites whose statistics a transform has at once: all, or where experts are streamed
+        those around them, of what enters their layer and their down projections, and of one expert."""
+        inside = {(name.rpartition(".")[0], width) for name, _, width in self.linears if name in self.experts}
+        if not (self.streamed and inside):
+            return [width for _, width in self.sites]
+        widths = [width for _, width in inside]
+        return [key[1] for key in self.sites if key not in inside] + 2 * [min(widths), max(widths)]
+
+    @property
+    def entering(self) -> int:
+        """Bytes of what enters layers of experts, kept for a transform until each expert has come."""
+        layers = {held.expert_of(name).rpartition(".")[0]: name for name in self.experts}
+        matrices = sum(held.expert_of(name) == name for name in layers.values())  # these see a token's copies
+        values = len(layers) + matrices * (self.active - 1)
+        return values * self.tokens * self.hidden * self.element if self.streamed else 0
+
+    @property
+    def sampled(self) -> int:
+        """Bytes of the rows of experts that are looked at together."""
+        rows = min(SEARCHED, sum(row[1] for row in self.linears if row[0] in self.experts))
+        return FLOAT32 * rows * self.hidden
+
+    @property
     def hidden(self) -> int:
         return self.width or min(in_features for *_, in_features in self.linears)
 
@@ -143,7 +168,7 @@ def peak_memory(
     """Peak bytes of a job.
 
     calibrated: statistics are gathered at all; hessian: second moments are among them; transform: they are
-    of all sites of a block at once; suspend: every batch is held at a site until that is solved. tables:
+    of `around` at once; suspend: every batch is held at a site until that is solved. tables:
     bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
     `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
     one repeated forward.
@@ -155,6 +180,7 @@ def peak_memory(
     search = _search(shapes.largest_linear) if states else 0  # a CPU takes a cacheful at a time
     tables = 0 if states else tables
     moving = 3 * shapes.batch_tokens * hidden * element if states == "host" else 0  # there, next and back
+    entering = 0
     if not calibrated:
         copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
         working = 2 * rest + max(shapes.largest, block + copies, tables)
@@ -167,12 +193,14 @@ def peak_memory(
         verifying = rest + max(shapes.largest, verifying)
         # of an expert's layer, and of other experts that wait to be solved
         beside = at_once * shapes.moments if hessian and not transform else 0
+        entering = shapes.entering if transform else 0
+        here += 0 if states == "host" else entering
         working = rest + max(here + running + beside, here + solving + beside, here + verifying, tables)
     if states is None:
         return Peak(0, int(later + working))
     reading = max(shapes.largest, block) + 2 * shapes.staging
     # the allocator of pinned memory hands out powers of two
-    kept = 2 * held if states == "host" else 0
+    kept = 2 * held + entering if states == "host" else 0
     return Peak(int(MARGIN * working), int(later + reading + kept))
 
 
@@ -197,7 +225,8 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search
     moments = [FLOAT32 * width**2 for _, width in shapes.sites] if hessian else [0]
     block = shapes.block * (FLOAT32 if transform else element)
     running = block + _batch(shapes) + (live - shapes.batch_tokens * flight if live else shapes.waiting)
-    running += sum(moments) if transform else max(moments)
+    together = sum(FLOAT32 * width**2 for width in shapes.around)
+    running += together if transform else max(moments)
     solving = max(FLOAT32 * 4 * shapes.largest_linear, search)
     if hessian:
         solving = max(
@@ -207,9 +236,9 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search
             + narrow * FLOAT32 * weights
             for (_, width), weights in shapes.sites.items()
         )
-    if transform:  # all moments are there until their sites are solved
-        searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search)
-        solving = sum(moments) + max(searching, solving - max(moments) if search else 0)
+    if transform:  # these moments are there until their sites are solved
+        searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search, shapes.sampled)
+        solving = together + max(searching, solving - max(moments) if search else 0)
     return running, solving + block + live + shapes.staging
 
 

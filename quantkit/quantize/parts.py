@@ -42,9 +42,10 @@ class BlockParts:
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """What linear `name` was packed into."""
-        return {part: self._tensor(f"{name}.{part}") for part in self._linears[name]}
+        return {part: self.tensor(f"{name}.{part}") for part in self._linears[name]}
 
-    def _tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
+        """One of those that were added."""
         for held in (self._waiting, self._begun):
             if name in held:
                 return held[name]

@@ -157,6 +157,18 @@ class Skeleton:
             self._keepers[index] = Keeper(index, block, reader, self._installer, decoded)
         return block
 
+    def away(self, index: int) -> frozenset[str]:
+        """Linears of a loaded block that are read when they are called."""
+        return frozenset(streaming.streamed(self.blocks[index]) if index in self._keepers else ())
+
+    def lend(self, index: int, linears: Sequence[str]) -> None:
+        """Hold these of the linears that are `away` in memory, and no others, until others are lent."""
+        self._keepers[index].lend(linears)
+
+    def keep_changed(self, index: int, name: str, again: Callable[[], Tensor]) -> None:
+        """From now on a parameter of a linear that is `away` is what `again` returns."""
+        self._keepers[index].keep_changed(name, again)
+
     def part(self, index: int, local: str) -> nn.Module:
         """Module `local` of a loaded block, with its weights in memory."""
         module = self.blocks[index].get_submodule(local)

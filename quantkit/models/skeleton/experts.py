@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,24 @@ from quantkit.models.skeleton.streaming import ExpertLinear
 
 USUAL = ("gate_proj", "up_proj", "down_proj")
 SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's patterns: one expert's projection
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a layer was given in a forward. hidden: rows that enter it, `[n, hidden]`; rows: by expert, which
+    of them are its own."""
+
+    hidden: Tensor
+    rows: Sequence[Tensor | slice]
+
+    def count(self, index: int) -> int:
+        """Rows of one expert."""
+        rows = self.rows[index]
+        return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+    def copied(self, device: torch.device) -> Routed:
+        """The same on a device, in memory of its own."""
+        return replace(self, hidden=self.hidden.to(device, copy=True))
 
 
 class Experts(nn.Module):
@@ -68,6 +88,14 @@ class Experts(nn.Module):
             out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(out.dtype))
         return out
 
+    def routed(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
+        """What of a forward's arguments goes to which expert."""
+        return Routed(hidden, [torch.where(top_k_index == expert)[0] for expert in range(self.count)])
+
+    def inner(self, index: int, hidden: Tensor) -> Tensor:
+        """What enters the down projection of one expert that is given `hidden [tokens, hidden]`."""
+        return self._inner(self.get_submodule(str(index)), hidden)
+
     def alone(self, index: int, hidden: Tensor) -> Tensor:
         """What one expert makes of `hidden [tokens, hidden]`, whoever is routed to it."""
         expert = self.get_submodule(str(index))
@@ -106,6 +134,11 @@ class SortedExperts(Experts):
         out[routed] = torch.cat(found)
         return out
 
+    def routed(self, hidden: Tensor) -> Routed:
+        """What of a forward's arguments goes to which expert."""
+        routed = hidden.any(-1)
+        return Routed(hidden[routed], _slices(routed.view(self.count, -1).sum(-1).tolist()))
+
 
 class ParallelExperts(Experts):
     """Experts of one matrix each, as JetMoE's: child `E` is a linear; what comes between two is elsewhere."""
@@ -124,6 +157,16 @@ class ParallelExperts(Experts):
         """What the experts make of their rows of `hidden [tokens, in]`, `counts[0]` of the first expert."""
         parts = self.entering(hidden).split(counts)
         return torch.cat([self.get_submodule(str(e))(part) for e, part in enumerate(parts)])
+
+    def routed(self, hidden: Tensor, counts: list[int]) -> Routed:
+        """What of a forward's arguments goes to which expert."""
+        return Routed(hidden, _slices(counts))
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """One after another."""
+    ends = list(accumulate(map(int, counts)))
+    return [slice(end - int(count), end) for end, count in zip(ends, counts, strict=True)]
 
 
 def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:

@@ -77,6 +77,8 @@ class Keeper:
         self.capacity = held.HELD * held.largest_expert(shapes)  # weights
         self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
         self._installed: dict[str, _Installed] = {}
+        self._changed: dict[str, Callable[[], Tensor]] = {}  # parameters that are not the source's any more
+        self._lent: list[str] = []
         self._pause: Callable[[], object] | None = None
         for module in self._names:
             module.keeper = self
@@ -104,7 +106,10 @@ class Keeper:
             f"{local}.{name}" for name, _ in self._block.get_submodule(local).named_parameters()
             if not (kept and name == "weight")
         ]  # fmt: skip
-        self._installer.load(self._block, self._reader.block(self._index, self._block, self._decoded, names))
+        fetched = self._reader.block(self._index, self._block, self._decoded, names)
+        for name in self._changed.keys() & names:
+            fetched.tensors[name] = self._changed[name]().to(self._reader.dtype)
+        self._installer.load(self._block, fetched)
         if kept:
             parts = self._installer.placed(kept.again())
             self._installer.install(self._block, local, kept.layout, parts, kept.stored)
@@ -116,6 +121,28 @@ class Keeper:
     def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
         """From now on linear `local` is what the layout makes of the parts that `again` returns."""
         self._installed[local] = _Installed(layout, stored, again)
+
+    def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
+        """From now on a parameter of the block, that of a streamed linear, is what `again` returns."""
+        self._changed[name] = again
+
+    def lend(self, linears: Sequence[str]) -> None:
+        """Load these linears, and no others, as modules with values of their own until `take_back`; nobody
+        gives them up before."""
+        self.take_back()
+        for local in linears:
+            self._read(local)
+            self._lent.append(local)
+            self._block.get_submodule(local).keeper = None
+
+    def take_back(self) -> None:
+        """Give up everything, lent or not."""
+        for local in list(self._held):
+            self._give_up(local)
+        for local in self._lent:
+            self._installer.give_up(self._block, local)
+            self._block.get_submodule(local).keeper = self
+        self._lent = []
 
     def wait(self, linear: ExpertLinear) -> None:
         """Until all forward passes that run in step have come to this linear, unless it is in memory."""
@@ -149,8 +176,7 @@ class Keeper:
 
     def close(self) -> None:
         """Give everything back; the linears have no values then."""
-        for local in list(self._held):
-            self._give_up(local)
+        self.take_back()
         for module in self._names:
             module.keeper = None
         return_freed_pages()

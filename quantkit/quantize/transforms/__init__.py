@@ -20,7 +20,9 @@ class BlockView:
     sites: all of the block's that have linears. statistics: of every site with a linear to be quantized, on
     the original inputs, and of what enters a layer's experts together, a site without linears; they are used
     up. grids: by linear; None for one that is kept in 16 bit. probe: runs the block, held in float32, on a
-    few tokens. stored: a parameter's values, by its name in the block, as they will be after storing.
+    few tokens. stored: a parameter's values, by its name in the block, as they will be after storing. away:
+    linears of experts that are not in memory; of their sites only the number of tokens is known. read: gives
+    one of them its values until the next is read.
     """
 
     block: nn.Module
@@ -29,6 +31,16 @@ class BlockView:
     grids: Mapping[str, Grid | None]
     probe: Callable[[], Tensor]
     stored: Callable[[str, Tensor], Tensor]
+    away: frozenset[str] = frozenset()
+    read: Callable[[str], nn.Module] | None = None
+
+    def linear(self, name: str) -> nn.Module:
+        """A linear with its values."""
+        return self.read(name) if name in self.away else self.block.get_submodule(name)
+
+    def is_away(self, site: Site) -> bool:
+        """Whether the site is one of experts that are not in memory."""
+        return not self.away.isdisjoint(site.linears)
 
 
 @dataclass(frozen=True)
@@ -37,13 +49,17 @@ class Transformed:
 
     statistics: of every site with linears, as its inputs are now. changed: parameters with new values, by
     name in the block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the
-    original weight to nearest. notes: by linear, what a user should know.
+    original weight to nearest. notes: by linear, what a user should know. pending: linears that were away and
+    are to change. expert: does to one expert what is left to do, when its linears are in memory and none is
+    away; the view has the statistics of its sites.
     """
 
     statistics: dict[Site, SiteStatistics]
     changed: set[str] = field(default_factory=set)
     rtn_errors: dict[str, float] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    pending: frozenset[str] = frozenset()
+    expert: Callable[[BlockView, Sequence[str]], Transformed] | None = None
 
     def amend(self, name: str, solved: Solved) -> Solved:
         """A linear's result with what is known of it before the transform."""
@@ -52,7 +68,8 @@ class Transformed:
 
 
 class Transform(Protocol):
-    """Applied to every block before any of its sites is solved. `needs`: fields of SiteStatistics."""
+    """Applied to every block before any of its sites is solved, and to experts that are away then, one by
+    one, before theirs are. `needs`: fields of SiteStatistics."""
 
     needs: frozenset[str]
 

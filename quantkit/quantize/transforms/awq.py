@@ -12,29 +12,34 @@ Where several sites read one producer, as a router, all experts and a shared one
 they share a scale, and their losses add up, weighted by tokens. Experts count with the second moments of what
 enters their layer, one matrix for all, and of many rows an even sample is searched: 128 experts cost no more
 than a dense layer. A router stays in 16 bit, and its columns are rounded to them once more.
+
+Experts that are not in memory are read for that sample, one after another. Their columns are scaled later, as
+is what is inside them, when each comes into memory to be quantized (`Later`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
+from quantkit.models import held
 from quantkit.quantize.capture import Site
+from quantkit.quantize.memory import SEARCHED
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.loss import row_losses
 from quantkit.quantize.transforms import BlockView, Transformed, inside
-from quantkit.quantize.transforms.fold import Fold, along, find_folds
+from quantkit.quantize.transforms.fold import Fold, Producer, along, find_folds
 from quantkit.quantize.transforms.probe import assign, probing
 from quantkit.quantize.transforms.stored import divided, in_float32
 
 ROWS = 512  # rows looked at together, at least
-SEARCHED = 4096  # rows looked at where several sites share a scale
 SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
 UNFOLDED = "nothing to fold scales into: kept at 1"
 
@@ -48,60 +53,118 @@ class AwqTransform:
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
-        result = Transformed({site: found for site, found in view.statistics.items() if site.linears})
+        here = {site for site in view.statistics if site.linears and not view.is_away(site)}
+        result = Transformed({site: view.statistics[site] for site in view.statistics if site in here})
         with in_float32(view, result.changed):
             with probing(view) as probe:
                 entering, folds = probe.run().inputs, find_folds(probe)
-            folded = {site for fold in folds for site in fold.sites}
-            experts = list(inside.experts(view, entering, folded))
-            hidden = {site for expert in experts for site in expert.sites}
-            left = [site for site in view.statistics if site.linears and site not in folded | hidden]
-            self._rewrite(view, folds, left, result)
-            for expert in experts:
-                inner = Transformed(dict(expert.view.statistics))
-                found = expert.find_folds()
-                own = {site for fold in found for site in fold.sites}
-                self._rewrite(expert.view, found, [s for s in expert.view.statistics if s not in own], inner)
-                expert.tell(inner, result)
-        return result
+            later = Later(self, entering, {site for fold in folds for site in fold.sites})
+            columns = self._rewrite(view, here, later, folds, result)
+        return replace(result, pending=frozenset(columns), expert=partial(later.expert, columns))
 
     def _rewrite(
-        self, view: BlockView, folds: Sequence[Fold], left: Sequence[Site], result: Transformed
-    ) -> None:
-        """Scale what gains by it of these folds; note what sites are `left` without any."""
-        for site in left:
-            _measured(view, site, result)
-            result.notes.update(dict.fromkeys(_quantized(view, site), (UNFOLDED,)))
+        self,
+        view: BlockView,
+        sites: Collection[Site],
+        later: Later,
+        folds: Sequence[Fold],
+        result: Transformed,
+    ) -> dict[str, Tensor]:
+        """Scale what gains by it of these folds, and inside experts that are here; note which of `sites` are
+        left without any. Returns the scales of columns of linears that are away."""
+        here = replace(
+            view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
+        )
+        experts = list(inside.experts(here, later.entering, later.folded, later.known))
+        hidden = {site for expert in experts for site in expert.sites}
+        _leave(here, [site for site in here.statistics if site not in later.folded | hidden], result)
+        columns: dict[str, Tensor] = {}
         for fold in folds:
-            self._scale(view, fold, result)
+            columns |= self._scale(view, fold, result)
+        for expert in experts:
+            inner = Transformed(dict(expert.view.statistics))
+            found = expert.find_folds()
+            own = {site for fold in found for site in fold.sites}
+            _leave(expert.view, [site for site in expert.view.statistics if site not in own], inner)
+            for fold in found:
+                self._scale(expert.view, fold, inner)
+            expert.tell(inner, result)
+        return columns
 
-    def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> None:
+    def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
+        """Search the scale of a fold and fold it. Returns those of columns of linears that are away."""
         sites = [site for site in fold.sites if site in view.statistics]
+        here = [site for site in sites if not view.is_away(site)]
         if not sites:
-            return
-        for site in sites:
+            return {}
+        for site in here:
             losses = _measured(view, site, result)
         entering = _entering(view, sites)
-        if len(fold.sites) > 1:
+        if len(fold.sites) > 1 or not here:
             losses = Losses(_sampled(view, sites, entering))
         total = sum(part.tokens for part in entering.values()) or 1
         shares = [(part.magnitude, part.tokens / total) for part in entering.values()]
         magnitude = sum(part * share for part, share in shares) if len(shares) > 1 else shares[0][0]
         scale = search(losses, fold.producer.tied(magnitude), self.n_grid)
         if scale is None:
-            return
+            return {}
         scale, new = divided(view, fold.producer, scale)
         if not losses.of(scale, limit=sum(losses.plain)) < sum(losses.plain):
-            return
+            return {}
         for name, tensor in new.items():
             assign(view.block, name, tensor)
-        for name, axis in fold.columns.items():
+        away = {f"{name}.weight" for name in view.away}
+        columns = {name: axis for name, axis in fold.columns.items() if name not in away}
+        for name, axis in columns.items():
             assign(view.block, name, along(view.block.get_parameter(name), scale, axis))
-        result.changed.update(new, fold.columns)
-        for site in sites:
-            statistics = view.statistics[site]
-            hessian = statistics.hessian.div_(scale).div_(scale[:, None])
-            result.statistics[site] = replace(statistics, hessian=hessian, magnitude=None)
+        result.changed.update(new, columns)
+        for site in here:
+            result.statistics[site] = _divided(view.statistics[site], scale)
+        return {name.removesuffix(".weight"): scale for name in fold.columns if name in away}
+
+
+@dataclass(frozen=True)
+class Later:
+    """What is known of a block when one of its experts comes into memory. entering: a few tokens by place;
+    folded: sites whose scale is shared; known: producers inside experts, by layer."""
+
+    transform: AwqTransform
+    entering: Mapping[str, Tensor]
+    folded: Collection[Site]
+    known: dict[str, list[list[Producer]]] = field(default_factory=dict)
+
+    def expert(self, columns: Mapping[str, Tensor], view: BlockView, linears: Sequence[str]) -> Transformed:
+        """Multiply the columns of an expert's `linears` and scale what is inside it."""
+        result = Transformed(dict(view.statistics))
+        layer = held.expert_of(linears[0]).rpartition(".")[0]
+        beside = [name for name, _ in view.block.get_submodule(layer).named_children() if not name.isdigit()]
+        with in_float32(view, result.changed, [*linears, *(f"{layer}.{name}" for name in beside)]):
+            for site in view.statistics:
+                if site in self.folded:
+                    _measured(view, site, result)
+            for name in linears:
+                if name in columns:
+                    weight = view.block.get_submodule(name).weight
+                    assign(view.block, f"{name}.weight", along(weight, columns[name], -1))
+                    result.changed.add(f"{name}.weight")
+            for site, statistics in view.statistics.items():
+                if site.linears[0] in columns:
+                    result.statistics[site] = _divided(statistics, columns[site.linears[0]])
+            self.transform._rewrite(view, view.statistics, self, (), result)
+        return result
+
+
+def _divided(statistics: SiteStatistics, scale: Tensor) -> SiteStatistics:
+    """Those of a site whose inputs are divided by a scale, `[in]`; the old ones are used up."""
+    hessian = statistics.hessian.div_(scale).div_(scale[:, None])
+    return replace(statistics, hessian=hessian, magnitude=None)
+
+
+def _leave(view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
+    """Note that these sites have nothing to fold scales into."""
+    for site in sites:
+        _measured(view, site, result)
+        result.notes.update(dict.fromkeys(_quantized(view, site), (UNFOLDED,)))
 
 
 def _quantized(view: BlockView, site: Site) -> list[str]:
@@ -133,20 +196,22 @@ def _sampled(view: BlockView, sites: Sequence[Site], entering: Mapping[Site, Sit
     names = [(site, name) for site in sites for name in _quantized(view, site)]
     step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
     total = max(statistics.tokens for statistics in entering.values()) or 1
-    alike: dict[tuple[Site, Grid], list[tuple[Tensor, Tensor]]] = {}  # rounded together
+    alike: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
-        rows = view.block.get_submodule(name).weight[::step]
-        share = rows.new_full((len(rows),), view.statistics[site].tokens / total)
-        alike.setdefault((_place(site), view.grids[name].plain()), []).append((rows, share))
-    return [
-        Reader(
-            torch.cat([rows for rows, _ in found]),
-            grid,
-            entering[place].hessian,
-            torch.cat([share for _, share in found]),
-        )
-        for (place, grid), found in alike.items()
-    ]
+        alike.setdefault((_place(site), view.grids[name].plain()), []).append((site, name))
+    readers = []
+    for (place, grid), found in alike.items():
+        hessian = entering[place].hessian
+        counts = [len(range(0, view.block.get_submodule(name).out_features, step)) for _, name in found]
+        shares = [view.statistics[site].tokens / total for site, _ in found]
+        weight = hessian.new_empty(
+            sum(counts), len(hessian)
+        )  # small copies would leave holes between experts
+        share = torch.cat([weight.new_full((n,), part) for n, part in zip(counts, shares, strict=True)])
+        for (_, name), part in zip(found, weight.split(counts), strict=True):
+            part.copy_(view.linear(name).weight[::step])
+        readers.append(Reader(weight, grid, hessian, share))
+    return readers
 
 
 @dataclass(frozen=True)

@@ -42,17 +42,22 @@ class Expert:
         result.statistics.update({site: inner.statistics[own] for site, own in self.sites.items()})
 
 
-def experts(view: BlockView, entering: Mapping[str, Tensor], folded: Collection[Site]) -> Iterator[Expert]:
+def experts(
+    view: BlockView,
+    entering: Mapping[str, Tensor],
+    folded: Collection[Site],
+    known: dict[str, list[list[Producer]]],
+) -> Iterator[Expert]:
     """Experts of a block with sites that are to be quantized and not `folded` yet.
 
     entering: a few tokens by place, `[tokens, in]` float32, of which each goes through all experts here.
-    Experts of one matrix have nothing inside.
+    known: by layer, see `Expert`. Experts of one matrix have nothing inside.
     """
     for name, layer in view.block.named_modules():
         if not isinstance(layer, Experts) or isinstance(layer, ParallelExperts):
             continue
         tokens = entering[f"{name}.entering"]
-        tokens, known = tokens[tokens.any(-1)], []
+        tokens = tokens[tokens.any(-1)]
         for index in range(layer.count):
             prefix = f"{name}.{index}."
             sites = {
@@ -61,7 +66,12 @@ def experts(view: BlockView, entering: Mapping[str, Tensor], folded: Collection[
                 if site.linears and site.linears[0].startswith(prefix) and site not in folded
             }
             if sites:
-                yield Expert(prefix, _view(view, prefix, layer, index, sites, tokens), sites, known)
+                yield Expert(
+                    prefix,
+                    _view(view, prefix, layer, index, sites, tokens),
+                    sites,
+                    known.setdefault(name, []),
+                )
 
 
 def _view(

@@ -45,7 +45,8 @@ class Probe:
     def __init__(self, view: BlockView):
         self.block, self._run = view.block, view.probe
         self.layers = {name: part for name, part in view.block.named_modules() if isinstance(part, Experts)}
-        self.stand_ins = {f"{name}.entering": _stand_in(layer) for name, layer in self.layers.items()}
+        device = next(part.device for part in view.block.parameters() if not part.is_meta)
+        self.stand_ins = {f"{name}.entering": _stand_in(layer, device) for name, layer in self.layers.items()}
         self.readers: dict[str, list[Site]] = {}
         for site in view.sites:
             if site.calls:
@@ -123,8 +124,8 @@ def probing(view: BlockView) -> Iterator[Probe]:
             del layer.forward
 
 
-def _stand_in(layer: Experts) -> nn.Linear:
-    """A linear as wide as an expert of the layer, with random weights."""
+def _stand_in(layer: Experts, device: torch.device) -> nn.Linear:
+    """A linear as wide as an expert of the layer, which may be on the meta device, with random weights."""
     first = layer.get_submodule("0")
     if not isinstance(layer, ParallelExperts):
         first = first.get_submodule(layer.down)
@@ -132,7 +133,7 @@ def _stand_in(layer: Experts) -> nn.Linear:
     in_features = first.in_features if isinstance(layer, ParallelExperts) else out_features
     weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.to(first.weight.device) / in_features**0.5, requires_grad=False)
+    linear.weight = nn.Parameter(weight.to(device) / in_features**0.5, requires_grad=False)
     return linear
 
 

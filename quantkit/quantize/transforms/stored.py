@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,11 +13,18 @@ from quantkit.quantize.transforms.fold import Producer
 
 
 @contextmanager
-def in_float32(view: BlockView, changed: set[str]) -> Iterator[None]:
-    """Hold the block's parameters in float32. Afterwards those that stay in 16 bit are rounded as they will
-    be stored, if they are `changed`; weights to be quantized wait in float32, and leave `changed`."""
-    dtypes = {name: parameter.dtype for name, parameter in view.block.named_parameters()}
-    view.block.float()
+def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",)) -> Iterator[None]:
+    """Hold the parameters of the block, or of these modules of it, in float32. Afterwards those that stay in
+    16 bit are rounded as they will be stored, if they are `changed`; weights to be quantized wait in float32,
+    and leave `changed`."""
+    found = {name: view.block.get_submodule(name) for name in modules}
+    dtypes = {
+        f"{name}.{leaf}" if name else leaf: parameter.dtype
+        for name, module in found.items()
+        for leaf, parameter in module.named_parameters()
+    }
+    for module in found.values():
+        module.float()
     yield
     quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
     changed -= quantized
