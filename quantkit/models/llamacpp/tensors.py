@@ -295,7 +295,9 @@ class _Names:
         spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
         found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
         name = next((name for name in found if name), None)
-        return f"{name}.weight" if name and not name.endswith(("weight", "bias")) else name  # of a parameter
+        if not name or name.endswith(("weight", "bias", "ssm_a")):  # llama.cpp calls state spaces' so
+            return name
+        return f"{name}.weight"  # of a parameter without a module of its own
 
 
 def _order(name: str) -> tuple[int, str]:
