@@ -76,6 +76,7 @@ class Keeper:
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
         self.capacity = held.HELD * held.largest_expert(shapes)  # weights
         self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
+        self._given_up = 0  # bytes, since pages were given back
         self._installed: dict[str, _Installed] = {}
         self._changed: dict[str, Callable[[], Tensor]] = {}  # parameters that are not the source's any more
         self._lent: list[str] = []
@@ -115,8 +116,11 @@ class Keeper:
             self._installer.install(self._block, local, kept.layout, parts, kept.stored)
 
     def _give_up(self, local: str) -> None:
-        del self._held[local]
+        self._given_up += self._held.pop(local).weight.nbytes
         self._installer.give_up(self._block, local)
+        if self._given_up > held.HOLES:
+            self._given_up = 0
+            return_freed_pages()
 
     def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
         """From now on linear `local` is what the layout makes of the parts that `again` returns."""
