@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import signal
 
 import jobs
 import pytest
@@ -222,7 +221,7 @@ def test_an_interrupted_tower_is_resumed_to_the_same_bytes(quantkit, tmp_path, s
     def interrupted(job, row, *rest):
         before.append(row.name)
         if len(before) == 9:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return made(job, row, *rest)
 
     monkeypatch.setattr(towers, "_made", interrupted)
