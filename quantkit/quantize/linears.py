@@ -69,7 +69,7 @@ def resolve(
     if unused:
         raise QuantkitError(
             f"no linear matches {name_all(unused)}",
-            hint=f"names look like {specs[0].name}; --dry-run lists them all",
+            hint=f"names look like {specs[0].name} and {specs[-1].name}; --dry-run lists them all",
             exit_code=USAGE,
         )
     specs = _without_small_unfit(skeleton, specs, overrides, layout)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from quantkit.errors import name_all
+from quantkit.inspection.names import split
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.containers import safetensors_folder
@@ -43,10 +44,10 @@ class FolderOutput:
         return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """The linears of the blocks, and of towers that are asked for."""
+        """The linears of the blocks, by the checkpoint's names, and of towers that are asked for."""
         return [
             Planned(
-                row.local,
+                row.local if row.block is None else split(row.name)[1],
                 row.block,
                 (row.out_features, row.in_features),
                 row.grid.describe() if row.grid else f"16 bit ({row.kept})",
