@@ -168,12 +168,12 @@ def decoded(folder: Path, model):
     """transformers' `model` with the weights that a quantized checkpoint holds."""
     import torch
 
-    from quantkit.models.skeleton.experts import _layers
+    from quantkit.models.skeleton.experts import fused_layers
 
     skeleton = opened(folder)
     names, state = skeleton.names, model.state_dict()
     fused = {}  # an expert's tensor by its name -> the part of the parameter of all experts
-    for layer in _layers(model):
+    for layer in fused_layers(model):
         for parameter, part, outputs in layer.parts():
             for expert, matrix in enumerate(state[f"{layer.place}.{parameter}"]):
                 turned = matrix.t() if layer.form.transposed and matrix.ndim == 2 else matrix

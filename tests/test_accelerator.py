@@ -128,7 +128,7 @@ def test_a_mixture_has_the_bytes_of_the_cpu(both, tiny_model, method):
     same_tensors(*both(name, model, *rest))
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "int8 unread"])
+@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "int8 unread", "awq", "awq gptq"])
 def test_a_mixture_whose_experts_are_streamed_has_the_bytes_of_the_cpu(both, tiny_model, method, monkeypatch):
     monkeypatch.setattr(held, "SHARE", 0.0)
     name, *rest = METHODS[method]

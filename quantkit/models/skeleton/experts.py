@@ -171,7 +171,7 @@ def _slices(counts: Sequence[int]) -> list[slice]:
 
 def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
     """Put `Experts` in place of all fused experts of a model on the meta device."""
-    for layer in _layers(model) if layers is None else layers:
+    for layer in fused_layers(model) if layers is None else layers:
         if layer.form.matrices:
             model.set_submodule(layer.place, ParallelExperts(layer.module))
             continue
@@ -181,13 +181,14 @@ def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
 
 def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
     """`take_apart`, and the checkpoint with a tensor for each expert; see `fused.one_by_one`."""
-    layers = _layers(model)
+    layers = fused_layers(model)
     found = one_by_one(model, checkpoint, layers) if layers else (checkpoint, {})
     take_apart(model, layers)
     return found
 
 
-def _layers(model: nn.Module) -> list[Fused]:
+def fused_layers(model: nn.Module) -> list[Fused]:
+    """Layers whose experts transformers holds in parameters of all of them."""
     names = _names(model)
     modules = ((place, module, form_of(module)) for place, module in model.named_modules())
     return [Fused(place, module, form, names) for place, module, form in modules if form is not None]
