@@ -1,1 +1,1 @@
-"""A student taught by its teacher: a compressed checkpoint's scales and norms, or a smaller model's weights."""
+"""A student taught by its teacher: a compressed checkpoint's scales and norms, or a smaller model."""
