@@ -1,0 +1,121 @@
+"""transformers runs a checkpoint: with the kernels of its layout's own client, or from decoded weights."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
+from quantkit.evaluation.whole_model import load_model
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import free_memory
+from quantkit.tables import megabytes
+
+CHATTY = "bitsandbytes"  # warns at every product, of what it rounds the inputs to
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A whole model, ready to run. kernels: what multiplies by weights, such as `bitsandbytes Linear4bit`.
+
+    packed: whether the weights lie in memory as codes; note: why they do not, where they do on disk.
+    weight_bytes: of all parameters and buffers, as they lie in memory. attention: what the model was given.
+    """
+
+    model: nn.Module
+    kernels: str
+    packed: bool
+    note: str
+    weight_bytes: int
+    attention: str
+
+
+def version() -> str:
+    """Of the engine: quantkit does not run without it."""
+    return transformers.__version__
+
+
+def load(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    attention: str | None = None,
+    decoded: bool = False,
+) -> Loaded:
+    """The model, for `tokens` of context: packed where its client is installed, unless `decoded` is asked for.
+
+    attention: one of transformers' (`eager`, `sdpa`, …); None for the model's own choice.
+    Raises QuantkitError when it does not fit the memory (exit code 5), or has no such attention (4).
+    """
+    model, note = None, ""
+    if checkpoint.quantized and not decoded:
+        model, note = _packed(checkpoint, dtype, device)
+    if model is None:
+        model = load_model(checkpoint, dtype, device, tokens)
+    if attention is not None:
+        _set_attention(checkpoint, model, attention)
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    kernels, packed = _kernels(model)
+    return Loaded(
+        model=model.eval(),
+        kernels=kernels,
+        packed=packed,
+        note=note,
+        weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        attention=model.config.get_text_config()._attn_implementation,
+    )
+
+
+def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module | None, str]:
+    """The model as transformers loads it itself, or None and the reason that it does not."""
+    if not checkpoint.folder.is_dir():
+        return None, "transformers decodes GGUF files"
+    need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
+    if need > free:
+        raise QuantkitError(
+            f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free",
+            "choose another --device, or fewer bits",
+            RESOURCES,
+        )
+    logging.getLogger(CHATTY).setLevel(logging.ERROR)
+    transformers.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=checkpoint.trust_remote_code,
+        )
+    except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
+        return None, f"transformers does not load it packed: {first_line(error)}"
+    return model, ""
+
+
+def _kernels(model: nn.Module) -> tuple[str, bool]:
+    """The commonest class that holds a quantized weight, or `torch`; and whether it holds codes."""
+    found = Counter(
+        f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
+        for module in model.modules()
+        if type(module).__module__.partition(".")[0] not in ("torch", "transformers")
+        and not any(True for _ in module.children())
+        and any(not t.is_floating_point() for t in (*module.parameters(), *module.buffers()))
+    )
+    return (found.most_common(1)[0][0], True) if found else ("torch Linear", False)
+
+
+def _set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as error:
+        hint = "eager and sdpa run everywhere"
+        raise QuantkitError(
+            f"{checkpoint.source} has no attention {attention!r}: {first_line(error)}", hint, UNSUPPORTED
+        ) from error
