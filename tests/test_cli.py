@@ -590,9 +590,11 @@ def test_an_existing_output_stays_unless_overwritten(refuse, make, model, small,
     error, hint = refuse(2, "gptq", model, *small, "-o", out)
     assert str(out) in error and "--overwrite" in hint
     error, hint = refuse(2, "gptq", model, *small, "-o", out, "--overwrite")
-    assert "a folder of other things" in error and "--output" in hint
+    assert "a folder of other things, too, which would be lost: precious" in error and "--output" in hint
     assert contents(out) == {"precious": b"data"}
-    (out / "config.json").write_text("{}")  # an old checkpoint
+    (out / "config.json").write_text("{}")  # an old checkpoint, but not that alone
+    refuse(2, "gptq", model, *small, "-o", out, "--overwrite")
+    (out / "precious").unlink()
     make("gptq", model, *small, "-o", out, "--overwrite")
     fresh = tmp_path / "fresh" / "out"  # the parent is made
     make("gptq", model, *small, "-o", fresh)
@@ -613,9 +615,13 @@ def test_a_staged_job_is_not_lost_unasked(refuse, make, model, small, tmp_path):
     staged = tmp_path / "tiny-gptq-w4g128.partial"
     staged.mkdir()
     (staged / "block-00000.safetensors").write_bytes(b"hours of work")
+    for mode in ("--resume", "--overwrite"):
+        error, hint = refuse(2, "gptq", model, *small, mode)
+        assert "is no unfinished job" in error and "move it away" in hint
+    (staged / "fingerprint.json").write_text('{"source_sha256": null}')
     error, hint = refuse(2, "gptq", model, *small)
     assert staged.name in error and "--resume" in hint and "--overwrite" in hint
-    assert contents(staged) == {"block-00000.safetensors": b"hours of work"}
+    assert contents(staged)["block-00000.safetensors"] == b"hours of work"
     make("gptq", model, *small, "--overwrite")
     assert not staged.exists()
 

@@ -187,9 +187,9 @@ def refused(done: tuple[int, str, str], code: int) -> str:
 def test_what_exists_stays_unless_overwritten(quantkit, tiny_model, small, tmp_path):
     tiny_model("llama", name="tiny", tokenizer=True)
     path = tmp_path / "out.gguf"
-    path.write_text("precious")
+    path.write_bytes(b"GGUF precious")
     assert "--overwrite" in refused(quantkit("imatrix", "tiny", *small, "-o", path, "-q"), 2)
-    assert path.read_text() == "precious"
+    assert path.read_bytes() == b"GGUF precious"
     assert quantkit("imatrix", "tiny", *small, "-o", path, "-q", "--overwrite")[0] == 0
     assert len(imatrix.read(path).sums) == 21
     weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()

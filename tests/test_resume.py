@@ -395,9 +395,9 @@ def test_another_version_is_refused(workplace, quantkit, staged):
     assert code == 2 and f"version of torch (0.1 there, {torch.__version__} here)" in said
 
 
-@pytest.mark.parametrize("left", [None, "block-00000.safetensors"])
+@pytest.mark.parametrize("left", [None, "lock", "fingerprint.json.tmp"])
 def test_nothing_staged_starts_afresh(workplace, reference, quantkit, tmp_path, left):
-    if left:  # killed before the fingerprint was written: whose block that is, nobody knows
+    if left:  # killed before the fingerprint was written
         (tmp_path / "out.partial").mkdir()
         (tmp_path / "out.partial" / left).write_text("?")
     said = "warning: nothing is staged for out: it begins at the first block\n"

@@ -16,7 +16,7 @@ from quantkit.models.llamacpp import imatrix, tensors
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import importance, linears, plan
+from quantkit.quantize import importance, linears, plan, replacing
 from quantkit.quantize.importance import Importance
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.progress import Progress
@@ -94,10 +94,7 @@ def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     if output.is_dir() or not above.is_dir():
         raise QuantkitError(f"{output} cannot be a file", "choose another --output", USAGE)
-    if output.exists() and not overwrite:
-        raise QuantkitError(
-            f"{output} exists", "choose another --output, or replace it with --overwrite", USAGE
-        )
+    replacing.check(output, True, overwrite)
 
 
 def run(job: ImatrixJob, progress: Progress) -> dict:

@@ -168,10 +168,15 @@ def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging
     output = output_of(request)
     if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
-    staging = Staging(output)
+    staging = _staging_of(request)
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     return staging
+
+
+def _staging_of(request: Request) -> Staging:
+    one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
+    return Staging(output_of(request), one_file)
 
 
 def check_run(run: RunOptions) -> None:
@@ -235,7 +240,7 @@ def output_of(request: Request) -> Path:
 
 def is_finished(request: Request) -> bool:
     """Whether the job's output is there and nothing of it is left to do."""
-    staging = Staging(output_of(request))
+    staging = _staging_of(request)
     return staging.output.exists() and not staging.folder.exists()
 
 

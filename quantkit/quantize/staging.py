@@ -26,16 +26,20 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, name_all
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.quantize import replacing
 from quantkit.quantize.fingerprint import differences
 
 REST = "rest.safetensors"
 
 
 class Staging:
-    """Staged blocks of the job that writes `output`; `fingerprint` says which job that is."""
+    """Staged blocks of the job that writes `output`; `fingerprint` says which job that is.
 
-    def __init__(self, output: Path):
-        self.output = output
+    one_file: whether the output is a GGUF file, no folder.
+    """
+
+    def __init__(self, output: Path, one_file: bool = False):
+        self.output, self.one_file = output, one_file
         self.folder = output.parent / f"{output.name}.partial"
         self._lock = None
         self._replaces = False
@@ -45,9 +49,18 @@ class Staging:
 
     def stored_fingerprint(self) -> dict | None:
         """The fingerprint of the job that was staged here; None when there is none, or half of one."""
-        path = self.folder / "fingerprint.json"
-        stored = json.loads(path.read_text()) if path.is_file() else None
+        stored = self._fingerprint()
         return stored if stored and stored["source_sha256"] else None
+
+    def _fingerprint(self) -> dict | None:
+        """What says whose folder this is, a whole fingerprint or one without a hash yet; None where nothing
+        does."""
+        path = self.folder / "fingerprint.json"
+        try:
+            stored = json.loads(path.read_text()) if path.is_file() else None
+        except ValueError:
+            return None
+        return stored if isinstance(stored, dict) and "source_sha256" in stored else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
@@ -57,18 +70,8 @@ class Staging:
             raise QuantkitError(
                 f"{self.output} cannot be a new folder", hint="choose another --output", exit_code=USAGE
             )
-        if self.output.exists() and not overwrite:
-            raise QuantkitError(
-                f"{self.output} exists",
-                hint="choose another --output, or replace it with --overwrite",
-                exit_code=USAGE,
-            )
-        if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / "config.json").exists():
-            raise QuantkitError(
-                f"{self.output} is a folder of other things: it would be lost",
-                hint="choose another --output; --overwrite replaces checkpoints only",
-                exit_code=USAGE,
-            )
+        replacing.check(self.output, self.one_file, overwrite)
+        replacing.check_staged(self.folder, lambda: self._fingerprint() is not None)
         if self.folder.exists() and not (resume or overwrite):
             raise QuantkitError(
                 f"{self.folder} holds an unfinished job",
@@ -239,6 +242,7 @@ class Staging:
                 hint="move it away and run the same command with --resume: every block is kept",
             )
         if self.output.exists():
+            replacing.check(self.output, self.one_file, self._replaces)
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
         os.rename(self.place, self.output)

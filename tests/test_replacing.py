@@ -1,0 +1,100 @@
+"""What a job may replace, and what it never touches: devices, pipes, links, mount points, files of others."""
+
+import os
+import socket
+
+import pytest
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.quantize import replacing
+from quantkit.quantize.staging import Staging
+
+
+def refusal(output, one_file=False, overwrite=True) -> str:
+    with pytest.raises(QuantkitError) as refused:
+        replacing.check(output, one_file, overwrite)
+    assert refused.value.exit_code == USAGE and "choose another --output" in refused.value.hint
+    return refused.value.message
+
+
+@pytest.mark.parametrize("one_file", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_is_no_file_or_folder_is_never_replaced(tmp_path, one_file, overwrite):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "link").symlink_to(tmp_path)
+    places = {"fifo": "a pipe", "gone": "a link", "link": "a link"}
+    for name, words in places.items():
+        assert refusal(tmp_path / name, one_file, overwrite) == f"{tmp_path / name} is {words}"
+    assert refusal(tmp_path.__class__(os.devnull), one_file, overwrite) == f"{os.devnull} is a device"
+    assert refusal(tmp_path.__class__("/proc"), one_file, overwrite) == "/proc is a mount point"
+    assert sorted(os.listdir(tmp_path)) == sorted(places)
+
+
+def test_sockets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("s")
+        assert refusal(tmp_path / "s").endswith("is a socket")
+
+
+def test_a_file_is_replaced_by_a_file_of_its_kind(tmp_path):
+    for name, content in {
+        "a.gguf": b"GGUF\x03",
+        "empty": b"",
+        "file.py": b"import os",
+        "short": b"GG",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("a.gguf", "empty"):
+        replacing.check(tmp_path / name, True, True)
+        assert "the job writes a folder" in refusal(tmp_path / name)
+        assert "exists" in refusal(tmp_path / name, True, overwrite=False)
+    for name in ("file.py", "short"):
+        assert "is no GGUF file: it would be lost" in refusal(tmp_path / name, True)
+    assert "is a folder, the job writes a file" in refusal(tmp_path, True)
+    replacing.check(tmp_path / "new", True, False)
+    replacing.check(tmp_path / "empty" / "below", True, False)  # other checks refuse that
+
+
+def test_a_folder_is_replaced_if_every_file_is_a_checkpoints(tmp_path):
+    names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "README.md"]
+    names += ["tokenizer.json", "quantkit.json", "quantkit-timings.json", "quantize_config.json", "LICENSE"]
+    replacing.check(tmp_path, False, True)  # empty
+    for name in names:
+        (tmp_path / name).touch()
+    replacing.check(tmp_path, False, True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "other.safetensors").symlink_to(tmp_path / "config.json")
+    assert refusal(tmp_path).endswith("would be lost: .git, notes.txt, other.safetensors")
+
+
+def test_a_staging_folder_is_ours_if_it_says_so(tmp_path):
+    staging = Staging(tmp_path / "out")
+    staging.check(resume=False, overwrite=True)
+    staging.folder.mkdir()
+    (staging.folder / "lock").touch()  # of a job that was killed at once
+    staging.check(resume=True, overwrite=False)
+    for content in ("[]", "no JSON", "{}"):
+        (staging.folder / "fingerprint.json").write_text(content)
+        for modes in ((True, False), (False, True)):
+            with pytest.raises(QuantkitError, match="is no unfinished job") as refused:
+                staging.check(*modes)
+            assert "move it away" in refused.value.hint
+    (staging.folder / "fingerprint.json").write_text('{"source_sha256": "ab"}')
+    staging.check(resume=True, overwrite=False)
+    other = Staging(tmp_path / "linked")
+    other.folder.symlink_to(staging.folder)
+    with pytest.raises(QuantkitError, match="is no unfinished job"):
+        other.check(resume=False, overwrite=True)
+
+
+def test_what_appears_while_a_job_runs_is_asked_again(tmp_path):
+    staging = Staging(tmp_path / "out")
+    staging.check(resume=False, overwrite=True)
+    with staging.opened({"source_sha256": "ab"}, resume=False):
+        staging.assemble(lambda place: place.mkdir())
+        os.mkfifo(staging.output)
+        with pytest.raises(QuantkitError, match="is a pipe"):
+            staging.publish()
