@@ -1,6 +1,7 @@
 """quantkit.layouts.gptq against a bit stream written by Python integers, and the format's own words."""
 
 import re
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,10 +13,10 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import LinearSpec
-from quantkit.layouts._packing import pack, unpack
+from quantkit.layouts._packing import pack, pack_planes, unpack, unpack_planes
 from quantkit.layouts.gptq import GptqLayout
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 5, 6, 7, 8)
 OUT, IN, GROUP = 64, 96, 32
 
 
@@ -71,8 +72,29 @@ def test_three_bit_values_straddle_words():
     assert torch.equal(unpack(pack(codes, 3), 3, 32), codes)
 
 
+def write_planes(rows, widths):
+    """Word by word: of 32 codes the lowest bits of all first, then those above."""
+    words = []
+    for start in range(0, len(rows[0]), 32):
+        shift = 0
+        for width in widths:
+            plane = [[code >> shift & 2**width - 1 for code in row[start : start + 32]] for row in rows]
+            words.append(write_stream(plane, width))
+            shift += width
+    return torch.cat(words)
+
+
+def test_planes_of_seven_bits():
+    """Code 9 of 32: its low 4 bits in word 1, the next two in word 4, the highest in word 6."""
+    codes = torch.zeros(32, 1, dtype=torch.uint8)
+    codes[9] = 0b1_10_0101
+    words = [0, 0b0101 << 4, 0, 0, 0b10 << 18, 0, 1 << 9]
+    assert pack_planes(codes, (4, 2, 1)).flatten().tolist() == words
+    assert torch.equal(unpack_planes(pack_planes(codes, (4, 2, 1)), (4, 2, 1), 32), codes)
+
+
 @pytest.mark.parametrize(
-    "bits, symmetric, version, desc_act", list(product(BITS, (True, False), (1, 2), (True, False)))
+    "bits, symmetric, version, desc_act", list(product(BITS, (True, False), (1, 2, 3), (True, False)))
 )
 def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version, desc_act):
     layout = GptqLayout(bits, GROUP, symmetric, desc_act, version=version)
@@ -80,11 +102,13 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version
     tensors = layout.encode(weight)
 
     assert set(tensors) == set(layout.suffixes)
-    assert torch.equal(tensors["qweight"], write_stream(weight.codes.tolist(), bits))
+    widths = {5: (4, 1), 6: (4, 2), 7: (4, 2, 1)} | ({3: (2, 1)} if version == 3 else {})
+    write = partial(write_planes, widths=widths[bits]) if bits in widths else partial(write_stream, bits=bits)
+    assert torch.equal(tensors["qweight"], write(weight.codes.tolist()))
     zeros = weight.params.zero.int().T.tolist()  # [groups][out]
     if version == 1:
         zeros = [[(z - 1) % 2**bits for z in row] for row in zeros]
-    assert torch.equal(tensors["qzeros"], write_stream(zeros, bits).T)
+    assert torch.equal(tensors["qzeros"], write(zeros).T)
     assert tensors["scales"].dtype == torch.float16
     assert torch.equal(tensors["scales"].float(), weight.params.scale.T)
     assert tensors["g_idx"].dtype == torch.int32
@@ -240,18 +264,18 @@ def test_detect_recognizes_its_own_configurations():
 def test_detect_understands_the_newer_name_of_the_format():
     """GPTQModel 7 reads `format` where there is no `checkpoint_format`."""
     assert detect(quant_method="gptq", bits=4, group_size=64, format="gptq_v2").version == 2
+    assert detect(quant_method="gptq", bits=6, group_size=64, checkpoint_format="gptq_p").version == 3
 
 
 @pytest.mark.parametrize(
     "config",
     [
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"},
-        {"quant_method": "gptq", "bits": 3, "group_size": 64, "checkpoint_format": "gptq_p"},
         {"quant_method": "gptq", "bits": 4, "group_size": 64, "pack_dtype": "int16"},
         {"quant_method": "exl3", "bits": 4},
         {"bits": 4},
     ],
-    ids=["marlin", "planar", "int16 words", "other method", "no method"],
+    ids=["marlin", "int16 words", "other method", "no method"],
 )
 def test_detect_refuses_what_it_would_misread(config):
     with pytest.raises(QuantkitError) as refused:

@@ -135,7 +135,7 @@ def in_words(form: str, parts: Parts, config: Config, sizes: Callable[..., Sizes
     bits, in_features, problems = sizes(parts, groups, out_features)
     gptq = config.get("checkpoint_format") or config.get("format")
     version = config.get("version") if form == "awq" else gptq
-    if str(version or form).lower() not in ("gemm", "awq", "gptq", "gptq_v2"):
+    if str(version or form).lower() not in ("gemm", "awq", "gptq", "gptq_v2", "gptq_p"):
         problems = []
     told = ", ".join(f"{part} {list(info.shape)}" for part, info in parts.items())
     return Codes(

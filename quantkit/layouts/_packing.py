@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quantkit.layouts import LinearSpec
@@ -65,3 +66,30 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
             stream = stream & (2 ** (WORD - shift) - 1) | grouped[:, word + 1] << (WORD - shift)
         values[:, value] = stream & (2**bits - 1)
     return values.view(-1, words.shape[1])[:count]
+
+
+def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
+    """Codes `[n, m]` to int32 `[n * bits / 32, m]` in planes of so many bits each, from the lowest: of every
+    32 codes first the words of one plane, then those of the next. A single plane is what `pack` makes."""
+    import torch
+
+    planes, shift = [], 0
+    for width in widths:
+        words = pack(codes >> shift & (2**width - 1), width)
+        planes.append(words.view(-1, width, codes.shape[1]))
+        shift += width
+    return torch.cat(planes, 1).view(-1, codes.shape[1])
+
+
+def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
+    """Inverse of `pack_planes`: uint8 `[count, m]`. Several planes come in whole blocks of 32 codes."""
+    import torch
+
+    if len(widths) == 1:
+        return unpack(words, widths[0], count)
+    blocks = words.reshape(-1, sum(widths), words.shape[1])
+    codes, shift = torch.zeros(count, words.shape[1], dtype=torch.uint8, device=words.device), 0
+    for width, plane in zip(widths, blocks.split(list(widths), 1), strict=True):
+        codes |= unpack(plane.reshape(-1, words.shape[1]), width, count) << shift
+        shift += width
+    return codes

@@ -179,7 +179,7 @@ def _read(parts: Parts, stored: Stored) -> Codes:
     def sizes(parts: Parts, groups: int, out_features: int) -> headers.Sizes:
         in_features, columns = parts["qweight"].shape
         bits, qzeros, g_idx = columns * WORD / out_features, parts.get("qzeros"), parts.get("g_idx")
-        odd = bits not in (2, 3, 4, 8) or in_features % groups
+        odd = bits not in range(2, 9) or in_features % groups
         problems = [
             *(["qzeros"] if qzeros and tuple(qzeros.shape) != (groups, columns) else []),
             *(["g_idx"] if g_idx and tuple(g_idx.shape) != (in_features,) else []),

@@ -4,7 +4,10 @@ Per linear, `W[o, i] = scales[g_idx[i], o] * (q[i, o] - z[g_idx[i], o])`:
 `qweight` int32 `[in * bits / 32, out]`, a little-endian bit stream down the in dimension;
 `qzeros` int32 `[groups, out * bits / 32]`, the same stream along out, holding z - 1 in
 `checkpoint_format` "gptq" and z in "gptq_v2"; `scales` float16 `[groups, out]`; `g_idx` int32 `[in]`.
-Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel `BaseQuantLinear.pack_original`.
+Codes of 5, 6 and 7 bits are split into planes of 4, 2 and 1 bits, whose words lie one after another for every
+32 codes; "gptq_p", GPTQModel's alone, holds z, and splits codes of 3 bits, too.
+Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel 7.6 `BaseQuantLinear.pack_original` and
+`utils/planar_packing.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.layouts import Layout, LinearSpec, fusions, of_linear
 from quantkit.layouts import _headers as headers
 from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored
-from quantkit.layouts._packing import no_whole_words, pack, unpack
+from quantkit.layouts._packing import no_whole_words, pack_planes, unpack_planes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 NAME = "gptq"
 SCALE_BITS, INDEX_BYTES = 16, 4
+PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, from the lowest
+SPLIT = (5, 6, 7)  # widths that are split in every checkpoint_format
+FORMATS = {1: "gptq", 2: "gptq_v2", 3: "gptq_p"}  # checkpoint_format by version
 Rule = tuple[re.Pattern, dict[str, Any]]  # the pattern of a linear's name, and its bits and group size
 
 
@@ -38,7 +44,7 @@ class GptqLayout(Layout):
 
     rules: what a stored configuration says of single linears, `(pattern, bits and group size)`; None where
     the layout is not a stored one's, and linears differ without a rule.
-    version: 1 for checkpoint_format "gptq" (every client), 2 for "gptq_v2" (needed for zero points of 0).
+    version: of `FORMATS`; 1 loads in every client, 2 is needed for zero points of 0, 3 for 5 to 7 bits.
     """
 
     bits: int
@@ -55,6 +61,10 @@ class GptqLayout(Layout):
     def zero_min(self) -> int:
         """Version 1 stores z - 1; a zero point of 0 would carry into its neighbour in GPTQModel."""
         return 1 if self.version == 1 else 0
+
+    def planes(self, bits: int) -> tuple[int, ...]:
+        """How codes of so many bits are split."""
+        return PLANES[bits] if bits in SPLIT or (bits == 3 and self.version == 3) else (bits,)
 
     def at(self, linear: str) -> GptqLayout:
         """With the bits and the group size that the stored configuration gives one linear."""
@@ -75,12 +85,12 @@ class GptqLayout(Layout):
         """The four tensors of one linear."""
         import torch
 
-        bits = weight.grid.bits
+        planes = self.planes(weight.grid.bits)
         zero = weight.params.zero.to(torch.int32).t()  # [groups, out]
         stored_zero = (zero - 1) & weight.grid.max_code if self.version == 1 else zero
         return {
-            "qweight": pack(weight.codes.t(), bits),
-            "qzeros": pack(stored_zero.t(), bits).t().contiguous(),
+            "qweight": pack_planes(weight.codes.t(), planes),
+            "qzeros": pack_planes(stored_zero.t(), planes).t().contiguous(),
             "scales": weight.params.scale.t().half().contiguous(),
             "g_idx": weight.group_of_columns().to(torch.int32),
         }
@@ -113,12 +123,13 @@ class GptqLayout(Layout):
             )
         if in_features % group_size == 0 and torch.equal(column_group, trivial):
             column_group = None
-        zero = unpack(tensors["qzeros"].t(), bits, out_features).t().to(torch.int32)
+        planes = self.planes(bits)
+        zero = unpack_planes(tensors["qzeros"].t(), planes, out_features).t().to(torch.int32)
         if self.version == 1:
             zero = (zero + 1) & (2**bits - 1)
         grid = AffineGrid(bits, group_size, self.symmetric, self.zero_min)
         params = AffineParams(scales.t().float(), zero.t().float())
-        codes = unpack(qweight, bits, in_features).t().contiguous()
+        codes = unpack_planes(qweight, planes, in_features).t().contiguous()
         return QuantizedWeight(grid, codes, params, column_group)
 
     def _agree(self, tensors: Mapping[str, Tensor], bits: int, group_size: int, in_features: int) -> None:
@@ -144,7 +155,7 @@ class GptqLayout(Layout):
             "lm_head": False,
             "true_sequential": True,
             "damp_percent": self.damp_percent,
-            "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2",
+            "checkpoint_format": FORMATS[self.version],
             "pack_dtype": "int32",
             "meta": {"quantizer": [f"quantkit:{__version__}"]},
         }
@@ -183,10 +194,10 @@ def detect(config: dict) -> GptqLayout | None:
         return None
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     words = config.get("pack_dtype", "int32")
-    if form not in ("gptq", "gptq_v2") or words != "int32":
+    if form not in FORMATS.values() or words != "int32":
         raise QuantkitError(
             f"gptq checkpoint_format {form!r} in {words} words is not understood",
-            hint="quantkit reads gptq and gptq_v2 in int32 words",
+            hint=f"quantkit reads {', '.join(FORMATS.values())} in int32 words",
             exit_code=UNSUPPORTED,
         )
     lacking = [key for key in ("bits", "group_size") if not isinstance(config.get(key), int)]
@@ -199,7 +210,7 @@ def detect(config: dict) -> GptqLayout | None:
         group_size=config["group_size"],
         symmetric=config.get("sym", True),
         desc_act=config.get("desc_act", False),
-        version=1 if form == "gptq" else 2,
+        version=next(version for version, name in FORMATS.items() if name == form),
         rules=stored_rules(config),
     )
 
@@ -247,7 +258,7 @@ def _read(parts: Parts, stored: Stored) -> Codes:
         problems = [
             *(["qzeros"] if qzeros and tuple(qzeros.shape) != (groups, columns) else []),
             *(["g_idx"] if g_idx and tuple(g_idx.shape) != (in_features,) else []),
-            *([f"qweight ({bits:g} bit)"] if bits not in (2, 3, 4, 8) else []),
+            *([f"qweight ({bits:g} bit)"] if bits not in range(2, 9) else []),
             *(["qweight"] if qweight.shape[1] != out_features else []),
         ]
         return bits, in_features, problems
@@ -258,7 +269,7 @@ def _read(parts: Parts, stored: Stored) -> Codes:
 def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     common = headers.grouped(config)
-    understood = form in ("gptq", "gptq_v2") and config.get("pack_dtype", "int32") == "int32"
+    understood = form in FORMATS.values() and config.get("pack_dtype", "int32") == "int32"
     if config.get("quant_method") != "gptq" or not common or not understood:
         return None
     rules = stored_rules(config)
@@ -282,6 +293,7 @@ CLIENTS = {
         {"model_type": "gpt2", "loads": False, "note": "its loader fails on any GPTQ checkpoint of GPT-2"},
         {"g_idx": False, "loads": False, "note": "it wants a g_idx for every linear"},
         {"mixed": True, "loads": False, "note": "it packs all linears alike"},
+        {"bits": list(SPLIT), "loads": False, "note": "optimum takes 2, 3, 4 and 8 bit"},
         {"loads": True, "note": "with optimum and gptqmodel installed"},
     ],
     "GPTQModel": [
@@ -327,6 +339,7 @@ CLIENTS = {
     ],
     "AutoGPTQ": [
         {"experts": True},
+        {"bits": list(SPLIT), "loads": False, "note": "it takes 2, 3, 4 and 8 bit"},
         {"version": "gptq_v2", "loads": False, "note": "it would read other zero points without a word"},
         {"mixed": True},
         {"kept": True},

@@ -31,6 +31,8 @@ CASES = {
     "4 bit, channel, compressed": packed(group_size=-1, loader="compressed"),
     "4 bit, channel, asymmetric": packed(group_size=-1, sym=False),
     "8 bit": packed(bits=8),
+    "3 bit, asymmetric": packed(bits=3, sym=False),
+    "5 bit, channel, compressed": packed(bits=5, loader="compressed", group_size=-1),
     "8 bit, compressed": packed(bits=8, loader="compressed"),
     "8 bit, channel, asymmetric": packed(bits=8, group_size=-1, sym=False),
     "qwen2": packed("qwen2", group_size=32),  # biases

@@ -30,7 +30,7 @@ INPUTS = {
     "float8 static": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDTHS = list(product((2, 3, 4, 8), (0, 1)))
+WIDTHS = list(product(range(2, 9), (0, 1)))
 
 
 def hidden(dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,10 @@ CASES = {
     "2 bit": Case({"bits": 2, "group_size": 64}, tolerance=1e-6),
     "3 bit": Case({"bits": 3}),
     "8 bit": Case({"bits": 8}),
+    "5 bit": Case({"bits": 5}),
+    "5 bit, gptqmodel": Case({"bits": 5}, loader="gptqmodel", dtype="float16"),
+    "6 bit, asymmetric, gptqmodel": Case({"bits": 6, "sym": False}, loader="gptqmodel", dtype="float16"),
+    "7 bit, gptqmodel": Case({"bits": 7}, loader="gptqmodel", dtype="float16"),
     "asymmetric": Case({"sym": False}),
     "asymmetric, gptq_v2": Case({"sym": False, "checkpoint_format": "gptq_v2"}),
     "asymmetric, gptq_v2, gptqmodel": Case(
@@ -51,6 +55,9 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
         return
     if name == "override":  # optimum packs all linears alike, and `inspect` says so
         assert "did not match" in theirs["error"] or "mismatch" in theirs["error"]
+        return
+    if name == "5 bit":
+        assert "[2,3,4,8] bits" in theirs["error"]
         return
     assert theirs["error"] is None
     linears = cases.linears(folders[name])

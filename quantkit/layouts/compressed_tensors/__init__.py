@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "compressed-tensors"
-BITS = (4, 8)
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,9 @@ class CompressedTensorsLayout(Layout):
         return replace(self, scheme=schemes.find(self.targets, linear)) if self.targets else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Kernels exist for 4 and 8 bits; rows must fill whole words, columns too where zeros are packed."""
-        bits = spec.grid.bits
+        """Rows must fill whole words, columns too where zeros are packed."""
         if spec.conv1d:
             return 'its target "Linear" misses Conv1D: use the gptq layout'
-        if bits not in BITS:
-            return f"compressed-tensors clients have kernels for 4 and 8 bits, not {bits}"
         return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
     def nbytes(self, spec: LinearSpec) -> int:

@@ -132,8 +132,8 @@ def check_feedback(damp: float, refine: int) -> None:
 def check_grid(bits: int, group_size: int, where: str = "") -> None:
     """Raise QuantkitError for an affine grid no layout has. `where`: the flag that asks for it, if it is
     neither --bits nor --group-size."""
-    if bits not in (2, 3, 4, 8):
-        raise QuantkitError(f"{where or f'--bits {bits}'}: no such width", "choose 2, 3, 4 or 8 bits", USAGE)
+    if not 2 <= bits <= 8:
+        raise QuantkitError(f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
     if group_size != -1 and group_size < 8:
         raise QuantkitError(
             f"{where or f'--group-size {group_size}'} makes no sense",

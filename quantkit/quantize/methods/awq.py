@@ -1,4 +1,4 @@
-"""awq: activation-aware scaling and clipping (arXiv:2306.00978) on the affine 4-bit grid, the AWQ layout."""
+"""awq: activation-aware scaling and clipping (arXiv:2306.00978) on affine grids, in two layouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.linears import Override
 
-SUMMARY = "AWQ: 4 bit integers; columns that meet large activations are scaled up before rounding."
+SUMMARY = (
+    "AWQ: integers of 4 bit or others; columns that meet large activations are scaled up before rounding."
+)
 WORK = Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour", True)
 # Clipping q and k is left out (AWQ, section 3.2): what counts is their product, not their outputs.
 UNCLIPPED = ("q_proj", "k_proj", "qkv", "query", "key", "c_attn", "wq")
@@ -27,6 +29,7 @@ UNCLIPPED = ("q_proj", "k_proj", "qkv", "query", "key", "c_attn", "wq")
 class Options:
     """Flags of `quantkit awq`."""
 
+    bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
     zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
     n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
@@ -45,12 +48,15 @@ def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `awq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     solver = "" if options.solver == "rtn" else "-gptq"
-    return f"awq{solver}-w4{group}" + ("" if options.zero_point else "-sym")
+    return f"awq{solver}-w{options.bits}{group}" + ("" if options.zero_point else "-sym")
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
-    check_grid(4, options.group_size)
+    check_grid(options.bits, options.group_size)
+    if options.bits != 4 and options.layout == "awq":
+        hint = "add --layout compressed-tensors, which holds 2 to 8"
+        raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
     if options.n_grid < 2:
         raise QuantkitError(f"--n-grid {options.n_grid} leaves nothing to search", "choose 2 or more", USAGE)
     check_feedback(options.damp, options.refine)
@@ -58,7 +64,7 @@ def check(options: Options) -> None:
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
     """Of a linear's grid. Raises QuantkitError for an override that no grid has."""
-    return affine_width(override, 4, options.group_size, in_features, not options.zero_point)
+    return affine_width(override, options.bits, options.group_size, in_features, not options.zero_point)
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
@@ -83,4 +89,4 @@ def layout(options: Options) -> Layout:
     """How it lies on disk."""
     if options.layout == "awq":
         return AwqLayout(options.group_size, options.zero_point)
-    return CompressedTensorsLayout(4, options.group_size, not options.zero_point)
+    return CompressedTensorsLayout(options.bits, options.group_size, not options.zero_point)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.gptq import GptqLayout
+from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
 from quantkit.quantize.methods import (
     GPTQ_PUBLISHED,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.linears import Override
 
-SUMMARY = "GPTQ: 2, 3, 4 or 8 bit integers chosen by Hessian error feedback on calibration text."
+SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 WORK = Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED)
 
 
@@ -31,7 +31,7 @@ WORK = Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED)
 class Options:
     """Flags of `quantkit gptq`."""
 
-    bits: int = option(4, "Bits per weight: 2, 3, 4 or 8.")
+    bits: int = option(4, "Bits per weight, 2 to 8: 4 and 8 have the fastest kernels, 5 to 7 the fewest.")
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
     sym: bool = option(True, "Symmetric grid, or a zero point per group (some kernels want symmetric).")
     act_order: Literal["none", "group", "full"] = option(
@@ -71,8 +71,6 @@ def check(options: Options) -> None:
 def _check_compressed_tensors(options: Options) -> None:
     """Refuse what only the gptq layout holds."""
     only = "--layout compressed-tensors does not hold"
-    if options.bits not in (4, 8):
-        raise QuantkitError(f"{only} --bits {options.bits}", "choose 4 or 8, or --layout gptq", USAGE)
     if options.act_order == "full":
         raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
     if options.checkpoint_format != "gptq":
@@ -116,5 +114,5 @@ def layout(options: Options) -> Layout:
         symmetric=options.sym,
         desc_act=options.solver == "gptq" and options.act_order == "full",
         damp_percent=options.damp,
-        version=1 if options.checkpoint_format == "gptq" else 2,
+        version=3 if options.bits in SPLIT else 1 if options.checkpoint_format == "gptq" else 2,
     )
