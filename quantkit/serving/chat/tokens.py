@@ -1,0 +1,57 @@
+"""A conversation as token ids that begin with those a model has seen, wherever its text does.
+
+Text that a model wrote may be cut otherwise when it is read: [he][llo] comes back as [hello]. Then nothing
+from there on would be in the cache. So what the model wrote keeps the tokens it chose, and only what follows
+is cut anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import date
+from typing import Any
+
+from quantkit.evaluation.generate import decode
+from quantkit.serving.chat.turn import Prompt
+from quantkit.text.chat import ChatTemplate, Conversation
+
+
+class Tokens:
+    """Of one conversation, turn after turn. ends: ids that end an answer; templates write them themselves."""
+
+    def __init__(self, tokenizer: Any, template: str | None, today: date, ends: Collection[int]):
+        self._tokenizer, self._ends = tokenizer, ends
+        self._template = ChatTemplate(tokenizer, template, today)
+        self._asked = ""  # text of the prompt that was encoded last
+        self._text, self._ids = "", []  # as far as they stand for each other, after the last answer
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The whole conversation, up to where the answer begins.
+
+        Raises QuantkitError when it does not fit the template.
+        """
+        raw = isinstance(prompt, str)
+        if raw:
+            text = prompt
+        else:
+            text = self._template.render(Conversation(list(prompt), "the conversation"), answer=True)
+        ids = self._tokenizer(text, add_special_tokens=raw)["input_ids"]
+        self._asked = text
+        if self._ids and text.startswith(self._text):
+            rest = self._tokenizer(text[len(self._text) :], add_special_tokens=False)["input_ids"]
+            gone_on = [*self._ids, *rest]
+            if self._spelled(gone_on) == self._spelled(ids):  # a tokenizer may begin every text with a space
+                return gone_on
+        return ids
+
+    def answered(self, ids: list[int], answer: list[int]) -> str:
+        """The text of an answer to the prompt `ids`, whose tokens the next turn will go on from."""
+        text = decode(self._tokenizer, answer)
+        body = answer[:-1] if answer and answer[-1] in self._ends else answer
+        self._text, self._ids = "", []
+        if self._spelled(body) == text:  # neither is a special token among them, nor half a character
+            self._text, self._ids = self._asked + text, [*ids, *body]
+        return text
+
+    def _spelled(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
