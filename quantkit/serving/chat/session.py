@@ -15,7 +15,10 @@ from quantkit.serving.chat.turn import Answer, Engine, Stream
 from quantkit.serving.context import ContextFullError
 
 SCHEMA = "quantkit.chat/1"
-NEARLY_FULL = 0.9  # of the context
+NEARLY_FULL = 0.9  # of the context: it is said
+ROOM = (
+    0.25  # of the context that an answer should have where turns may be dropped; they are down to half of it
+)
 
 
 class Session:
@@ -30,6 +33,7 @@ class Session:
         self.engine, self.conversation, self.sampling = engine, conversation, sampling
         self.drop_oldest = drop_oldest
         self.answers = 0
+        self._used = 0  # tokens of the conversation
         self.stopped = False
 
     def stop(self) -> None:
@@ -68,7 +72,7 @@ class Session:
         return made
 
     def _fitting(self, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]) -> Answer:
-        dropped = 0
+        dropped = self._make_room()
         while True:
             try:
                 made = self.engine.answer(self.conversation.prompt(), sampling, stream, stopped)
@@ -78,8 +82,21 @@ class Session:
                     raise
                 dropped += gone
                 continue
-            notes = (f"the context is full: {count(dropped, 'message')} dropped",) if dropped else ()
+            self._used = made.prompt_tokens + made.generated_tokens
+            notes = (f"for want of context {count(dropped, 'message')} dropped",) if dropped else ()
             return replace(made, notes=(*notes, *made.notes, *self._outlook(made)))
+
+    def _make_room(self) -> int:
+        """Drop the oldest turns before an answer would be cut short; how many messages those were."""
+        context = self.engine.facts.context
+        if not self.drop_oldest or self._used <= (1 - ROOM) * context:
+            return 0
+        messages, before = self.conversation.messages, len(self.conversation.messages)
+        per_letter = self._used / max(1, sum(len(message["content"]) for message in messages))
+        while sum(len(message["content"]) for message in messages) * per_letter > context / 2:
+            if not self.conversation.drop_oldest():
+                break
+        return before - len(messages)
 
     def _outlook(self, made: Answer) -> tuple[str, ...]:
         used, context = made.prompt_tokens + made.generated_tokens, self.engine.facts.context
@@ -91,6 +108,7 @@ class Session:
     def reset(self) -> None:
         """Forget what was said, and free the cache."""
         self.conversation.reset()
+        self._used = 0
         self.engine.forget()
 
     def memory(self, made: Answer) -> dict[str, int | None]:

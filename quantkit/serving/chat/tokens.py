@@ -7,10 +7,11 @@ is cut anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 from typing import Any
 
+from quantkit.errors import QuantkitError
 from quantkit.evaluation.generate import decode
 from quantkit.serving.chat.turn import Prompt
 from quantkit.text.chat import ChatTemplate, Conversation
@@ -23,7 +24,7 @@ class Tokens:
         self._tokenizer, self._ends = tokenizer, ends
         self._template = ChatTemplate(tokenizer, template, today)
         self._asked = ""  # text of the prompt that was encoded last
-        self._text, self._ids = "", []  # as far as they stand for each other, after the last answer
+        self._known: list[tuple[str, list[int]]] = []  # the text after each answer, and its tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The whole conversation, up to where the answer begins.
@@ -34,23 +35,31 @@ class Tokens:
         if raw:
             text = prompt
         else:
-            text = self._template.render(Conversation(list(prompt), "the conversation"), answer=True)
+            text = self._render(prompt)
         ids = self._tokenizer(text, add_special_tokens=raw)["input_ids"]
         self._asked = text
-        if self._ids and text.startswith(self._text):
-            rest = self._tokenizer(text[len(self._text) :], add_special_tokens=False)["input_ids"]
-            gone_on = [*self._ids, *rest]
-            if self._spelled(gone_on) == self._spelled(ids):  # a tokenizer may begin every text with a space
-                return gone_on
+        while self._known and not text.startswith(self._known[-1][0]):
+            self._known.pop()  # taken back, or written anew
+        if self._known:
+            known, before = self._known[-1]
+            rest = self._tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
+            if self._spelled([*before, *rest]) == self._spelled(ids):  # some begin every text with a space
+                return [*before, *rest]
         return ids
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return self._template.render(Conversation(list(messages), "the conversation"), answer=True)
+        except QuantkitError as error:
+            hint = "some take no system message (/system takes it away) or other turns; /reset begins anew"
+            raise QuantkitError(error.message, hint, error.exit_code) from error
 
     def answered(self, ids: list[int], answer: list[int]) -> str:
         """The text of an answer to the prompt `ids`, whose tokens the next turn will go on from."""
         text = decode(self._tokenizer, answer)
         body = answer[:-1] if answer and answer[-1] in self._ends else answer
-        self._text, self._ids = "", []
         if self._spelled(body) == text:  # neither is a special token among them, nor half a character
-            self._text, self._ids = self._asked + text, [*ids, *body]
+            self._known.append((self._asked + text, [*ids, *body]))
         return text
 
     def _spelled(self, ids: list[int]) -> str:
