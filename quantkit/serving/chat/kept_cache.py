@@ -73,9 +73,9 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def nbytes(cache: Cache) -> int:
-    """Of all keys, values and states of a cache, as they lie in memory."""
+    """Of all keys, values and states of a cache."""
     tensors = itertools.chain.from_iterable(_tensors(vars(layer)) for layer in cache.layers)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
 def _tensors(values: dict[str, Any]) -> Iterator[Tensor]:

@@ -47,7 +47,13 @@ class LlamaCppChat:
         settings = llamacpp.parameters(path, context, kv_dtype=kv_dtype, device=device)
         if template is not None:
             settings.chat_template = template
-        self._session = llamacpp.Session(settings)
+        try:
+            self._session = llamacpp.Session(settings)
+        except QuantkitError as error:
+            if template is None:
+                raise
+            hint = f"its template may be why: see whether it loads without --template. {error.hint}"
+            raise QuantkitError(error.message, hint, error.exit_code) from error
         self._kv_bytes = _kv_bytes(path, context, kv_dtype)
         self._cached = 0
         types = sorted({info.dtype for info in infos.values() if len(info.shape) > 1})
