@@ -181,7 +181,11 @@ def test_another_answer_has_another_seed_and_prefills_one_token(chat_model):
     other = begin(chat_model(), temperature=1.5, seed=7)
     assert [other.say(said, silent).text for said in SAID] == first
     assert begin(chat_model(), temperature=1.5, seed=8).say(SAID[0], silent).text != first[0]
-    fresh = begin(chat_model(), temperature=1.5, seed=7)
+    fresh = begin(chat_model())
+    first = fresh.say(SAID[0], silent)
+    again = fresh.again(silent)
+    assert again.text == first.text and "see --temperature" in again.notes[0]
+    fresh.reset()
     with pytest.raises(QuantkitError, match="no answer to give again"):
         fresh.again(silent)
 
@@ -291,6 +295,8 @@ def test_other_files_are_left_alone(tmp_path, text):
     path.write_text('{"text": "x"}\n')
     with pytest.raises(QuantkitError, match="holds no conversation"):
         talk_.load(path)
+    with pytest.raises(QuantkitError, match="is no file"):
+        talk_.save(tmp_path)
     with pytest.raises(QuantkitError, match="nothing was said yet"):
         Conversation().save(path)
 
@@ -354,7 +360,7 @@ def test_what_is_printed(chat_model, pipe, monkeypatch):
     text = begin(folder, tokens=6).say(SAID[0], silent).text
     assert done.out == text + "\n"
     assert "float32 on cpu, 256 tokens of context; the likeliest token, always" in done.err
-    assert " prefilled, " in done.err and "KV cache" in done.err and "begun anew" in done.err
+    assert " prefilled " in done.err and "KV cache" in done.err and "begun anew" in done.err
 
 
 def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
@@ -452,7 +458,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, typed, c
     assert talk.take(session, typed, "x")
     assert session.conversation.messages[-1] == {"role": "assistant", "content": "abc"}
     shown = capsys.readouterr()
-    assert shown.out == "abc\n" and "(interrupted)" in shown.err
+    assert shown.out == "abc\n" and ", interrupted" in shown.err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     session.engine.during = interrupt(0, "")
     assert talk.take(session, typed, "y")  # the next answer is whole

@@ -18,6 +18,7 @@ from quantkit.serving.chat.turn import Answer
 from quantkit.tables import megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
+STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # the others are said, or usual
 
 
 class Terminal:
@@ -97,6 +98,8 @@ def run(session: Session, terminal: Terminal) -> None:
                 return
         except QuantkitError as error:
             terminal.fail(error)
+    if terminal.typed:
+        terminal.tell("")  # Ctrl-D leaves the prompt's line open
 
 
 def take(session: Session, terminal: Terminal, said: str) -> bool:
@@ -179,15 +182,14 @@ def introduction(session: Session, typed: bool) -> list[str]:
 
 def cost(session: Session, made: Answer) -> list[str]:
     """Tokens, speed and memory of a turn, in two lines."""
-    rate = f", {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
+    rate = f" {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
     used, context = made.prompt_tokens + made.generated_tokens, session.engine.facts.context
-    stops = {"length": " (stopped by -n)", "context": " (context full)", "interrupted": " (interrupted)"}
     memory = session.memory(made)
     cache = "?" if memory["kv_cache"] is None else size(memory["kv_cache"])
     return [
-        f"tokens   {made.prefilled_tokens:,} prefilled, {made.prefill_rate:,.1f}/s, "
-        f"{made.cached_tokens:,} from the cache; {made.generated_tokens:,} generated{rate}"
-        f"{stops.get(made.stop, '')}; {used:,} of {context:,}",
+        f"tokens   {made.prefilled_tokens:,} prefilled {made.prefill_rate:,.1f}/s "
+        f"({made.cached_tokens:,} cached), {made.generated_tokens:,} generated{rate}, "
+        f"{used:,} of {context:,}{STOPS.get(made.stop, '')}",
         f"memory   weights {megabytes(memory['weights'])}, KV cache {cache}, "
         f"process {megabytes(memory['process'])}",
     ]

@@ -13,7 +13,7 @@ BLOCK = '"""'
 HELP = f"""/reset         begin anew; the system message stays
 /system TEXT   set the system message; without TEXT it is taken away
 /retry         give the last answer again, with the next seed
-/save FILE     add the conversation to FILE (JSON lines, which --calibration reads)
+/save FILE     add the conversation to FILE, as --calibration reads it
 /load FILE     go on with the last conversation of FILE
 /help          this
 /exit          leave, as Ctrl-D does

@@ -72,6 +72,8 @@ class Conversation:
         """
         if not self.messages:
             raise QuantkitError("nothing was said yet", "say something first", USAGE)
+        if path.exists() and not path.is_file():  # a device would be replaced
+            raise QuantkitError(f"{path} is no file", "save elsewhere", USAGE)
         rows = _read(path) if path.exists() else []
         mine = self.row()
         if rows and _begins(mine, rows[-1]):

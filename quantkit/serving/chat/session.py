@@ -54,7 +54,10 @@ class Session:
         """Another answer in place of the last one."""
         before = list(self.conversation.messages)
         self.conversation.take_back_answer()
-        return self._answer(before, stream)
+        made = self._answer(before, stream)
+        if self.sampling.temperature:
+            return made
+        return replace(made, notes=(*made.notes, "the likeliest token is always the same: see --temperature"))
 
     def _answer(self, before: list[dict[str, str]], stream: Stream) -> Answer:
         self.stopped = False
