@@ -103,7 +103,7 @@ def _transformers(request: Request, path: Path, template: str | None) -> Started
             "leave out --kv-dtype: its cache has the precision of the model (--dtype); GGUF files have both"
         )
         raise QuantkitError("--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
-    checkpoint = open_checkpoint(str(path), trust_remote_code=request.trust_remote_code)
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     context, warnings = _context(request, checkpoint.context)
     if path.is_file() and request.engine == "auto":
         warnings += (f"llama.cpp is not installed (pip install {llamacpp.PACKAGE}): weights are decoded",)
