@@ -30,8 +30,8 @@ TEMPLATE = TURNS + NEXT
 # Of former answers the first letters only, as others leave out what a model thought.
 FORGETFUL = TURNS.replace("m.content", "(m.content[:4] if m.role == 'assistant' else m.content)") + NEXT
 SAID = ["Kobu ridoma", "Badeku, 안녕", "Mi ta no?"]
-KEPT = ["llama", "gpt2", "bloom", "mistral", "gemma3", "gemma4", "deepseek_v3"]
-ANEW = ["mamba2", "bamba"]
+KEPT = ["llama", "bloom", "mistral", "gemma3", "gemma4", "deepseek_v3", "qwen3_next", "olmo_hybrid"]
+ANEW = ["mamba2", "jamba", "glm_moe_dsa"]  # no attention; several tokens at once lose the state; an index
 
 
 def silent(text: str) -> None:
@@ -160,6 +160,13 @@ def test_a_window_that_has_moved_on_is_filled_anew_and_said(chat_model):
     assert answer.notes == ("a sliding window has lost what this turn goes back to: all is prefilled anew",)
 
 
+def test_the_state_of_a_recurrence_is_not_taken_back(chat_model):
+    session = begin(chat_model("qwen3_next", FORGETFUL))
+    answers = converse(session, Fed(session), SAID[:2])
+    assert [answer.cached_tokens for answer in answers] == [0, 0] and answers[1].dropped_tokens > 0
+    assert answers[1].notes == ("the state of a recurrence cannot be taken back: all is prefilled anew",)
+
+
 def test_memory_is_that_of_keys_and_values(chat_model):
     """Of 3 layers, 2 heads of 16 values, in float32, of every token but the last."""
     session = begin(chat_model())
@@ -197,6 +204,8 @@ def test_raw_text_is_gone_on_with(chat_model):
     tokenizer = session.engine._tokenizer
     assert fed.prompts[0] == tokenizer("Kobu ridoma")["input_ids"]
     assert len(fed.prompts[1]) == len(fed.prompts[0]) + 8  # an empty line: it goes on where it stopped
+    with pytest.raises(QuantkitError, match="no text to go on from"):
+        begin(chat_model(template=None), raw=True).say("", silent)
     text = session.conversation.prompt()
     assert text.startswith("Kobu ridoma") and " badeku" in text
 

@@ -7,17 +7,26 @@ is cropped to what both begin with.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
-# Of other layers (states of a recurrence, indexed keys) not every family reads what a former call has left
-# when it is given several tokens at once: Jamba and Bamba of transformers 5.23 begin anew.
-KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # which keep something of each token
+STATES = ("recurrent_states", "conv_states")  # of a layer that keeps a summary of all
+PROBED = 4, 3  # tokens before and after, of the trial whether states are gone on from
+ANEW = "all is prefilled anew"
 
 
 class KeptCache:
@@ -25,20 +34,20 @@ class KeptCache:
 
     def __init__(self, model: nn.Module):
         self._config = model.config
-        self.ids: list[int] = []
-        self._cache = self._fresh()
-        self._recorded_from = 0
-        self.keeps = all(type(layer) in KEPT for layer in self._cache.layers)
-        self._slides = any(self._cache.is_sliding)
-
-    def _fresh(self) -> DynamicCache:
-        cache = DynamicCache(config=self._config)
-        cache.activate_past_recording()  # a window keeps the turn's tokens, too, so that it can be cropped
-        return cache
+        kinds = {type(layer) for layer in DynamicCache(config=self._config).layers}
+        self._crops = kinds <= set(TOKENWISE)
+        self._slides = DynamicSlidingWindowLayer in kinds
+        self.keeps = model._supports_default_dynamic_cache() and (
+            self._crops or (kinds <= {*TOKENWISE, LinearAttentionLayer} and goes_on(model))
+        )
+        self.forget()
 
     def forget(self) -> None:
         """Begin anew."""
-        self.ids, self._cache, self._recorded_from = [], self._fresh(), 0
+        self.ids: list[int] = []
+        self._cache, self._recorded_from = DynamicCache(config=self._config), 0
+        if self._crops:
+            self._cache.activate_past_recording()  # a window keeps the turn's tokens, too, to be cropped
 
     def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
         """The cache for a turn whose prompt is `ids`, how many of them it holds, and a note for the user.
@@ -47,23 +56,55 @@ class KeptCache:
         could be gone on from.
         """
         if not self.keeps:
-            return None, 0, "this model's cache cannot be gone on from: all is prefilled anew"
-        shared = _common(self.ids, ids[:-1])
-        note = ""
-        if shared < self._recorded_from and self._slides:
-            note = "a sliding window has lost what this turn goes back to: all is prefilled anew"
-            shared = 0
-        if shared:
+            return None, 0, f"this model's cache cannot be gone on from: {ANEW}"
+        shared, note = _common(self.ids, ids[:-1]), ""
+        if not self._crops and shared < len(self.ids):
+            shared, note = 0, f"the state of a recurrence cannot be taken back: {ANEW}"
+        elif self._slides and shared < self._recorded_from:
+            shared, note = 0, f"a sliding window has lost what this turn goes back to: {ANEW}"
+        if not shared:
+            self.forget()
+        elif self._crops:
             self._cache.crop(shared - len(self.ids))
             self.ids, self._recorded_from = self.ids[:shared], shared
-        else:
-            self.forget()
         return self._cache, shared, note
 
     def end(self, ids: Sequence[int]) -> None:
         """The turn is over: prompt and answer are `ids`, of which the last was not fed to the model."""
         if self.keeps:
             self.ids = list(ids[: self._cache.get_seq_length()])
+
+
+def goes_on(model: nn.Module) -> bool:
+    """Whether a recurrence goes on from the state that a former call left, several tokens at a time.
+
+    Tried, since not every family does (Jamba of transformers 5.23 begins anew): without the state of the
+    first such layer what follows has to be different. False where there is no attention beside it, whose
+    cache would tell how many tokens were seen.
+    """
+    before, after = PROBED
+    ids = torch.arange(before + after, device=model.device)[None] % model.config.get_text_config().vocab_size
+
+    def logits(cache: DynamicCache, part: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(part, past_key_values=cache, use_cache=True).logits
+
+    left = DynamicCache(config=model.config)
+    if all(left.is_linear):
+        return False
+    logits(left, ids[:, :before])
+    place = left.is_linear.index(True)
+    usual, again = (logits(copy.deepcopy(left), ids[:, before:]) for _ in range(2))
+    if not torch.equal(usual, again):
+        return False  # this device adds up in another order each time: nothing can be told
+    for name in STATES:
+        without = copy.deepcopy(left)
+        states = [state for state in getattr(without.layers[place], name).values() if state is not None]
+        for state in states:
+            state.zero_()
+        if states and torch.equal(usual, logits(without, ids[:, before:])):
+            return False
+    return True
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

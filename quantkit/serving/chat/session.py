@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from quantkit.errors import count
+from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation.sampling import Sampling
 from quantkit.serving.chat.conversation import Conversation
 from quantkit.serving.chat.turn import Answer, Engine, Stream
@@ -48,6 +48,9 @@ class Session:
         """
         before = list(self.conversation.messages)
         self.conversation.say("user", text)
+        if not self.conversation.prompt():
+            self.conversation.messages = before
+            raise QuantkitError("there is no text to go on from", "type some", USAGE)
         return self._answer(before, stream)
 
     def again(self, stream: Stream) -> Answer:
