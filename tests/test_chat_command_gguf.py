@@ -3,9 +3,10 @@
 import io
 import json
 
+import gguf_files
 import jobs
 import pytest
-from test_chat_command import FORGETFUL, NEXT, SAID, TURNS, silent
+from chats import FORGETFUL, NEXT, SAID, TURNS, silent
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
@@ -108,6 +109,19 @@ def test_memory_and_what_is_recommended(begin, model):
     made = session.say("x", silent)
     per_token = 6 * 2 * 2 * 64 * 34 // 32  # 6 layers, keys and values of 2 heads of 64 values
     assert made.kv_bytes == 512 * per_token
+
+
+def test_what_the_file_recommends_is_taken(tiny_model, tmp_path):
+    pytest.importorskip("xllamacpp")
+    keys = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95}
+    path = gguf_files.export(
+        tiny_model("llama"), tmp_path / "m.gguf", extra={**keys, "tokenizer.chat_template": "x"}
+    )
+    started = start.start(start.Request(str(path)))
+    started.engine.close()
+    assert start.sampling(started.recommended, 8, 0) == Sampling(
+        8, pytest.approx(0.6), 0, 20, pytest.approx(0.95)
+    )
 
 
 def test_without_a_template_it_says_so(model, refuse, tmp_path):
