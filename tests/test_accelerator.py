@@ -252,8 +252,9 @@ def test_generate_continues_as_on_the_cpu(far, make, source, options):
     assert [row["text"] for row in found["models"]] == [row["text"] for row in wanted["models"]]
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "1", "--seed", "3"]])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", []), ("gemma3", ["--temperature", "1", "--seed", "3"])]
+)
 def test_chat_keeps_its_cache_there(far, quantkit, tiny_model, monkeypatch, family, options):
     """Turns go on from a cache that is cropped: the template cuts former answers short."""
     model = tiny_model(family, tokenizer="bos", name="chatty")

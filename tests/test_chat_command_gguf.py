@@ -39,7 +39,9 @@ def begin(model, tmp_path):
     def make(template: str = TEMPLATE, tokens: int = 12, **asked) -> Session:
         path = tmp_path / "template.jinja"
         path.write_text(template)
-        made = start.start(start.Request(str(model), template=None if asked.get("raw") else path, **asked))
+        made = start.start(
+            start.Request(str(model), template=None if asked.get("raw") else path, threads=1, **asked)
+        )
         started.append(made.engine)
         return Session(made.engine, Conversation(raw=asked.get("raw", False)), Sampling(tokens))
 
@@ -117,7 +119,7 @@ def test_what_the_file_recommends_is_taken(tiny_model, tmp_path):
     path = gguf_files.export(
         tiny_model("llama"), tmp_path / "m.gguf", extra={**keys, "tokenizer.chat_template": "x"}
     )
-    started = start.start(start.Request(str(path)))
+    started = start.start(start.Request(str(path), threads=1))
     started.engine.close()
     assert start.sampling(started.recommended, 8, 0) == Sampling(
         8, pytest.approx(0.6), 0, 20, pytest.approx(0.95)

@@ -154,6 +154,7 @@ def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
     [
         ("-n 0", 2, "-n 0 makes no sense"),
         ("--temperature nan", 2, "--temperature nan"),
+        ("--threads -1", 2, "--threads -1 makes no sense"),
         ("--ctx none", 2, "--ctx none makes no sense"),
         ("--kv-dtype q8_0", 4, "--kv-dtype is for GGUF files"),
         ("--engine llama.cpp", 4, "llama.cpp runs GGUF files"),

@@ -87,6 +87,7 @@ def command(
         typer.Option(help="Of llama.cpp's cache. (default: float16)", show_default=False),
     ] = None,
     device: flags.DEVICE = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as the engine chooses.")] = 0,
     revision: flags.REVISION = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
@@ -114,7 +115,7 @@ def command(
         progress.phase(f"loading {model}")
         asked = start.Request(
             model, engine, limit, device, dtype, kv_dtype, decoded, raw, template, revision, offline,
-            trust_remote_code,
+            trust_remote_code, threads,
         )  # fmt: skip
         started = start.start(asked)
         for warning in started.warnings:

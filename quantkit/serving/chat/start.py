@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
@@ -26,7 +28,8 @@ LLAMACPP, TRANSFORMERS = "llama.cpp", "transformers"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. engine: auto, transformers or llama.cpp; context: 0 for the model's own."""
+    """What is asked for. engine: auto, transformers or llama.cpp; context: 0 for the model's own; threads: of
+    the CPU, 0 for the engine's choice."""
 
     source: str
     engine: str = "auto"
@@ -40,11 +43,14 @@ class Request:
     revision: str | None = None
     offline: bool = False
     trust_remote_code: bool = False
+    threads: int = 0
 
     def check(self) -> None:
         """Raise QuantkitError for what makes no sense."""
         if self.context < 0:
             raise QuantkitError(f"--ctx {self.context} makes no sense", "choose 1 or more", USAGE)
+        if self.threads < 0:
+            raise QuantkitError(f"--threads {self.threads} makes no sense", "choose 1 or more", USAGE)
         if self.raw and self.template:
             raise QuantkitError("a raw text needs no --template", "leave out one of them", USAGE)
 
@@ -93,6 +99,7 @@ def _llamacpp(request: Request, path: Path, template: str | None) -> Started:
         template=template,
         kv_dtype=request.kv_dtype or "float16",
         device=choose_device(request.device).type,
+        threads=request.threads,
     )
     return Started(made, _numbers(stored), warnings)
 
@@ -108,6 +115,8 @@ def _transformers(request: Request, path: Path, template: str | None) -> Started
     if path.is_file() and request.engine == "auto":
         warnings += (f"llama.cpp is not installed (pip install {llamacpp.PACKAGE}): weights are decoded",)
     device = choose_device(request.device)
+    if request.threads:
+        torch.set_num_threads(request.threads)
     if not request.raw and template is None and not checkpoint.tokenizer.chat_template:
         raise QuantkitError(
             f"{request.source} has no chat template",

@@ -35,6 +35,7 @@ class LlamaCppChat:
         template: str | None = None,
         kv_dtype: str = "float16",
         device: str = "cpu",
+        threads: int = 0,
     ):
         metadata, infos = gguf_file.read_header(path)
         if chat and template is None and not metadata.get(TEMPLATE):
@@ -44,7 +45,7 @@ class LlamaCppChat:
                 USAGE,
             )
         context = -(-context // STEP) * STEP
-        settings = llamacpp.parameters(path, context, kv_dtype=kv_dtype, device=device)
+        settings = llamacpp.parameters(path, context, threads=threads, kv_dtype=kv_dtype, device=device)
         if template is not None:
             settings.chat_template = template
         try:

@@ -58,7 +58,7 @@ def parameters(
     made.cache_type_k = made.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
     made.n_gpu_layers = 0 if device == "cpu" else -1
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
-    made.hostnames, made.port = ["127.0.0.1"], 0
+    made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
     return made
 
 
@@ -76,6 +76,7 @@ class Session:
                 "quantkit inspect says what is in it; see whether memory is free",
                 UNSUPPORTED,
             ) from error
+        self._server.handle_metrics()  # waits for its loop: a server ended before that begins never ends
 
     def __enter__(self) -> Session:
         return self
