@@ -87,6 +87,20 @@ def test_what_it_streams_is_the_answer_and_stops_when_asked(begin):
     assert made.stop == "interrupted" and 0 < made.generated_tokens < 12 and whole.text.startswith(made.text)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_what_stops_the_stream_ends_the_answer(begin, error):
+    session, parts = begin(), []
+
+    def stream(text: str) -> None:
+        parts.append(text)
+        raise error
+
+    with pytest.raises(error):
+        session.say(TALE[0], stream)
+    assert len(parts) == 1 and session.conversation.messages == []
+    assert session.say(TALE[0], silent).generated_tokens == 12
+
+
 def test_thoughts_are_part_of_the_answer(begin, model):
     """llama.cpp would take what stands between its tags out of it."""
     session = begin(TEMPLATE + "<think>\n")

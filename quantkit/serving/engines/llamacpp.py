@@ -125,8 +125,9 @@ class Session:
     ) -> Answer:
         parts: list[str] = []
         last: dict[str, Any] = {}
+        failed: list[BaseException] = []
 
-        def receive(chunk: Mapping[str, Any]) -> bool:
+        def note(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
             for choice in chunk.get("choices", ()):
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
@@ -134,9 +135,18 @@ class Session:
                 parts.append(text)
                 if text and stream:
                     stream(text)
-            return stopped is not None and stopped()  # True ends it
+
+        def receive(chunk: Mapping[str, Any]) -> bool:
+            try:
+                note(chunk)
+                return stopped is not None and stopped()  # True ends it
+            except BaseException as error:  # an interrupt, too: the wheel would print it and go on
+                failed.append(error)
+                return True
 
         handle(request | {"stream": True}, receive)
+        if failed:
+            raise failed[0]
         if last.get("error", {}).get("type") == TOO_LONG:
             raise ContextFullError(last["error"]["n_prompt_tokens"], last["error"]["n_ctx"])
         if "error" in last:
