@@ -16,9 +16,7 @@ from quantkit.serving.context import ContextFullError
 
 SCHEMA = "quantkit.chat/1"
 NEARLY_FULL = 0.9  # of the context: it is said
-ROOM = (
-    0.25  # of the context that an answer should have where turns may be dropped; they are down to half of it
-)
+ROOM = 0.25  # of the context is to be left for an answer, or turns are dropped down to half of it
 
 
 class Session:
