@@ -14,6 +14,7 @@ from collections import namedtuple
 from importlib.util import find_spec
 from pathlib import Path
 
+import chats
 import families
 import pytest
 import torch
@@ -45,6 +46,19 @@ def tiny_model(tmp_path):
         folder = families.save_model(tmp_path / (name or family), family, **arguments)
         if tokenizer:
             families.save_tokenizer(folder, bos=tokenizer == "bos")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def talker(tiny_model):
+    """`talker("gemma3")` -> folder of a tiny random model with tokenizer and chat template (see chats.py)."""
+
+    def make(family: str = "llama", template: str | None = chats.TEMPLATE, **arguments) -> Path:
+        folder = tiny_model(family, tokenizer="bos", **arguments)
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
         return folder
 
     return make

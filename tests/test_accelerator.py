@@ -1,5 +1,6 @@
 """Every command on a double of an accelerator (see far_device.py): it writes what the CPU writes."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -249,6 +250,26 @@ def test_generate_continues_as_on_the_cpu(far, make, source, options):
     asked = ["generate", source, "made", "-p", "Ba da", "-n", 12, "--dtype", "float32", *options]
     found, wanted = json.loads(far(*asked, "--json", "-q").out), make(*asked)
     assert [row["text"] for row in found["models"]] == [row["text"] for row in wanted["models"]]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", []), ("gemma3", ["--temperature", "1", "--seed", "3"])]
+)
+def test_chat_keeps_its_cache_there(far, quantkit, tiny_model, monkeypatch, family, options):
+    """Turns go on from a cache that is cropped: the template cuts former answers short."""
+    model = tiny_model(family, tokenizer="bos", name="chatty")
+    parts = "[{{ m.role }}] {{ m.content[:6] }}</s>"
+    (model / "chat_template.jinja").write_text(f"<s>{{% for m in messages %}}{parts}{{% endfor %}}[a] ")
+    asked = ["chat", model, "-n", 8, "--dtype", "float32", "--json", "-q", *options]
+
+    def talk(run) -> list[dict]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("Ba da\nKobu\n/retry\n"))
+        rows = [json.loads(line) for line in run(*asked).out.splitlines()]
+        return [{key: row[key] for key in ("text", "stop", "tokens")} for row in rows]
+
+    found = talk(far)
+    assert found == talk(quantkit) and len(found) == 3
+    assert found[1]["tokens"]["cached"] > 0 < found[1]["tokens"]["dropped"]
 
 
 def test_inspect_leaves_the_device_alone(far, quantkit, source):

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_dtype
@@ -26,14 +27,13 @@ from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
+DECODED, REPEATED = 64, 8  # tokens of a stream: decoded at once at most, and again with those that follow
 BROKEN = "\ufffd"  # what tokens decode to that end inside a character
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked of every model. temperature 0: the likeliest token, always; else the distribution is
-    sampled, bare or cut to the top_k likeliest tokens and to as many as make up top_p. chat: the prompt is a
-    user's message."""
+    """What is asked of every model: see `Sampling`. chat: the prompt is a user's message."""
 
     prompt: str
     tokens: int = 64
@@ -43,19 +43,14 @@ class Settings:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(self.tokens, self.temperature, self.seed, self.top_k, self.top_p)
+
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense."""
-        if self.tokens < 1:
-            raise QuantkitError(f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
-        if not 0 <= self.temperature < float("inf"):
-            raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
-        if self.top_k < 0:
-            raise QuantkitError(f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
-        if not 0 < self.top_p <= 1:
-            raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
-        if not self.temperature and (self.top_k or self.top_p < 1):
-            hint = "add --temperature 1, or leave them out: the likeliest token is chosen"
-            raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
+        self.sampling.check()
         if not self.prompt:
             raise QuantkitError("the prompt is empty", "give some text with -p", USAGE)
 
@@ -151,7 +146,7 @@ def continue_prompt(
     template to put a `chat` prompt into.
     """
     began = time.monotonic()
-    ids = encode(checkpoint, settings)
+    ids, ends = encode(checkpoint, settings), ends_of_text(checkpoint)
     model = load_model(checkpoint, dtype, device, ids.shape[1] + settings.tokens)
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
@@ -161,9 +156,10 @@ def continue_prompt(
         out = model.generate(
             ids.to(device),
             attention_mask=torch.ones_like(ids).to(device),
-            generation_config=_generation(checkpoint, settings),
+            # What the checkpoint recommends would make models differ by more than their weights.
+            generation_config=generation_config(settings.sampling, ends),
             logits_processor=[recorder],
-            streamer=_Streamer(tokenizer, stream) if stream else None,
+            streamer=Streamer(tokenizer, stream) if stream else None,
         )
     new = out[0, ids.shape[1] :].tolist()
     recorder.note(new)
@@ -177,7 +173,7 @@ def continue_prompt(
         ids=new,
         text=decode(tokenizer, new),
         probabilities=recorder.probabilities,
-        stop="length" if len(new) == settings.tokens and new[-1] not in _ends(checkpoint) else "end",
+        stop="length" if len(new) == settings.tokens and new[-1] not in ends else "end",
         load_seconds=loaded - began,
         seconds=seconds,
     )
@@ -200,31 +196,6 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
             f"the prompt is no token to {checkpoint.source}", "give other text with -p", USAGE
         )
     return torch.tensor([ids])
-
-
-def _generation(checkpoint: Checkpoint, settings: Settings) -> transformers.GenerationConfig:
-    """Greedy, or the bare distribution: what the checkpoint recommends would make models differ by more than
-    their weights. Its ends of text are kept."""
-    ends = _ends(checkpoint)
-    sampled = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
-    return transformers.GenerationConfig(
-        max_new_tokens=settings.tokens,
-        do_sample=settings.temperature > 0,
-        eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
-        use_cache=True,
-        **(sampled if settings.temperature else {}),
-    )
-
-
-def _ends(checkpoint: Checkpoint) -> list[int]:
-    """Ids that end a text: as generation_config.json says, else the configuration, else the tokenizer."""
-    stored = None
-    if (checkpoint.folder / "generation_config.json").is_file():
-        stored = transformers.GenerationConfig.from_pretrained(checkpoint.folder).eos_token_id
-    found = (stored, getattr(checkpoint.text_config, "eos_token_id", None), checkpoint.tokenizer.eos_token_id)
-    ends = next((value for value in found if value is not None), [])
-    return [ends] if isinstance(ends, int) else list(ends)
 
 
 class _Recorder(transformers.LogitsProcessor):
@@ -252,15 +223,31 @@ class _Recorder(transformers.LogitsProcessor):
             self.of_expected.append(self._last[self.expected[place]].item())
 
 
-class _Streamer(TextStreamer):
-    """Hands text on as soon as it is whole words."""
+class Streamer(TextStreamer):
+    """Hands text on as soon as its characters are whole: not every language has spaces to wait for."""
 
     def __init__(self, tokenizer: Any, stream: Stream):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_prompt=True)
         self._stream = stream
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._stream(text)
+    def put(self, value: Tensor) -> None:
+        """The prompt, then token by token. Only the last tokens are decoded again."""
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            return
+        self.token_cache.extend(value.flatten().tolist())
+        text = decode(self.tokenizer, self.token_cache)
+        if text.endswith(BROKEN):
+            return
+        self._stream(text[self.print_len :])
+        self.print_len = len(text)
+        if len(self.token_cache) > DECODED:
+            self.token_cache = self.token_cache[-REPEATED:]  # before which some tokenizers put a space
+            self.print_len = len(decode(self.tokenizer, self.token_cache))
+
+    def end(self) -> None:
+        """What was held back."""
+        self._stream(decode(self.tokenizer, self.token_cache)[self.print_len :])
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

@@ -34,21 +34,23 @@ def column_of(columns: Iterable[str], asked: str, default: str) -> str | None:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer. `sha256` is that of the template, once it was needed."""
+    """The chat template of a tokenizer, or the one `given`. `sha256` is that of the template, once it was
+    needed; `today` what it prints where it prints a date."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, given: str | None = None, today: datetime.date = TODAY):
         self.tokenizer = tokenizer
         self.sha256: str | None = None
+        self._given = given
+        self._today = today
 
     def render(self, conversation: Conversation, answer: bool = False) -> str:
         """The conversation as the model would see it, special tokens and all; with `answer`, up to where the
         model's next answer begins.
 
         Raises QuantkitError when the model has no template or its template refuses the messages.
-        Templates that print today's date print TODAY.
         """
         try:
-            template = self.tokenizer.get_chat_template()
+            template = self.tokenizer.get_chat_template(self._given)
         except ValueError as error:
             raise QuantkitError(
                 "the model has no chat template",
@@ -62,7 +64,7 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                chat_template=_at_a_fixed_date(template),
+                chat_template=_at_a_fixed_date(template, self._today),
                 add_generation_prompt=answer,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -73,11 +75,11 @@ class ChatTemplate:
             ) from error
 
 
-def _at_a_fixed_date(template: str) -> str:
+def _at_a_fixed_date(template: str, today: datetime.date) -> str:
     """The template with its own `strftime_now`: transformers' says today, and lets none be passed in."""
     if "strftime_now" not in template:
         return template
-    filled = "".join(f" | replace('%{code}', '{TODAY.strftime(f'%{code}')}')" for code in "YymdbBaAHMSj")
+    filled = "".join(f" | replace('%{code}', '{today.strftime(f'%{code}')}')" for code in "YymdbBaAHMSj")
     return "{%- macro strftime_now(format) -%}{{ format" + filled + " }}{%- endmacro %}" + template
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.serving.context import ContextFullError
 
 PACKAGE = "xllamacpp"
 SILENT = -1  # verbosity: its errors come back as answers
+TOO_LONG = "exceed_context_size_error"
 KV_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 
 
@@ -56,7 +58,7 @@ def parameters(
     made.cache_type_k = made.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
     made.n_gpu_layers = 0 if device == "cpu" else -1
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
-    made.hostnames, made.port = ["127.0.0.1"], 0
+    made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
     return made
 
 
@@ -74,6 +76,7 @@ class Session:
                 "quantkit inspect says what is in it; see whether memory is free",
                 UNSUPPORTED,
             ) from error
+        self._server.handle_metrics()  # waits for its loop: a server ended before that begins never ends
 
     def __enter__(self) -> Session:
         return self
@@ -91,30 +94,40 @@ class Session:
         prompt: str | Sequence[int],
         tokens: int,
         stream: Callable[[str], None] | None = None,
+        stopped: Callable[[], bool] | None = None,
         **asked: Any,
     ) -> Answer:
         """Continue a text or token ids by `tokens` at most. asked: llama.cpp's own fields, such as
-        temperature (0 unless given), seed, ignore_eos, cache_prompt."""
+        temperature (0 unless given), seed, ignore_eos, cache_prompt. stopped: asked after every token.
+        Raises ContextFullError for a prompt that is too long."""
         given = prompt if isinstance(prompt, str) else list(prompt)
         request = {"prompt": given, "n_predict": tokens, "temperature": 0} | asked
-        return self._ask(self._server.handle_completions, request, stream)
+        return self._ask(self._server.handle_completions, request, stream, stopped)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],
         tokens: int,
         stream: Callable[[str], None] | None = None,
+        stopped: Callable[[], bool] | None = None,
         **asked: Any,
     ) -> Answer:
         """The answer to a conversation, by the file's own chat template; only what is new is prefilled."""
         request = {"messages": list(messages), "max_tokens": tokens, "temperature": 0} | asked
-        return self._ask(self._server.handle_chat_completions, request, stream)
+        return self._ask(self._server.handle_chat_completions, request, stream, stopped)
 
-    def _ask(self, handle: Callable, request: dict[str, Any], stream: Callable[[str], None] | None) -> Answer:
+    def _ask(
+        self,
+        handle: Callable,
+        request: dict[str, Any],
+        stream: Callable[[str], None] | None,
+        stopped: Callable[[], bool] | None,
+    ) -> Answer:
         parts: list[str] = []
         last: dict[str, Any] = {}
+        failed: list[BaseException] = []
 
-        def receive(chunk: Mapping[str, Any]) -> bool:
+        def note(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
             for choice in chunk.get("choices", ()):
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
@@ -122,9 +135,20 @@ class Session:
                 parts.append(text)
                 if text and stream:
                     stream(text)
-            return False  # go on
+
+        def receive(chunk: Mapping[str, Any]) -> bool:
+            try:
+                note(chunk)
+                return stopped is not None and stopped()  # True ends it
+            except BaseException as error:  # an interrupt, too: the wheel would print it and go on
+                failed.append(error)
+                return True
 
         handle(request | {"stream": True}, receive)
+        if failed:
+            raise failed[0]
+        if last.get("error", {}).get("type") == TOO_LONG:
+            raise ContextFullError(last["error"]["n_prompt_tokens"], last["error"]["n_ctx"])
         if "error" in last:
             raise QuantkitError(f"llama.cpp: {last['error'].get('message', last['error'])}")
         return Answer(

@@ -1,0 +1,65 @@
+"""How the next token is chosen, and where a text ends: for whatever generates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import transformers
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """tokens: at most so many new ones. temperature 0: the likeliest token, always; else the distribution is
+    sampled, bare or cut to the top_k likeliest tokens and to as many as make up top_p."""
+
+    tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Raise QuantkitError for values that make no sense."""
+        if self.tokens < 1:
+            raise QuantkitError(f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
+        if not 0 <= self.temperature < float("inf"):
+            raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
+        if self.top_k < 0:
+            raise QuantkitError(f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
+        if not 0 < self.top_p <= 1:
+            raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
+        if not self.temperature and (self.top_k or self.top_p < 1):
+            hint = "add --temperature 1, or leave them out: the likeliest token is chosen"
+            raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
+
+
+def generation_config(sampling: Sampling, ends: list[int]) -> transformers.GenerationConfig:
+    """For transformers' `generate`: nothing but what is asked, and the `ends` of a text (token ids)."""
+    sampled = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return transformers.GenerationConfig(
+        max_new_tokens=sampling.tokens,
+        do_sample=sampling.temperature > 0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+        use_cache=True,
+        **(sampled if sampling.temperature else {}),
+    )
+
+
+def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | None:
+    """The checkpoint's generation_config.json; None where it has none."""
+    if not (checkpoint.folder / "generation_config.json").is_file():
+        return None
+    return transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+
+
+def ends_of_text(checkpoint: Checkpoint) -> list[int]:
+    """Ids that end a text: as generation_config.json says, else the configuration, else the tokenizer."""
+    stored = stored_config(checkpoint)
+    configured = getattr(checkpoint.text_config, "eos_token_id", None)
+    found = (stored and stored.eos_token_id, configured, checkpoint.tokenizer.eos_token_id)
+    ends = next((value for value in found if value is not None), [])
+    return [ends] if isinstance(ends, int) else list(ends)

@@ -1,0 +1,1 @@
+"""A conversation whose keys and values are kept from turn to turn."""

@@ -1,0 +1,146 @@
+"""What was said so far, and as a line of JSON that calibration reads.
+
+Every line of a file is a conversation, {"messages": [{"role", "content"}, …]}, or {"text": …} of a raw one:
+what `--calibration FILE` takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.serving.chat.turn import Prompt
+
+ROLES = ("system", "user", "assistant")
+Message = dict[str, str]
+
+
+@dataclass
+class Conversation:
+    """messages: users' and answers, in turn. raw: no roles, one text that both go on with."""
+
+    system: str = ""
+    raw: bool = False
+    messages: list[Message] = field(default_factory=list)
+
+    def prompt(self) -> Prompt:
+        """For an engine."""
+        if self.raw:
+            return "".join(message["content"] for message in self.messages)
+        return [*self._head(), *self.messages]
+
+    def _head(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def say(self, role: str, text: str) -> None:
+        """Add a message."""
+        self.messages.append({"role": role, "content": text})
+
+    def take_back_answer(self) -> None:
+        """Undo the last answer. Raises QuantkitError where there is none."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise QuantkitError("there is no answer to give again", "say something first", USAGE)
+        self.messages.pop()
+
+    def drop_oldest(self) -> int:
+        """Forget the oldest message of the user and its answers; how many messages those were. The last
+        message is never dropped."""
+        end = 1
+        while end < len(self.messages) - 1 and self.messages[end]["role"] != "user":
+            end += 1
+        dropped = min(end, len(self.messages) - 1)
+        del self.messages[:dropped]
+        return dropped
+
+    def reset(self) -> None:
+        """Forget what was said; the system message stays."""
+        self.messages.clear()
+
+    def row(self) -> dict[str, Any]:
+        """One line of a file."""
+        return {"text": self.prompt()} if self.raw else {"messages": self.prompt()}
+
+    def save(self, path: Path) -> int:
+        """Add it to the file as a line, or put it in the place of the last one where that is its beginning.
+
+        Returns how many conversations the file holds. Raises QuantkitError when there is nothing to save, or
+        the file is none of conversations.
+        """
+        if not self.messages:
+            raise QuantkitError("nothing was said yet", "say something first", USAGE)
+        if path.exists() and not path.is_file():  # a device would be replaced
+            raise QuantkitError(f"{path} is no file", "save elsewhere", USAGE)
+        rows = _read(path) if path.exists() else []
+        mine = self.row()
+        if rows and _begins(mine, rows[-1]):
+            rows.pop()
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*rows, mine))
+        part = path.with_name(f"{path.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, path)
+        except OSError as error:
+            raise QuantkitError(f"{path} cannot be written: {error.strerror}", "save elsewhere") from error
+        return len(rows) + 1
+
+    def load(self, path: Path) -> None:
+        """Go on with the last conversation of a file. Raises QuantkitError where there is none."""
+        rows = _read(path)
+        key = "text" if self.raw else "messages"
+        row = next((row for row in reversed(rows) if key in row), None)
+        if row is None:
+            other = "without --raw" if self.raw else "with --raw"
+            hint = f"each line holds {{{key!r}: …}}" + (f"; start quantkit chat {other}" if rows else "")
+            raise QuantkitError(f"{path} holds no conversation", hint, USAGE)
+        if self.raw:
+            self.messages = [{"role": "user", "content": str(row["text"])}]
+            return
+        messages = [_message(message, path) for message in row["messages"]]
+        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else ""
+        self.messages = messages
+
+
+def _begins(longer: dict[str, Any], shorter: dict[str, Any]) -> bool:
+    return longer.keys() == shorter.keys() and all(
+        type(value) is type(shorter[key]) and value[: len(shorter[key])] == shorter[key]
+        for key, value in longer.items()
+    )
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise QuantkitError(
+            f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
+        ) from error
+    except ValueError as error:
+        raise _no_conversations(path) from error
+    if not all(
+        isinstance(row, dict) and ("text" in row or isinstance(row.get("messages"), list)) for row in rows
+    ):
+        raise _no_conversations(path)
+    return rows
+
+
+def _no_conversations(path: Path) -> QuantkitError:
+    hint = 'each line is to hold {"messages": [{"role": "user", "content": "…"}, …]}; choose another name'
+    return QuantkitError(f"{path} holds other things than conversations", hint, USAGE)
+
+
+def _message(message: Any, path: Path) -> Message:
+    if (
+        not isinstance(message, dict)
+        or message.get("role") not in ROLES
+        or not isinstance(message.get("content"), str)
+    ):
+        raise QuantkitError(
+            f"{path} holds a message that is none of system, user or assistant with a text",
+            'messages look like {"role": "user", "content": "…"}',
+            USAGE,
+        )
+    return {"role": message["role"], "content": message["content"]}

@@ -1,0 +1,127 @@
+"""Keys and values of the tokens that a model has seen, kept for the next turn.
+
+A chat template may write former turns anew (leave out what a model thought, say), and text that a model wrote
+may be cut into other tokens when it is read. So tokens are compared with those that are cached, and the cache
+is cropped to what both begin with.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
+
+TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # which keep something of each token
+STATES = ("recurrent_states", "conv_states")  # of a layer that keeps a summary of all
+PROBED = 4, 3  # tokens before and after, of the trial whether states are gone on from
+ANEW = "all is prefilled anew"
+
+
+class KeptCache:
+    """A cache for one sequence of tokens, and which tokens those are."""
+
+    def __init__(self, model: nn.Module):
+        self._config = model.config
+        kinds = {type(layer) for layer in DynamicCache(config=self._config).layers}
+        self._crops = kinds <= set(TOKENWISE)
+        self._slides = DynamicSlidingWindowLayer in kinds
+        self.keeps = model._supports_default_dynamic_cache() and (
+            self._crops or (kinds <= {*TOKENWISE, LinearAttentionLayer} and goes_on(model))
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.ids: list[int] = []
+        self._cache, self._recorded_from = DynamicCache(config=self._config), 0
+        if self._crops:
+            self._cache.activate_past_recording()  # a window keeps the turn's tokens, too, to be cropped
+
+    def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
+        """The cache for a turn whose prompt is `ids`, how many of them it holds, and a note for the user.
+
+        Never all of them: what follows the last one is computed from it. None: the model keeps nothing that
+        could be gone on from.
+        """
+        if not self.keeps:
+            return None, 0, f"this model's cache cannot be gone on from: {ANEW}"
+        shared, note = _common(self.ids, ids[:-1]), ""
+        if not self._crops and shared < len(self.ids):
+            shared, note = 0, f"the state of a recurrence cannot be taken back: {ANEW}"
+        elif self._slides and shared < self._recorded_from:
+            shared, note = 0, f"a sliding window has lost what this turn goes back to: {ANEW}"
+        if not shared:
+            self.forget()
+        elif self._crops:
+            self._cache.crop(shared - len(self.ids))
+            self.ids, self._recorded_from = self.ids[:shared], shared
+        return self._cache, shared, note
+
+    def end(self, ids: Sequence[int]) -> None:
+        """The turn is over: prompt and answer are `ids`, of which the last was not fed to the model."""
+        if self.keeps:
+            self.ids = list(ids[: self._cache.get_seq_length()])
+
+
+def goes_on(model: nn.Module) -> bool:
+    """Whether a recurrence goes on from the state that a former call left, several tokens at a time.
+
+    Tried, since not every family does (Jamba of transformers 5.23 begins anew): without the state of the
+    first such layer what follows has to be different. False where there is no attention beside it, whose
+    cache would tell how many tokens were seen.
+    """
+    before, after = PROBED
+    ids = torch.arange(before + after, device=model.device)[None] % model.config.get_text_config().vocab_size
+
+    def logits(cache: DynamicCache, part: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(part, past_key_values=cache, use_cache=True).logits
+
+    left = DynamicCache(config=model.config)
+    if all(left.is_linear):
+        return False
+    logits(left, ids[:, :before])
+    place = left.is_linear.index(True)
+    usual, again = (logits(copy.deepcopy(left), ids[:, before:]) for _ in range(2))
+    if not torch.equal(usual, again):
+        return False  # this device adds up in another order each time: nothing can be told
+    for name in STATES:
+        without = copy.deepcopy(left)
+        states = [state for state in getattr(without.layers[place], name).values() if state is not None]
+        for state in states:
+            state.zero_()
+        if states and torch.equal(usual, logits(without, ids[:, before:])):
+            return False
+    return True
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
+
+
+def nbytes(cache: Cache) -> int:
+    """Of all keys, values and states of a cache."""
+    tensors = itertools.chain.from_iterable(_tensors(vars(layer)) for layer in cache.layers)
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def _tensors(values: dict[str, Any]) -> Iterator[Tensor]:
+    for value in values.values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value)

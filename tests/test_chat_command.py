@@ -1,0 +1,170 @@
+"""A conversation keeps what the model has seen: every token is fed to it once, and answers are those of a
+model that begins anew each turn."""
+
+import pytest
+from chats import FORGETFUL, SAID, Fed, begin, converse, silent
+
+from quantkit.errors import QuantkitError
+from quantkit.serving.context import ContextFullError
+
+KEPT = ["llama", "bloom", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
+ANEW = ["mamba2", "jamba"]  # no attention; several tokens at once lose the state
+
+
+@pytest.mark.parametrize("family", KEPT)
+def test_every_token_is_fed_once(talker, family):
+    session = begin(talker(family))
+    fed = Fed(session)
+    answers = converse(session, fed, SAID)
+    last = answers[-1]
+    assert sum(fed.tokens) == last.prompt_tokens + last.generated_tokens - 1
+    for former, later in zip(answers, answers[1:], strict=False):
+        ended = former.stop == "end"
+        assert later.cached_tokens == former.prompt_tokens + former.generated_tokens - 1
+        assert later.dropped_tokens == 0 and not later.notes or ended
+    assert not any(answer.notes for answer in answers)
+
+
+@pytest.mark.parametrize("family", ANEW)
+def test_what_cannot_be_gone_on_from_is_prefilled_anew_and_said(talker, family):
+    session = begin(talker(family), tokens=4)
+    answers = converse(session, Fed(session), SAID[:2])
+    for answer in answers:
+        assert (answer.cached_tokens, answer.prefilled_tokens) == (0, answer.prompt_tokens)
+        assert answer.notes == ("this model's cache cannot be gone on from: all is prefilled anew",)
+        assert answer.kv_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_where_the_template_rewrites_history_the_cache_is_cropped(talker, family):
+    session = begin(talker(family, FORGETFUL), tokens=12)
+    answers = converse(session, fed := Fed(session), [*SAID, "Lo!"])
+    held = 0
+    for place, answer in enumerate(answers):
+        prompt = fed.prompts[place]
+        shared = 0
+        if place:
+            former = fed.prompts[place - 1] + fed.anew(fed.prompts[place - 1], 12, session.engine._ends)
+            shared = next(k for k, (a, b) in enumerate(zip(former, prompt, strict=False)) if a != b)
+            assert answer.dropped_tokens == held - shared > 0
+        assert answer.cached_tokens == shared
+        held = len(prompt) + answer.generated_tokens - 1
+    assert not any(answer.notes for answer in answers)
+
+
+def test_a_window_that_has_moved_on_is_filled_anew_and_said(talker):
+    session = begin(talker("gemma3"))
+    fed = Fed(session)
+    converse(session, fed, SAID[:2])
+    session.conversation.system = "Ko."
+    (answer,) = converse(session, fed, SAID[2:])
+    assert answer.cached_tokens == 0 and answer.prefilled_tokens == answer.prompt_tokens
+    assert answer.notes == ("a sliding window has lost what this turn goes back to: all is prefilled anew",)
+
+
+def test_the_state_of_a_recurrence_is_not_taken_back(talker):
+    session = begin(talker("qwen3_next", FORGETFUL))
+    answers = converse(session, Fed(session), SAID[:2])
+    assert [answer.cached_tokens for answer in answers] == [0, 0] and answers[1].dropped_tokens > 0
+    assert answers[1].notes == ("the state of a recurrence cannot be taken back: all is prefilled anew",)
+
+
+def test_memory_is_that_of_keys_and_values(talker):
+    """Of 3 layers, 2 heads of 16 values, in float32, of every token but the last."""
+    session = begin(talker())
+    for said in SAID:
+        answer = session.say(said, silent)
+        held = answer.prompt_tokens + answer.generated_tokens - 1
+        assert answer.kv_bytes == 2 * 3 * 2 * 16 * 4 * held
+    found = session.memory(answer)
+    parameters = session.engine._model.parameters()
+    assert found["weights"] >= sum(p.numel() * 4 for p in parameters) and found["process"] > found["weights"]
+
+
+def test_another_answer_has_another_seed_and_prefills_one_token(talker):
+    session = begin(talker(), temperature=1.5, seed=7)
+    first = [session.say(said, silent).text for said in SAID]
+    again = session.again(silent)
+    assert again.text != first[-1] and again.prefilled_tokens == 1
+    assert [m["content"] for m in session.conversation.messages[1::2]] == [*first[:-1], again.text]
+    other = begin(talker(), temperature=1.5, seed=7)
+    assert [other.say(said, silent).text for said in SAID] == first
+    assert begin(talker(), temperature=1.5, seed=8).say(SAID[0], silent).text != first[0]
+    fresh = begin(talker())
+    first = fresh.say(SAID[0], silent)
+    again = fresh.again(silent)
+    assert again.text == first.text and "see --temperature" in again.notes[0]
+    fresh.reset()
+    with pytest.raises(QuantkitError, match="no answer to give again"):
+        fresh.again(silent)
+
+
+def test_raw_text_is_gone_on_with(talker):
+    session = begin(talker(template=None), raw=True)
+    fed = Fed(session)
+    converse(session, fed, ["Kobu ridoma", "", " badeku"])
+    tokenizer = session.engine._tokenizer
+    assert fed.prompts[0] == tokenizer("Kobu ridoma")["input_ids"]
+    assert len(fed.prompts[1]) == len(fed.prompts[0]) + 8  # an empty line: it goes on where it stopped
+    with pytest.raises(QuantkitError, match="no text to go on from"):
+        begin(talker(template=None), raw=True).say("", silent)
+    text = session.conversation.prompt()
+    assert text.startswith("Kobu ridoma") and " badeku" in text
+
+
+# ---- a context that is full
+
+
+def test_a_full_context_is_said_before_anything_is_computed(talker):
+    session = begin(talker(), context=64, tokens=100)
+    fed = Fed(session)
+    first = session.say(SAID[0], silent)
+    if first.stop != "context":
+        pytest.fail("choose another seed: the model ends by itself")
+    assert first.prompt_tokens + first.generated_tokens == 64
+    assert first.notes == (
+        "the context of 64 tokens is full: /reset begins anew, --drop-oldest would forget",
+    )
+    before, calls = list(session.conversation.messages), len(fed.tokens)
+    with pytest.raises(ContextFullError, match="there is no room for an answer") as caught:
+        session.say(SAID[1], silent)
+    assert caught.value.context == 64 < caught.value.tokens and "/reset" in caught.value.hint
+    assert session.conversation.messages == before and len(fed.tokens) == calls
+    session.reset()
+    again = session.say(SAID[0], silent)
+    assert again.text == first.text and again.cached_tokens == 0
+
+
+def test_the_oldest_turns_are_dropped_where_asked_for(talker):
+    session = begin(talker(), context=128, tokens=16, drop_oldest=True, system="Ko.")
+    fed = Fed(session)
+    answers = converse(session, fed, SAID * 2)
+    notes = [note for answer in answers for note in answer.notes]
+    assert notes and set(notes) <= {f"for want of context {n} messages dropped" for n in (2, 4)}
+    assert all(answer.generated_tokens == 16 for answer in answers if answer.stop == "length")
+    assert "context" not in {answer.stop for answer in answers}
+    messages = session.conversation.messages
+    assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+    assert session.conversation.system == "Ko." and messages[-2]["content"] == SAID[-1]
+    with pytest.raises(ContextFullError):  # what was just said is never dropped
+        session.say("Kobu " * 128, silent)
+
+
+def test_transformers_stops_after_the_next_token(talker):
+    session = begin(talker(), tokens=64)
+    streamed: list[str] = []
+    whole = session.say(SAID[0], streamed.append)
+    assert "".join(streamed) == whole.text and len(streamed) > 8
+    session.reset()
+    parts: list[str] = []
+
+    def stream(text: str) -> None:
+        parts.append(text)
+        if len("".join(parts)) > 4:
+            session.stop()
+
+    made = session.say(SAID[0], stream)
+    assert made.stop == "interrupted" and 0 < made.generated_tokens < whole.generated_tokens
+    assert whole.text.startswith(made.text) and "".join(parts) == made.text
+    later = session.say(SAID[1], silent)
+    assert later.cached_tokens == made.prompt_tokens + made.generated_tokens - 1

@@ -1,0 +1,259 @@
+"""What people type into a conversation, what they read, and what Ctrl-C does."""
+
+import io
+import json
+import os
+import signal
+
+import pytest
+from chats import SAID, Fed, begin, converse, silent
+
+from quantkit.cli import talk
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.sampling import Sampling
+from quantkit.models.open import open_checkpoint
+from quantkit.options import CalibrationOptions
+from quantkit.serving.chat import commands, start
+from quantkit.serving.chat.conversation import Conversation
+from quantkit.serving.chat.session import Session
+from quantkit.serving.chat.turn import Answer, Facts
+from quantkit.text import calibration
+
+# ---- files and commands
+
+
+def test_what_is_saved_is_calibrated_on_and_gone_on_with(talker, tmp_path):
+    path, folder = tmp_path / "talk.jsonl", talker()
+    session = begin(folder, system="Ko.")
+    first = session.say(SAID[0], silent)
+    assert commands.obey(f"/save {path}", session) == f"saved; {path} holds 1 conversation"
+    session.say(SAID[1], silent)
+    session.conversation.save(path)  # longer than that in the file, which it replaces
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [{"messages": session.conversation.prompt()}]
+    assert rows[0]["messages"][:3] == [
+        {"role": "system", "content": "Ko."},
+        {"role": "user", "content": SAID[0]},
+        {"role": "assistant", "content": first.text},
+    ]
+    found = calibration.load(
+        session_checkpoint := open_checkpoint(str(folder)),
+        CalibrationOptions(calibration=str(path), samples=1, seqlen=24),
+    )
+    rendered = session_checkpoint.tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    assert (
+        found.tokens[0].tolist()
+        == session_checkpoint.tokenizer(rendered, add_special_tokens=False)["input_ids"][:24]
+    )
+    other = begin(folder)
+    assert commands.obey(f"/load '{path}'", other) == f"4 messages of {path}"
+    assert other.conversation == session.conversation
+    fed = Fed(other)
+    converse(other, fed, SAID[2:])
+    rows[0]["messages"].append({"role": "user", "content": SAID[2]})
+    tokenizer = open_checkpoint(str(folder)).tokenizer
+    assert tokenizer.decode(fed.prompts[-1]) == tokenizer.apply_chat_template(
+        rows[0]["messages"], tokenize=False, add_generation_prompt=True
+    )
+    other.reset()
+    other.say("Lo!", silent)
+    assert other.conversation.save(path) == 2
+
+
+@pytest.mark.parametrize("text", ["no json", '{"other": 1}', '["messages"]', '{"messages": "x"}'])
+def test_other_files_are_left_alone(tmp_path, text):
+    path = tmp_path / "file.jsonl"
+    path.write_text(text)
+    talk_ = Conversation(messages=[{"role": "user", "content": "x"}])
+    for action in (talk_.save, talk_.load):
+        with pytest.raises(QuantkitError, match="holds other things than conversations"):
+            action(path)
+    assert path.read_text() == text
+    path.write_text('{"messages": [{"role": "tool", "content": "x"}]}\n')
+    with pytest.raises(QuantkitError, match="none of system, user or assistant"):
+        talk_.load(path)
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(QuantkitError, match="holds no conversation"):
+        talk_.load(path)
+    with pytest.raises(QuantkitError, match="is no file"):
+        talk_.save(tmp_path)
+    with pytest.raises(QuantkitError, match="nothing was said yet"):
+        Conversation().save(path)
+
+
+def test_messages_of_several_lines_stand_between_quotes():
+    lines = iter(["one", '"""', "two", "", "three", '"""', '"""four"""', '"""five', "six"])
+
+    def read(more: bool) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    assert list(commands.messages(read)) == ["one", "two\n\nthree", "four", "five\nsix"]
+
+
+def test_sampling_is_as_recommended_unless_asked_otherwise():
+    recommended = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95}
+    chosen = start.sampling(recommended, 8, 0, temperature=None, top_k=None, top_p=None)
+    assert chosen == Sampling(8, 0.6, 0, 20, 0.95)
+    assert start.sampling(recommended, 8, 0, top_k=5) == Sampling(8, 0.6, 0, 5, 0.95)
+    assert start.sampling(recommended, 8, 0, temperature=0.0) == Sampling(8)
+    assert start.sampling({}, 8, 3) == Sampling(8, seed=3)
+    with pytest.raises(QuantkitError, match="for sampling"):
+        start.sampling({}, 8, 0, top_k=5)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def pipe(quantkit, monkeypatch):
+    """`pipe("Hello\\n", folder, ...)`: what the command makes of stdin."""
+
+    def run(text: str, *arguments):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        return quantkit("chat", *arguments)
+
+    return run
+
+
+def test_a_line_of_json_per_answer(talker, pipe):
+    folder = talker()
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7}))
+    done = pipe(f"{SAID[0]}\n\n/system Ko.\n//x\n/retry\n/exit\nnever\n", folder, "--json", "-q", "-n", 6)
+    assert (done.code, done.err) == (0, "")
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [row["said"] for row in rows] == [SAID[0], "/x", "/retry"]
+    assert [row["schema"] for row in rows] == ["quantkit.chat/1"] * 3
+    assert [row["sampling"]["seed"] for row in rows] == [0, 1, 2] and rows[0]["sampling"][
+        "temperature"
+    ] == 0.7
+    tokens = rows[2]["tokens"]
+    assert tokens["cached"] + tokens["prefilled"] == tokens["prompt"] == rows[1]["tokens"]["prompt"]
+    assert rows[0]["memory_bytes"]["kv_cache"] > 0 and rows[0]["model"]["context"] == 256
+
+
+def test_what_is_printed(talker, pipe, monkeypatch):
+    folder = talker()
+    done = pipe(f"{SAID[0]}\n/reset\n", folder, "-n", 6, "--dtype", "float32")
+    text = begin(folder, tokens=6).say(SAID[0], silent).text
+    assert done.out == text + "\n"
+    assert "float32 on cpu, 256 tokens of context; the likeliest token, always" in done.err
+    assert " prefilled " in done.err and "KV cache" in done.err and "begun anew" in done.err
+
+
+def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
+    session = Session(Written("a\x1b[31mb\x9bc"), Conversation(), Sampling())
+    assert talk.take(session, talk.Terminal(quiet=True), "x")
+    assert capsys.readouterr().out == "a\ufffd[31mb\ufffdc\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("-n 0", 2, "-n 0 makes no sense"),
+        ("--temperature nan", 2, "--temperature nan"),
+        ("--threads -1", 2, "--threads -1 makes no sense"),
+        ("--ctx none", 2, "--ctx none makes no sense"),
+        ("--kv-dtype q8_0", 4, "--kv-dtype is for GGUF files"),
+        ("--engine llama.cpp", 4, "llama.cpp runs GGUF files"),
+        ("--template none.jinja", 3, "--template none.jinja cannot be read"),
+        ("--load none.jsonl", 3, "none.jsonl cannot be read"),
+        ("--raw --template x", 2, "a raw text needs no --template"),
+    ],
+)
+def test_what_makes_no_sense(refuse, talker, arguments, code, words):
+    assert words in refuse(code, "chat", talker(), *arguments.split())[0]
+
+
+def test_errors_end_what_nobody_types(talker, pipe):
+    folder = talker()
+    for text, words in (("/no\n", "there is no /no"), ("/save\n", "/save needs a file")):
+        done = pipe(text, folder, "-q")
+        assert done.code == 2 and done.err.startswith(f"error: {words}")
+    done = pipe("x\n", talker(template=None, name="bare"), "-q")
+    assert done.code == 2 and "has no chat template\nhint: give one with --template FILE" in done.err
+    folder = talker(template="{{ raise_exception('no ' + messages[0].role) }}", name="refuses")
+    done = pipe("x\n", folder, "-q")
+    assert "the conversation does not fit the model's chat template: no user\nhint: some take" in done.err
+
+
+def test_more_than_the_model_was_made_for_is_a_warning(talker, pipe):
+    done = pipe("", talker(), "--ctx", "1k", "-q")
+    assert done.code == 0 and "was made for 256 tokens, --ctx is 1,024" in done.err
+
+
+# ---- Ctrl-C
+
+
+class Written:
+    """An engine that answers with the same text, letter by letter, until it is stopped."""
+
+    def __init__(self, text: str, during=lambda letter: None):
+        self.text, self.during = text, during
+        self.facts = Facts("written", "none", "none", "cpu", "float32", 100, 0)
+
+    def answer(self, prompt, sampling, stream, stopped) -> Answer:
+        said = ""
+        for letter in self.text:
+            stream(letter)
+            said += letter
+            self.during(letter)
+            if stopped():
+                break
+        stop = "interrupted" if stopped() else "end"
+        return Answer(said, 1, 0, 1, 0, len(said), 0.1, 0.1, stop, None)
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+@pytest.fixture
+def interruptible():
+    """SIGINT as a terminal has it, whatever started the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt(times: int, at: str):
+    def during(letter: str) -> None:
+        if letter == at:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return during
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """A terminal whose user types."""
+    terminal = talk.Terminal()
+    terminal.typed = True
+    return terminal
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, typed, capsys):
+    session = Session(Written("abcdef", interrupt(1, "c")), Conversation(), Sampling())
+    assert talk.take(session, typed, "x")
+    assert session.conversation.messages[-1] == {"role": "assistant", "content": "abc"}
+    shown = capsys.readouterr()
+    assert shown.out == "abc\n" and ", interrupted" in shown.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    session.engine.during = interrupt(0, "")
+    assert talk.take(session, typed, "y")  # the next answer is whole
+    assert session.conversation.messages[-1]["content"] == "abcdef"
+
+
+def test_a_second_ctrl_c_drops_the_answer(interruptible, typed, capsys):
+    session = Session(Written("abcdef", interrupt(2, "c")), Conversation(), Sampling())
+    assert talk.take(session, typed, "x")
+    assert session.conversation.messages == [] and "the answer was dropped" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_what_nobody_types(interruptible, typed):
+    typed.typed = False
+    session = Session(Written("abcdef", interrupt(1, "c")), Conversation(), Sampling())
+    with pytest.raises(KeyboardInterrupt):
+        talk.take(session, typed, "x")
