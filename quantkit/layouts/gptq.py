@@ -282,7 +282,11 @@ CLIENTS = {
         {"model_type": "gpt2", "loads": False, "note": "its loader fails on any GPTQ checkpoint of GPT-2"},
         {"g_idx": False, "loads": False, "note": "it wants a g_idx for every linear"},
         {"mixed": True, "loads": False, "note": "it packs all linears alike"},
-        {"loads": True, "note": "with optimum and gptqmodel installed"},
+        {
+            "loads": True,
+            "note": "with optimum and gptqmodel installed",
+            "needs": ["optimum", "gptqmodel"],
+        },
     ],
     "GPTQModel": [
         {
