@@ -1,0 +1,34 @@
+"""What is started: the engine's own command, with nothing in it that another shell could not run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+KEY_VARIABLE = "QUANTKIT_API_KEY"  # where a shell that runs the printed line has the key
+
+
+@dataclass(frozen=True)
+class Command:
+    """argv: program and arguments; env: variables on top of ours; secret: the variable that the engine takes
+    its key from, and the key. model: the name that requests give; notes: what a user should know."""
+
+    argv: tuple[str, ...]
+    model: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret: tuple[str, str] | None = field(default=None, repr=False)
+    notes: tuple[str, ...] = ()
+
+    def line(self) -> str:
+        """The command for a shell, on one line; the key is taken from the shell's own environment."""
+        given = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        given += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
+        return " ".join([*given, shlex.join(self.argv)])
+
+    def environment(self) -> dict[str, str]:
+        """All variables of the process."""
+        found = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        found.pop(KEY_VARIABLE, None)
+        return found | dict([self.secret] if self.secret else [])
