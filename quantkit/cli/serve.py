@@ -141,7 +141,7 @@ def command(
                 raise
             if not quiet:
                 print(f"stopped {prepared.offer.engine}", file=sys.stderr)
-            raise typer.Exit(asked[0]) from None
+            raise SystemExit(asked[0]) from None  # of typer.Exit(130) an `error: interrupted` would be made
 
 
 def _serve(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.capacity import source as sources
@@ -182,12 +181,12 @@ def _wait(prepared: Prepared, engine: Engine, listen: Progress) -> float:
         code = engine.wait(ASK_SECONDS)
         if code is not None:
             raise QuantkitError(
-                f"{_name(prepared)} {_ended(code)} while starting{engine.told()}", _hint(engine)
+                f"{prepared.offer.engine} {_ended(code)} while starting{engine.told()}", _hint(engine)
             )
         if endpoint.healthy():
             return waited
     raise QuantkitError(
-        f"{_name(prepared)} was not healthy within {limit:g} s{engine.told()}",
+        f"{prepared.offer.engine} was not healthy within {limit:g} s{engine.told()}",
         hint="a large model may need more: --start-timeout",
     )
 
@@ -208,10 +207,10 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     except RequestFailed as error:
         code = engine.wait(1.0)
         state = "" if code is None else f", and {_ended(code)}"
-        message = f"{_name(prepared)} is healthy, but answers no request{state}: {error.message}"
+        message = f"{prepared.offer.engine} is healthy, but answers no request{state}: {error.message}"
         raise QuantkitError(message + engine.told(), _hint(engine)) from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise QuantkitError(f"{_name(prepared)} answers with no completion{engine.told()}") from error
+        raise QuantkitError(f"{prepared.offer.engine} answers with no completion{engine.told()}") from error
     return {
         "api": path,
         "prompt": QUESTION if prepared.chat else PROMPT,
@@ -223,11 +222,7 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
 
 def ended(prepared: Prepared, engine: Engine, code: int) -> QuantkitError:
     """What to say of an engine that ended without being asked."""
-    return QuantkitError(f"{_name(prepared)} {_ended(code)}{engine.told()}", _hint(engine))
-
-
-def _name(prepared: Prepared) -> str:
-    return f"{prepared.offer.engine} ({Path(prepared.command.argv[0]).name})"
+    return QuantkitError(f"{prepared.offer.engine} {_ended(code)}{engine.told()}", _hint(engine))
 
 
 def _ended(code: int) -> str:

@@ -33,8 +33,8 @@ def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
     console = Console(highlight=False)
     text = " ".join(proof["text"].split())
     facts = {
-        "answered": f"{proof['prompt']!r} with {text!r} in {proof['seconds']:.1f} s",
         "healthy": f"after {proof['started_seconds']:.1f} s",
+        "answered": f"{proof['prompt']!r} with {text!r} in {proof['seconds']:.1f} s",
         "base URL": prepared.url,
         "model": prepared.command.model,
     }

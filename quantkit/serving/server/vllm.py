@@ -1,9 +1,10 @@
-"""vLLM's OpenAI server, of its GPU or its CPU build: https://docs.vllm.ai, `vllm serve`."""
+"""vLLM's OpenAI server, of its GPU or its CPU build: https://docs.vllm.ai, `vllm serve` by its module."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.serving.server.command import Command
@@ -13,13 +14,12 @@ from quantkit.serving.server.sizing import Room
 PARALLEL, RESERVES = 64, False
 KV_DTYPES = {"fp8": "fp8", "bfloat16": "bfloat16", "float16": "float16"}
 GIB = 1 << 30
+MODULE = "vllm.entrypoints.openai.api_server"
 
 
 def command(model: str, name: str, settings: Settings, room: Room) -> Command:
     """model: the folder; name: what requests call it."""
-    program = shutil.which("vllm")
-    start = [program] if program else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-    argv = [*start, "serve", model, "--served-model-name", name]
+    argv = [*_start(model), "--served-model-name", name]
     argv += ["--host", settings.host, "--port", str(settings.port)]
     argv += ["--max-model-len", str(room.ctx), "--max-num-seqs", str(room.parallel)]
     argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
@@ -34,6 +34,16 @@ def command(model: str, name: str, settings: Settings, room: Room) -> Command:
         env |= {"CUDA_VISIBLE_DEVICES": place} if place else {}
     secret = ("VLLM_API_KEY", settings.api_key) if settings.api_key else None
     return Command((*argv, *settings.extra), name, env, secret)
+
+
+def _start(model: str) -> list[str]:
+    """The server's module by the Python of vLLM's environment: the CPU build's own `vllm` does not run (0.32:
+    it asks for the version of a package of that name)."""
+    program = shutil.which("vllm")
+    if program is None:
+        return [sys.executable, "-m", MODULE, "--model", model]
+    python = Path(program).with_name("python")
+    return [str(python), "-m", MODULE, "--model", model] if python.exists() else [program, "serve", model]
 
 
 def _kv_dtype(asked: str) -> str:
