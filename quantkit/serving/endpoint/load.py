@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.quantize.progress import Progress
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
 from quantkit.serving.endpoint.dialect import Dialect, learn
@@ -121,7 +121,9 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> Res
         for users in () if settings.rates else settings.concurrency:
             levels.append({"users": users} | run.users(users))
             if not levels[-1]["completed"]:
-                listen.warn(f"of {users} users nobody was answered: {_told(levels[-1])}; stopping here")
+                listen.warn(
+                    f"with {count(users, 'user')} nobody was answered: {_told(levels[-1])}; stopping here"
+                )
                 break
     finally:
         run.stop.set()  # whoever still asks ends with its next piece
@@ -129,16 +131,18 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> Res
 
 
 def _told(level: dict[str, Any]) -> str:
-    return ", ".join(f"{count} × {kind}" for kind, count in level["errors"].items()) or "no request was made"
+    return (
+        ", ".join(f"{number} × {kind}" for kind, number in level["errors"].items()) or "no request was made"
+    )
 
 
 def _notes(dialect: Dialect, settings: Settings) -> list[str]:
     """What the figures rest on."""
-    found = [f"prompts of about {settings.prompt_tokens} tokens, answers of at most {settings.output_tokens}"]
+    length = f"about {settings.prompt_tokens} tokens" if dialect.counts else f"{settings.prompt_tokens} words"
+    found = [f"prompts of {length}, answers of at most {settings.output_tokens}"]
     if "ignore_eos" not in dialect.fields:
         found.append("the server takes no ignore_eos: answers may end earlier")
     if not dialect.counts:
-        found = [f"prompts of {settings.prompt_tokens} words, answers of at most {settings.output_tokens}"]
         found.append("the server does not count tokens: chunks are counted instead")
     return found
 
@@ -172,7 +176,7 @@ class _Run:
                     done.append(made)
 
         threads = [self._start(user) for _ in range(min(users, total))]
-        self._wait(threads, done, total, f"{users} user{'s' * (users > 1)}")
+        self._wait(threads, done, total, count(users, "user"))
         return summarize(done)
 
     def arrivals(self, rate: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from quantkit.errors import count
 from quantkit.serving.endpoint.load import Result
 from quantkit.tables import make_table, print_facts, print_line
 
@@ -24,7 +25,7 @@ def show(result: Result, console: Console) -> None:
         print_line(console, note)
     for level in result.levels:
         if level["errors"]:
-            told = ", ".join(f"{count} × {kind}" for kind, count in level["errors"].items())
+            told = ", ".join(f"{number} × {kind}" for kind, number in level["errors"].items())
             print_line(console, f"errors with {_name(level)}: {told}", "yellow")
 
 
@@ -35,7 +36,7 @@ EXPLAINED = (
 
 
 def _name(level: dict[str, Any]) -> str:
-    return f"{level['users']} users" if "users" in level else f"{level['rate']:g} requests a second"
+    return count(level["users"], "user") if "users" in level else f"{level['rate']:g} requests a second"
 
 
 def _row(level: dict[str, Any]) -> list[str]:
@@ -52,9 +53,13 @@ def _row(level: dict[str, Any]) -> list[str]:
 
 
 def _milliseconds(found: dict[str, float] | None, names: tuple[str, ...]) -> str:
-    return "–" if found is None else " / ".join(_figures(1e3 * found[name]) for name in names)
+    """One that is too short for this clock and this program is not told in figures."""
+    if found is None:
+        return "–"
+    told = [1e3 * found[name] for name in names]
+    return " / ".join(_figures(value) if value >= 0.1 else "< 0.1" for value in told)
 
 
 def _figures(value: float | None) -> str:
     """Three of them, or all before the point."""
-    return "–" if value is None else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+    return "–" if value is None else f"{value:.{2 if value < 1 else 3}g}" if value < 100 else f"{value:,.0f}"

@@ -130,7 +130,7 @@ def _room(
     except QuantkitError as error:
         ctx, slots = settings.ctx or sizing.USUAL, settings.parallel or engine.PARALLEL
         notes = (f"whether it fits is not known: {error.message}",)
-        return sizing.Room(ctx, slots, None, nbytes, memory, notes)
+        return sizing.Room(ctx, slots, None, ctx * slots, nbytes, memory, notes)
     return sizing.fit(source, nbytes, settings, memory, engine.PARALLEL, engine.RESERVES)
 
 
@@ -205,7 +205,7 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         message = choice.get("message") or {}
         text = choice.get("text") or message.get("content") or message.get("reasoning_content") or ""
     except RequestFailed as error:
-        code = engine.wait(1.0)
+        code = engine.wait(0.5)
         state = "" if code is None else f", and {_ended(code)}"
         message = f"{prepared.offer.engine} is healthy, but answers no request{state}: {error.message}"
         raise QuantkitError(message + engine.told(), _hint(engine)) from error

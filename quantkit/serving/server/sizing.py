@@ -31,11 +31,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Room:
-    """ctx: tokens of each of `parallel` sequences; cache_bytes: of all of them, at most what is free."""
+    """ctx: tokens of each of `parallel` sequences; cache_bytes: of all of them, at most what is free, None
+    where that is not known; cache_tokens: so many it holds."""
 
     ctx: int
     parallel: int
     cache_bytes: int | None
+    cache_tokens: int
     weight_bytes: int
     memory: Memory
     notes: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ class Room:
             "ctx": self.ctx,
             "parallel": self.parallel,
             "cache_bytes": self.cache_bytes,
+            "cache_tokens": self.cache_tokens,
             "weight_bytes": self.weight_bytes,
             "memory_bytes": self.memory.usable,
         }
@@ -72,7 +75,7 @@ def fit(
         caches = None
         notes.append(f"the cache is not counted: {error}")
     if caches is None or memory.usable is None:
-        return Room(ctx, slots, None, weight_bytes, memory, tuple(notes))
+        return Room(ctx, slots, None, ctx * slots, weight_bytes, memory, tuple(notes))
     left = memory.usable - weight_bytes
     for length, count in _choices(settings, ctx, slots):
         one = _bytes(caches, length, settings)
@@ -81,8 +84,9 @@ def fit(
                 notes.append(
                     f"of {ctx:,} tokens × {slots}, {length:,} × {count} fit in {size(memory.usable)}"
                 )
-            cache = one * count if reserves or memory.kind == "cpu" else left
-            return Room(length, count, min(cache, left), weight_bytes, memory, tuple(notes))
+            cache = min(one * count, left) if reserves or memory.kind == "cpu" else left
+            tokens = cache * length // one if one else length * count  # one: 0 without attention
+            return Room(length, count, cache, tokens, weight_bytes, memory, tuple(notes))
     least = _bytes(caches, settings.ctx or min(ctx, SHORTEST), settings) * (settings.parallel or 1)
     raise QuantkitError(
         f"weights of {size(weight_bytes)} and a cache of {size(least)} do not fit in the "

@@ -44,7 +44,7 @@ def _cache(settings: Settings, room: Room) -> list[str]:
     """The share of an accelerator's memory; on a CPU, where it would take nearly all, so many blocks."""
     if room.memory.kind != "cpu":
         return ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
-    return ["--cb-num-blocks", str(room.parallel * -(-room.ctx // PAGE))]
+    return ["--cb-num-blocks", str(-(-room.cache_tokens // PAGE))]
 
 
 def _refuse(model: str, settings: Settings) -> None:
