@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+import psutil
+
 from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection import record
@@ -135,8 +137,11 @@ def _room(
 
 
 def _memory(settings: Settings, offer: Offer) -> sizing.Memory:
-    """Of the device that the engine will take, as far as torch sees it."""
-    from quantkit.models import device
+    """Of the device that the engine will take, as far as torch sees it; of the CPU without asking it."""
+    if settings.device == "cpu":
+        free = psutil.virtual_memory().available
+        return sizing.Memory("cpu", int(free * settings.memory_fraction))
+    from quantkit.models import device  # torch takes seconds
 
     if offer.engine == "vllm" and settings.device == "auto" and shutil.which("nvidia-smi"):
         found = next(

@@ -1,0 +1,148 @@
+"""`quantkit serve` end to end: llama.cpp's server and `transformers serve`, asked by the `openai` client.
+
+One start of each for all tests. What they answer is what transformers computes here.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import torch
+import transformers
+
+from quantkit import cli
+from quantkit.serving.endpoint.load import Settings as Load
+from quantkit.serving.endpoint.load import measure
+from quantkit.serving.server import hand_over
+from quantkit.serving.server.settings import Settings
+
+PROMPT, TOKENS = "Once upon a time", 6
+SECONDS = 120  # after which a test that waits for a server gives up
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model) -> str:
+    """The likeliest continuation, by transformers in this process."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    made = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False)
+    return tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
+
+
+@pytest.fixture(scope="module")
+def gguf(demo_model, tmp_path_factory) -> Path:
+    """The demo model in 16 bit, for llama.cpp, by the command itself."""
+    path = tmp_path_factory.mktemp("gguf") / "demo.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["quantkit", "gguf", str(demo_model), "-t", "F16", "-o", str(path), "-q"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code
+    return path
+
+
+@pytest.fixture(scope="module")
+def llamacpp(gguf):
+    """`quantkit serve` of a GGUF file with a key, as a user starts it: the process and what it printed."""
+    pytest.importorskip("xllamacpp")
+    flags = ["--port", "0", "--json", "-q", "--parallel", "2", "--ctx", "128", "--device", "cpu"]
+    command = [sys.executable, "-m", "quantkit", "serve", gguf, *flags]
+    env = os.environ | {"QUANTKIT_API_KEY": "hush", "PATH": os.path.dirname(sys.executable)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    timer = threading.Timer(SECONDS, process.kill)
+    timer.start()
+    try:
+        text = ""
+        while not text.endswith("\n}\n") and (line := process.stdout.readline()):
+            text += line
+        if not text:
+            pytest.fail(process.stderr.read())
+        yield process, json.loads(text)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate()
+    finally:
+        timer.cancel()
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def served(demo_model):
+    """`transformers serve` with continuous batching, by the library: what was prepared, and the proof."""
+    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_seconds=SECONDS)
+    prepared = hand_over.prepare(str(demo_model), settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
+        with hand_over.serving(prepared) as (_, proof):
+            yield prepared, proof
+
+
+def asked(client: openai.OpenAI, model: str, **options):
+    return client.completions.create(model=model, prompt=PROMPT, max_tokens=TOKENS, **options)
+
+
+def test_llamacpp_answers_the_openai_client(llamacpp, expected):
+    _, told = llamacpp
+    client = openai.OpenAI(base_url=told["url"], api_key="hush", max_retries=0)
+    assert [row.id for row in client.models.list()] == ["demo"] == [told["model"]]
+    assert asked(client, "demo", temperature=0).choices[0].text == expected
+    chunks = [chunk.choices[0].text for chunk in asked(client, "demo", temperature=0, stream=True)]
+    assert "".join(chunks) == expected and len([chunk for chunk in chunks if chunk]) == TOKENS
+    with pytest.raises(openai.AuthenticationError):
+        asked(openai.OpenAI(base_url=told["url"], api_key="wrong", max_retries=0), "demo")
+
+
+def test_what_is_told_of_it(llamacpp):
+    process, told = llamacpp
+    assert (told["schema"], told["engine"], told["tried"]) == ("quantkit.serve/1", "llama.cpp", True)
+    assert told["proof"]["usage"]["completion_tokens"] == hand_over.TOKENS and told["proof"]["text"]
+    assert (told["room"]["ctx"], told["room"]["parallel"]) == (128, 2)
+    assert "hush" not in json.dumps(told) and told["api_key"]
+    (engine,) = psutil.Process(process.pid).children()
+    assert engine.cmdline() == told["argv"] and "hush" not in " ".join(engine.cmdline())
+
+
+def test_llamacpp_under_load(llamacpp):
+    _, told = llamacpp
+    load = Load(concurrency=(2,), requests=4, prompt_tokens=32, output_tokens=8, api_key="hush")
+    (level,) = measure(told["url"], load).levels
+    assert (level["completed"], level["errors"], level["output_tokens"]) == (4, {}, 4 * 8)
+    assert level["tokens_per_chunk"] == pytest.approx(1, abs=0.3)
+    assert level["prompt_tokens"] == pytest.approx(32, rel=0.3)
+
+
+def test_transformers_answers_the_openai_client(served, expected):
+    """Its proof was its first request, which samples as the model's own files say: by the likeliest token."""
+    prepared, proof = served
+    assert proof["text"].startswith(expected)
+    assert "--continuous-batching" in prepared.command.argv
+    client = openai.OpenAI(base_url=prepared.url, api_key="none", max_retries=0)
+    assert asked(client, prepared.command.model).choices[0].text == expected
+    streams = [asked(client, prepared.command.model, stream=True) for _ in range(3)]
+    texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+    assert texts == [expected] * 3
+
+
+def test_transformers_under_load(served):
+    prepared, _ = served
+    result = measure(prepared.url, Load(concurrency=(2,), requests=2, prompt_tokens=32, output_tokens=4))
+    (level,) = result.levels
+    assert (level["completed"], level["errors"]) == (2, {}) and 0 < level["output_tokens"] <= 8
+    assert "ignore_eos" not in result.dialect.fields
+
+
+def test_ctrl_c_ends_all_of_it(llamacpp):
+    """The last of this file: nobody asks the server after it."""
+    process, told = llamacpp
+    (engine,) = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SECONDS) == 130
+    assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
