@@ -56,7 +56,8 @@ def llamacpp(gguf):
     flags = ["--port", "0", "--json", "-q", "--parallel", "2", "--ctx", "128", "--device", "cpu"]
     command = [sys.executable, "-m", "quantkit", "serve", gguf, *flags]
     env = os.environ | {"QUANTKIT_API_KEY": "hush", "PATH": os.path.dirname(sys.executable)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=env, preexec_fn=_heed_sigint, **pipes)
     timer = threading.Timer(SECONDS, process.kill)
     timer.start()
     try:
@@ -83,6 +84,11 @@ def served(demo_model):
         patch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
         with hand_over.serving(prepared) as (_, proof):
             yield prepared, proof
+
+
+def _heed_sigint() -> None:
+    """As in the foreground: a shell has its background jobs ignore it, and tests may run in one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def asked(client: openai.OpenAI, model: str, **options):

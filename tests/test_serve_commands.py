@@ -66,7 +66,6 @@ def test_transformers_batches_continuously():
     assert flags(command("transformers", kind="cuda"))["--cb-max-memory-percent"] == "0.9"
     alone = command("transformers", parallel=1)
     assert "--continuous-batching" not in alone.argv and alone.notes == ()
-    assert command("transformers", "/models/q.gguf").model == "/models:q.gguf"
 
 
 def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Which engine is chosen: by the clients' table and by what is installed, neither of which imports one."""
 
 import pytest
+from gguf_files import export
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.inspection import record
@@ -86,6 +87,18 @@ def test_what_a_program_alone_can_ask_for_is_not_served(here):
     told = a_record("awq", transformers=YES | {"option": "dequantize=True"})
     assert choose.choose(told, use="bench").engine == "transformers"
     assert [offer.usable for offer in choose.offers(told)] == [False] * 3
+
+
+def test_gguf_files_are_llamacpps_to_serve(here, make, tiny_model, tmp_path):
+    """transformers decodes some of them in a program; its server has no way to say so."""
+    path = export(tiny_model("llama"), tmp_path / "a.gguf")
+    told = record.describe(open_contents(str(path)))
+    here("xllamacpp")
+    usable = {
+        use: [offer.engine for offer in choose.offers(told, use) if offer.usable]
+        for use in ("serve", "bench")
+    }
+    assert usable == {"serve": ["llama.cpp"], "bench": ["llama.cpp", "transformers"]}
 
 
 def test_the_table_of_a_cpu_says_nothing_of_a_gpu(here):

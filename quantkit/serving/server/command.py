@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"  # where a shell that runs the printed line has the key
 
@@ -22,10 +24,13 @@ class Command:
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """The command for a shell, on one line; the key is taken from the shell's own environment."""
+        """The command for a shell, on one line, a program on the PATH by its name; the key is taken from the
+        shell's own environment."""
         given = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         given += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
-        return " ".join([*given, shlex.join(self.argv)])
+        program = Path(self.argv[0]).name
+        program = program if shutil.which(program) == self.argv[0] else self.argv[0]
+        return " ".join([*given, shlex.join([program, *self.argv[1:]])])
 
     def environment(self) -> dict[str, str]:
         """All variables of the process."""

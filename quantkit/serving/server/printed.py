@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from quantkit.errors import printable
 from quantkit.serving.server.command import KEY_VARIABLE
 from quantkit.serving.server.hand_over import Prepared
 from quantkit.tables import print_facts, print_line, size
@@ -21,9 +22,10 @@ def announce(prepared: Prepared) -> None:
     facts = {
         "engine": prepared.offer.engine + (f" ({prepared.offer.reason})" if prepared.offer.reason else ""),
         "room": f"{room.parallel} × {room.ctx:,} tokens{cache}, weights {size(room.weight_bytes)}",
-        "command": prepared.command.line(),
     }
     print_facts(console, facts)
+    line = f"{'command':12s} {prepared.command.line()}"
+    console.print(printable(line), markup=False, soft_wrap=True)  # in one piece, to be copied
     for note in prepared.command.notes:
         print_line(console, f"note: {note}")
 

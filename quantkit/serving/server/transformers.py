@@ -20,14 +20,12 @@ SHARED = (
 
 
 def command(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """model: the folder, or the GGUF file. Requests must call it what it was started with."""
+    """model: the folder, which is also what requests must call it."""
     _refuse(model, settings)
-    path = Path(model)
-    named = f"{path.parent}:{path.name}" if path.suffix == ".gguf" else model
     beside = Path(sys.executable).with_name("transformers")
     script = str(beside) if beside.exists() else shutil.which("transformers")
     argv = [script] if script else [sys.executable, "-m", "transformers.cli.transformers"]
-    argv += ["serve", named, "--host", settings.host, "--port", str(settings.port)]
+    argv += ["serve", model, "--host", settings.host, "--port", str(settings.port)]
     argv += ["--device", settings.device] if settings.device != "auto" else []
     argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
     argv += ["--trust-remote-code"] * settings.trust_remote_code
@@ -37,7 +35,7 @@ def command(model: str, name: str, settings: Settings, room: Room) -> Command:
         argv += _cache(settings, room)
         notes.append(SHARED)
     env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # it would ask the package index before it starts
-    return Command((*argv, *settings.extra), named, env, notes=tuple(notes))
+    return Command((*argv, *settings.extra), model, env, notes=tuple(notes))
 
 
 def _cache(settings: Settings, room: Room) -> list[str]:
