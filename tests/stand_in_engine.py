@@ -40,9 +40,9 @@ class Handler(BaseHTTPRequestHandler):
         if how == "mute":
             print("the worker is dead", flush=True)
             return self.answer(500, {"detail": "no worker"})
-        self.answer(200, {"choices": [{"text": f" as {asked['model']} says"}], "usage": {"total_tokens": 4}})
-        if asked["prompt"] == "die":
-            sys.exit(4)
+        text = f" as {asked['model']} says"
+        choice = {"text": text} if self.path == "/v1/completions" else {"message": {"content": f"chat{text}"}}
+        self.answer(200, {"choices": [choice], "usage": {"total_tokens": 4}})
 
 
 HTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -5,7 +5,10 @@ One start of each for all tests. What they answer is what transformers computes 
 
 import json
 import os
+import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -143,6 +146,37 @@ def test_transformers_under_load(served):
     (level,) = result.levels
     assert (level["completed"], level["errors"]) == (2, {}) and 0 < level["output_tokens"] <= 8
     assert "ignore_eos" not in result.dialect.fields
+
+
+def test_the_command_is_printed_and_nothing_is_started(quantkit, make, demo_model):
+    done = quantkit(
+        "serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline"
+    )
+    words = shlex.split(done.out)
+    told = make("serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline")
+    port = words.index("--port") + 1
+    assert told["proof"] is None and "HF_HUB_OFFLINE=1" in words and words.count(str(demo_model)) == 1
+    assert told["env"].items() >= {"HF_HUB_OFFLINE": "1"}.items()
+    assert told["argv"][-1] == words[-1] and words[port] != "0" and done.out.count("\n") == 1
+    assert told["room"]["ctx"] == 256
+
+
+def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        error, hint = refuse(2, "serve", demo_model, "--port", taken.getsockname()[1])
+    assert "is in use" in error and "--port" in hint
+    error, hint = refuse(4, "serve", demo_model, "--engine", "llama.cpp", "--port", 0)
+    assert "llama.cpp cannot serve" in error and "it reads GGUF files" in error and "transformers can" in hint
+    error, _ = refuse(4, "serve", tiny_model("llama"), "--port", 0)
+    assert "has no tokenizer" in error
+    broken = Path(shutil.copytree(demo_model, "broken"))
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-1000])
+    error, hint = refuse(1, "serve", "broken", "--port", 0)
+    assert "quantkit inspect" in hint or "again" in hint
+    error, _ = refuse(5, "serve", demo_model, "--port", 0, "--device", "cpu", "--ctx", "1000m")
+    assert "do not fit" in error
 
 
 def test_ctrl_c_ends_all_of_it(llamacpp):

@@ -21,11 +21,11 @@ from quantkit.serving.server.sizing import Memory, Room
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
 
 
-def prepared(how: str, **settings) -> Prepared:
+def prepared(how: str, chat: bool = False, **settings) -> Prepared:
     port = free_port("127.0.0.1", 0)
     command = Command((sys.executable, "-S", str(STAND_IN), str(port), how), "demo")
     room = Room(512, 1, None, 512, 0, Memory("cpu", None))
-    return Prepared("m", Offer("vllm", True, ""), command, Settings(port=port, **settings), room, False, ())
+    return Prepared("m", Offer("vllm", True, ""), command, Settings(port=port, **settings), room, chat, ())
 
 
 def gone(pid: int) -> bool:
@@ -51,6 +51,11 @@ def test_it_is_waited_for_and_proven_and_ended(tmp_path):
         assert psutil.pid_exists(engine.pid) and engine.wait(0.01) is None
     assert engine.wait(0) == -signal.SIGTERM and gone(engine.pid)
     assert (tmp_path / "output").read_text() == "loading the model\n"
+
+
+def test_a_model_with_a_chat_template_is_asked_in_a_chat():
+    with serving(prepared("well", chat=True)) as (_, proof):
+        assert (proof["api"], proof["text"]) == ("/chat/completions", "chat as demo says")
 
 
 def test_one_that_dies_while_starting_has_the_last_word():

@@ -101,8 +101,10 @@ def prepare(
     if contents.path is None:
         listen.phase(f"fetching {model}")
     path = hub.resolve(model, revision, offline).resolve()
-    name = model if hub.is_id(model) and contents.path is None else path.stem if path.is_file() else path.name
-    command = engine.command(str(path), name, settings, room)
+    name = path.stem if path.is_file() else path.name
+    command = engine.command(str(path), name if hub.local(model) else model, settings, room)
+    if offline:
+        command = replace(command, env={"HF_HUB_OFFLINE": "1", **command.env})
     chat = told["tokenizer"]["chat_template"] is not None
     return Prepared(model, offer, command, settings, room, chat, tuple(_warnings(settings, offer, room)))
 
