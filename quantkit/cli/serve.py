@@ -127,7 +127,7 @@ def command(
     with listener(quiet) as progress:
         from quantkit.serving.server.hand_over import prepare
 
-        prepared = prepare(model, settings, revision, offline, progress)
+        prepared = prepare(model, settings, revision, offline, progress, fetch=not print_only)
         for warning in prepared.warnings:
             progress.warn(warning)
     if print_only:

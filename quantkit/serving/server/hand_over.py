@@ -77,8 +77,10 @@ def prepare(
     revision: str | None = None,
     offline: bool = False,
     listen: Progress | None = None,
+    fetch: bool = True,
 ) -> Prepared:
-    """Choose an engine and its flags for a folder, a GGUF file or a hub id, which is fetched.
+    """Choose an engine and its flags for a folder, a GGUF file or a hub id, which is fetched; without
+    `fetch` the engine is told the id, if no revision is asked for.
 
     Raises QuantkitError for whatever can be known to go wrong: a damaged checkpoint, an engine that is not
     there or cannot load it, a port in use, memory that does not suffice, an option the engine does not have.
@@ -98,15 +100,26 @@ def prepare(
     engine = importlib.import_module(f"quantkit.serving.server.{MODULES[offer.engine]}")
     listen.phase("looking at the memory")
     room = _room(model, contents, settings, revision, offline, engine, offer)
-    if contents.path is None:
-        listen.phase(f"fetching {model}")
-    path = hub.resolve(model, revision, offline).resolve()
-    name = path.stem if path.is_file() else path.name
-    command = engine.command(str(path), name if hub.local(model) else model, settings, room)
+    place, name = _place(model, contents, revision, offline, listen, fetch)
+    command = engine.command(place, name, settings, room)
     if offline:
         command = replace(command, env={"HF_HUB_OFFLINE": "1", **command.env})
     chat = told["tokenizer"]["chat_template"] is not None
     return Prepared(model, offer, command, settings, room, chat, tuple(_warnings(settings, offer, room)))
+
+
+def _place(
+    model: str, contents: Contents, revision: str | None, offline: bool, listen: Progress, fetch: bool
+) -> tuple[str, str]:
+    """Where the engine finds it, and what requests call it."""
+    found = hub.local(model)
+    if found is not None:
+        path = found.resolve()
+        return str(path), path.stem if path.is_file() else path.name
+    if contents.path is None and revision is None and not fetch:
+        return model, model
+    listen.phase(f"fetching {model}")
+    return str(hub.resolve(model, revision, offline)), model
 
 
 def _warnings(settings: Settings, offer: Offer, room: sizing.Room) -> Iterator[str]:
