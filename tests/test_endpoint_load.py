@@ -32,12 +32,13 @@ def test_figures_of_given_times():
         [
             Timed(0.0, 4.0, (1.0, 2.0, 3.0, 4.0), prompt_tokens=10, output_tokens=4),
             Timed(1.0, 6.0, (3.0, 5.0), prompt_tokens=20, output_tokens=4),
-            Timed(2.0, 2.5, error="HTTP 503"),
+            Timed(2.0, 2.5, error="HTTP 503", message="busy"),
         ],
-        {"not made": 2},
+        not_made=2,
     )
     assert (found["requests"], found["completed"]) == (5, 2)
     assert found["errors"] == {"HTTP 503": 1, "not made": 2}
+    assert found["messages"] == {"HTTP 503": "busy", "not made": "too many at once"}
     assert found["seconds"] == 6.0 and found["prompt_tokens"] == 15
     assert found["output_tokens"] == 8 and found["tokens_per_chunk"] == pytest.approx(8 / 6)
     assert found["output_tokens_per_second"] == pytest.approx(8 / 6)
@@ -90,7 +91,19 @@ def test_a_server_that_answers_nobody_is_left_alone():
         result = measure(server.url, Settings(concurrency=(1, 2), requests=20, **SMALL), listen)
         assert len(server.prompts()) == load.FAILED
     assert [level["errors"] for level in result.levels] == [{"stream": load.FAILED}]
-    assert said == [f"with 1 user nobody was answered: {load.FAILED} × stream; stopping here"]
+    assert said == [
+        f"with 1 user nobody was answered: {load.FAILED} × stream (the answer broke off); stopping here"
+    ]
+
+
+def test_a_mistake_of_ours_is_not_counted_but_raised(monkeypatch):
+    def wrong(*arguments):
+        raise ZeroDivisionError("ours")
+
+    with StandIn() as server:
+        monkeypatch.setattr(load, "words", wrong)
+        with pytest.raises(ZeroDivisionError):
+            measure(server.url, Settings(concurrency=(2,), requests=4, **SMALL))
 
 
 def test_arrivals_at_a_rate():

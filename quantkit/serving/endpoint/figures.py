@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 PERCENTILES = (50, 90, 99)
+NOT_MADE = "not made"
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Timed:
     """One request. began: when it was due; at: when each chunk with text came, in seconds of one clock.
 
     prompt_tokens, output_tokens: as the server counted, None where it does not. error: its kind where it
-    failed, whose times count for nothing.
+    failed, whose times count for nothing; message: what was said of it.
     """
 
     began: float
@@ -25,6 +26,7 @@ class Timed:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     error: str | None = None
+    message: str = ""
 
     @property
     def tokens(self) -> int:
@@ -43,25 +45,27 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {f"p{p}": cuts[p - 1] for p in PERCENTILES} | {"mean": statistics.fmean(values)}
 
 
-def summarize(requests: Sequence[Timed], given_up: Mapping[str, int] | None = None) -> dict[str, Any]:
+def summarize(requests: Sequence[Timed], not_made: int = 0) -> dict[str, Any]:
     """The record of a level of load.
 
     ttft: from when a request was due to its first text. itl: between neighbouring chunks of one answer, all
     answers together; a chunk may hold several tokens (`tokens_per_chunk`). Tokens a second: of all requests,
     from the first one's start to the last one's end; per user, of one request in its own time, on average.
-    given_up: arrivals for which no request could be made, by reason.
+    not_made: arrivals for which no request could be made. messages: the first of each kind of error.
     """
     good = [request for request in requests if request.error is None]
-    errors = Counter(request.error for request in requests if request.error) + Counter(given_up or {})
+    errors = Counter(request.error for request in requests if request.error) + Counter({NOT_MADE: not_made})
+    messages = {r.error: r.message for r in reversed(requests) if r.error} | {NOT_MADE: "too many at once"}
     seconds = max((r.ended for r in requests), default=0.0) - min((r.began for r in requests), default=0.0)
     tokens, chunks = sum(request.tokens for request in good), sum(len(request.at) for request in good)
     gaps = [b - a for request in good for a, b in zip(request.at, request.at[1:], strict=False)]
     prompts = [request.prompt_tokens for request in good if request.prompt_tokens is not None]
     alone = [request.tokens / (request.ended - request.began) for request in good if request.tokens]
     return {
-        "requests": len(requests) + sum((given_up or {}).values()),
+        "requests": len(requests) + not_made,
         "completed": len(good),
         "errors": dict(errors),
+        "messages": {kind: messages[kind] for kind in errors},
         "seconds": seconds,
         "prompt_tokens": statistics.fmean(prompts) if prompts else None,
         "output_tokens": tokens,

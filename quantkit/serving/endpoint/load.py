@@ -121,19 +121,18 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> Res
         for users in () if settings.rates else settings.concurrency:
             levels.append({"users": users} | run.users(users))
             if not levels[-1]["completed"]:
-                listen.warn(
-                    f"with {count(users, 'user')} nobody was answered: {_told(levels[-1])}; stopping here"
-                )
+                who, why = count(users, "user"), told(levels[-1])
+                listen.warn(f"with {who} nobody was answered: {why}; stopping here")
                 break
     finally:
         run.stop.set()  # whoever still asks ends with its next piece
     return Result(address.url, dialect, settings, levels, _notes(dialect, settings))
 
 
-def _told(level: dict[str, Any]) -> str:
-    return (
-        ", ".join(f"{number} × {kind}" for kind, number in level["errors"].items()) or "no request was made"
-    )
+def told(level: dict[str, Any]) -> str:
+    """How many of each kind of error, and what the first of them said."""
+    told = [f"{number} × {kind} ({level['messages'][kind]})" for kind, number in level["errors"].items()]
+    return ", ".join(told) or "no request was made"
 
 
 def _notes(dialect: Dialect, settings: Settings) -> list[str]:
@@ -155,12 +154,13 @@ class _Run:
         self._words = dialect.ruler.words(settings.prompt_tokens)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._broken: list[BaseException] = []
         self.stop = threading.Event()
 
     def users(self, users: int) -> dict[str, Any]:
         """A closed loop."""
         total = self._settings.requests or max(FEWEST, PER_USER * users)
-        left = itertools.chain(range(total))
+        left = iter(range(total))
         done: list[Timed] = []
         until = time.perf_counter() + self._settings.seconds
 
@@ -207,11 +207,19 @@ class _Run:
             threads.append(self._start(request))
             self._listen.counting(f"{rate:g} requests a second", number, total)
         self._wait(threads, done, total, f"{rate:g} requests a second")
-        return summarize(done, {"not made": lost} if lost else None)
+        return summarize(done, lost)
 
     def _start(self, target: Callable[[], None]) -> threading.Thread:
-        """A thread that does not outlive the command."""
-        thread = threading.Thread(target=target, daemon=True)
+        """A thread that does not outlive the command; what goes wrong in it is raised by `_wait`."""
+
+        def run() -> None:
+            try:
+                target()
+            except BaseException as error:
+                self._broken.append(error)
+                self.stop.set()
+
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         return thread
 
@@ -220,6 +228,8 @@ class _Run:
             while thread.is_alive():
                 thread.join(0.1)
                 self._listen.counting(what, len(done), total)
+        if self._broken:
+            raise self._broken[0]
 
     def _ask(self, due: float) -> Timed:
         """One request, from when it was due."""
@@ -237,6 +247,6 @@ class _Run:
                 if self.stop.is_set():
                     break
         except RequestFailed as error:
-            return Timed(due, time.perf_counter(), error=error.kind)
+            return Timed(due, time.perf_counter(), error=error.kind, message=error.message)
         counted = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
         return Timed(due, time.perf_counter(), tuple(at), *counted)

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from quantkit.errors import count
+from quantkit.serving.endpoint import load
 from quantkit.serving.endpoint.load import Result
 from quantkit.tables import make_table, print_facts, print_line
 
@@ -25,8 +26,7 @@ def show(result: Result, console: Console) -> None:
         print_line(console, note)
     for level in result.levels:
         if level["errors"]:
-            told = ", ".join(f"{number} × {kind}" for kind, number in level["errors"].items())
-            print_line(console, f"errors with {_name(level)}: {told}", "yellow")
+            print_line(console, f"errors with {_name(level)}: {load.told(level)}", "yellow")
 
 
 COLUMNS = ("done", "errors", "first token", "between tokens", "tokens/s", "a user")

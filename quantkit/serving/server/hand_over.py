@@ -159,9 +159,7 @@ def _memory(settings: Settings, offer: Offer) -> sizing.Memory:
     from quantkit.models import device  # torch takes seconds
 
     if offer.engine == "vllm" and settings.device == "auto" and shutil.which("nvidia-smi"):
-        found = next(
-            device.accelerators(), None
-        )  # in an environment of its own it may see what torch does not
+        found = next(device.accelerators(), None)  # None: vLLM's own torch may see what ours does not
         return sizing.Memory("cuda", found and int(found[3] * settings.memory_fraction))
     place = device.choose_device(settings.device)
     if not device.is_accelerator(place):
