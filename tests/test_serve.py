@@ -1,6 +1,6 @@
 """`quantkit serve` end to end: llama.cpp's server and `transformers serve`, asked by the `openai` client.
 
-One start of each for all tests. What they answer is what transformers computes here.
+One start of each. What they answer is what transformers computes here.
 """
 
 import json
@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -52,12 +53,10 @@ def gguf(demo_model, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def llamacpp(gguf):
-    """`quantkit serve` of a GGUF file with a key, as a user starts it: the process and what it printed."""
-    pytest.importorskip("xllamacpp")
-    flags = ["--port", "0", "--json", "-q", "--parallel", "2", "--ctx", "128", "--device", "cpu"]
-    command = [sys.executable, "-m", "quantkit", "serve", gguf, *flags]
+@contextmanager
+def command_line(*arguments):
+    """`quantkit serve …` as a user starts it, until it has printed its record: the process, and that."""
+    command = [sys.executable, "-m", "quantkit", "serve", *arguments]
     env = os.environ | {"QUANTKIT_API_KEY": "hush", "PATH": os.path.dirname(sys.executable)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=env, preexec_fn=_heed_sigint, **pipes)
@@ -70,23 +69,11 @@ def llamacpp(gguf):
         if not text:
             pytest.fail(process.stderr.read())
         yield process, json.loads(text)
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.communicate()
     finally:
         timer.cancel()
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def served(demo_model):
-    """`transformers serve` with continuous batching, by the library: what was prepared, and the proof."""
-    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_seconds=SECONDS)
-    prepared = hand_over.prepare(str(demo_model), settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
-        with hand_over.serving(prepared) as (_, proof):
-            yield prepared, proof
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
 
 
 def _heed_sigint() -> None:
@@ -98,51 +85,56 @@ def asked(client: openai.OpenAI, model: str, **options):
     return client.completions.create(model=model, prompt=PROMPT, max_tokens=TOKENS, **options)
 
 
-def test_llamacpp_answers_the_openai_client(llamacpp, expected):
-    _, told = llamacpp
-    client = openai.OpenAI(base_url=told["url"], api_key="hush", max_retries=0)
-    assert [row.id for row in client.models.list()] == ["demo"] == [told["model"]]
-    assert asked(client, "demo", temperature=0).choices[0].text == expected
-    chunks = [chunk.choices[0].text for chunk in asked(client, "demo", temperature=0, stream=True)]
-    assert "".join(chunks) == expected and len([chunk for chunk in chunks if chunk]) == TOKENS
-    with pytest.raises(openai.AuthenticationError):
-        asked(openai.OpenAI(base_url=told["url"], api_key="wrong", max_retries=0), "demo")
+def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
+    """All in one test, for one start: tests of a file may run in several processes."""
+    pytest.importorskip("xllamacpp")
+    flags = ["--port", "0", "--json", "-q", "--parallel", "2", "--ctx", "128", "--device", "cpu"]
+    with command_line(gguf, *flags) as (process, told):
+        (engine,) = psutil.Process(process.pid).children()
+        assert engine.cmdline() == told["argv"]
+        check_record(told)
+        check_answers(told["url"], expected)
+        load = Load(concurrency=(2,), requests=4, prompt_tokens=32, output_tokens=8, api_key="hush")
+        (level,) = measure(told["url"], load).levels
+        assert (level["completed"], level["errors"], level["output_tokens"]) == (4, {}, 4 * 8)
+        assert level["tokens_per_chunk"] == pytest.approx(1, abs=0.3)
+        assert level["prompt_tokens"] == pytest.approx(32, rel=0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+        assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
 
 
-def test_what_is_told_of_it(llamacpp):
-    process, told = llamacpp
+def check_record(told: dict) -> None:
     assert (told["schema"], told["engine"], told["tried"]) == ("quantkit.serve/1", "llama.cpp", True)
     assert told["proof"]["usage"]["completion_tokens"] == hand_over.TOKENS and told["proof"]["text"]
     assert (told["room"]["ctx"], told["room"]["parallel"]) == (128, 2)
     assert "hush" not in json.dumps(told) and told["api_key"]
-    (engine,) = psutil.Process(process.pid).children()
-    assert engine.cmdline() == told["argv"] and "hush" not in " ".join(engine.cmdline())
 
 
-def test_llamacpp_under_load(llamacpp):
-    _, told = llamacpp
-    load = Load(concurrency=(2,), requests=4, prompt_tokens=32, output_tokens=8, api_key="hush")
-    (level,) = measure(told["url"], load).levels
-    assert (level["completed"], level["errors"], level["output_tokens"]) == (4, {}, 4 * 8)
-    assert level["tokens_per_chunk"] == pytest.approx(1, abs=0.3)
-    assert level["prompt_tokens"] == pytest.approx(32, rel=0.3)
+def check_answers(url: str, expected: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="hush", max_retries=0)
+    assert [row.id for row in client.models.list()] == ["demo"]
+    assert asked(client, "demo", temperature=0).choices[0].text == expected
+    chunks = [chunk.choices[0].text for chunk in asked(client, "demo", temperature=0, stream=True)]
+    assert "".join(chunks) == expected and len([chunk for chunk in chunks if chunk]) == TOKENS
+    with pytest.raises(openai.AuthenticationError):
+        asked(openai.OpenAI(base_url=url, api_key="wrong", max_retries=0), "demo")
 
 
-def test_transformers_answers_the_openai_client(served, expected):
+def test_transformers_serves(demo_model, expected, monkeypatch):
     """Its proof was its first request, which samples as the model's own files say: by the likeliest token."""
-    prepared, proof = served
-    assert proof["text"].startswith(expected)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
+    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_seconds=SECONDS)
+    prepared = hand_over.prepare(str(demo_model), settings)
     assert "--continuous-batching" in prepared.command.argv
-    client = openai.OpenAI(base_url=prepared.url, api_key="none", max_retries=0)
-    assert asked(client, prepared.command.model).choices[0].text == expected
-    streams = [asked(client, prepared.command.model, stream=True) for _ in range(3)]
-    texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
-    assert texts == [expected] * 3
-
-
-def test_transformers_under_load(served):
-    prepared, _ = served
-    result = measure(prepared.url, Load(concurrency=(2,), requests=2, prompt_tokens=32, output_tokens=4))
+    with hand_over.serving(prepared) as (_, proof):
+        assert proof["text"].startswith(expected)
+        client = openai.OpenAI(base_url=prepared.url, api_key="none", max_retries=0)
+        assert asked(client, prepared.command.model).choices[0].text == expected
+        streams = [asked(client, prepared.command.model, stream=True) for _ in range(3)]
+        texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+        assert texts == [expected] * 3
+        result = measure(prepared.url, Load(concurrency=(2,), requests=2, prompt_tokens=32, output_tokens=4))
     (level,) = result.levels
     assert (level["completed"], level["errors"]) == (2, {}) and 0 < level["output_tokens"] <= 8
     assert "ignore_eos" not in result.dialect.fields
@@ -177,12 +169,3 @@ def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):
     assert "quantkit inspect" in hint or "again" in hint
     error, _ = refuse(5, "serve", demo_model, "--port", 0, "--device", "cpu", "--ctx", "1000m")
     assert "do not fit" in error
-
-
-def test_ctrl_c_ends_all_of_it(llamacpp):
-    """The last of this file: nobody asks the server after it."""
-    process, told = llamacpp
-    (engine,) = psutil.Process(process.pid).children()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(SECONDS) == 130
-    assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
