@@ -31,8 +31,8 @@ class Engine:
     """A running engine. `last` holds the last lines it printed, whether or not they were passed through."""
 
     def __init__(self, command: Command, output: BinaryIO | None):
-        """Start it; what it prints goes to `output`, if there is one, as it comes. Not from a thread that ends
-        before it: to the kernel, whoever started it has died then.
+        """Start it; what it prints goes to `output`, if there is one, as it comes. Not from a thread that
+        ends before it: to the kernel, whoever started it has died then.
 
         Raises QuantkitError where the program is not there.
         """
