@@ -20,7 +20,10 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Flags of other programs, and of scripts.
-OTHERS = {"--as-is", "--no-write", "--repo-type"}
+OTHERS = {
+    "--as-is", "--no-write", "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
+    "--ctx-size", "--continuous-batching", "--cb-max-memory-percent",
+}  # fmt: skip
 GROUP = typer.main.get_command(cli.app)
 
 

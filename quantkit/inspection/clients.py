@@ -3,7 +3,9 @@
 Proven by tests/clients, scripts/clients_vllm.py and scripts/clients_legacy.py (docs/clients.md), on a CPU,
 with the versions named here. Of the rules of a client the first that matches counts: every key must have one
 of the listed values among those of the checkpoint's linears (`not_KEY`: a value that is not listed), and
-`loads` and `note` say what happens. Where none matches, nobody here has tried it. Keys:
+`loads` and `note` say what happens; `needs` which packages the client wants for it, and `option` what has to
+be said where a program loads it, which no command line says. Where none matches, nobody here has tried it.
+Keys:
 
 layout form bits symmetric desc_act version g_idx   as stored; form: a ggml type, int8, nf4, pack-quantized …
 model_type                                          of GGUF files the architecture, by llama.cpp's name
@@ -24,7 +26,7 @@ from typing import Any
 
 from quantkit import layouts
 
-OUTCOMES = ("loads", "note")
+OUTCOMES = ("loads", "note", "needs", "option")
 DAMAGED = "the checkpoint is damaged, see below"
 TRIED = {  # fact -> layouts and clients of which it is known, by tests/clients
     "hybrid": set(),
@@ -53,11 +55,13 @@ CLIENTS = (
 
 
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
-    """Each client with `loads` (None: not tried) and `note`; `facts`: the values that linears have."""
+    """Each client with `loads` (None: not tried), `note`, `needs` and `option`; `facts`: the values that
+    linears have."""
     found = []
     for client in CLIENTS:
         rule = rule_of(client, facts)
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
+        outcome |= {"needs": rule.get("needs", []), "option": rule.get("option", "")}
         if outcome["loads"] and (strange := _untried(client, facts)):
             outcome = {"loads": None, "note": f"not tried with {strange}"}
         found.append({"client": client.name, "version": client.version} | outcome)

@@ -210,8 +210,14 @@ CLIENTS = {
             "loads": False,
             "note": "it expects scales of an activation that this file does not hold",
         },
-        {"group_size": [16, -1], "loads": True, "note": "with gptqmodel, as AwqConfig(backend='torch_awq')"},
-        {"loads": True, "note": "with gptqmodel installed"},
+        {
+            "group_size": [16, -1],
+            "loads": True,
+            "note": "with gptqmodel, as AwqConfig(backend='torch_awq')",
+            "needs": ["gptqmodel"],
+            "option": "backend='torch_awq'",
+        },
+        {"loads": True, "note": "with gptqmodel installed", "needs": ["gptqmodel"]},
     ],
     "GPTQModel": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
     "vLLM": [

@@ -294,7 +294,11 @@ CLIENTS = {
         {"g_idx": False, "loads": False, "note": "it wants a g_idx for every linear"},
         {"mixed": True, "loads": False, "note": "it packs all linears alike"},
         {"bits": list(SPLIT), "loads": False, "note": "optimum takes 2, 3, 4 and 8 bit"},
-        {"loads": True, "note": "with optimum and gptqmodel installed"},
+        {
+            "loads": True,
+            "note": "with optimum and gptqmodel installed",
+            "needs": ["optimum", "gptqmodel"],
+        },
     ],
     "GPTQModel": [
         {

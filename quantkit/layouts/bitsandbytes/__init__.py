@@ -282,7 +282,7 @@ def _expect(stored: Tensor, known: Tensor) -> None:
 CLIENTS = {
     "transformers": [
         {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
-        {"loads": True, "note": "with bitsandbytes installed"},
+        {"loads": True, "note": "with bitsandbytes installed", "needs": ["bitsandbytes"]},
     ],
     "vLLM": [
         {

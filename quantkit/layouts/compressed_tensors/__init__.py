@@ -201,9 +201,16 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
     return CompressedTensorsLayout(targets=schemes.parse(config))
 
 
+PACKAGE = ["compressed-tensors"]
+DECODED = {"note": "with dequantize=True", "needs": PACKAGE, "option": "dequantize=True"}
 CLIENTS = {
     "transformers": [
-        {"form": ["nvfp4", "mxfp4"], "loads": True, "note": "in bfloat16 or with dequantize=True"},
+        {
+            "form": ["nvfp4", "mxfp4"],
+            "loads": True,
+            "note": "in bfloat16 or with dequantize=True",
+            "needs": PACKAGE,
+        },
         {
             "symmetric": False,
             "mixed": True,
@@ -218,10 +225,10 @@ CLIENTS = {
             "note": "with dequantize=True it does",
         },
         {"experts": True, "mixed": True},
-        {"experts": True, "loads": True, "note": "with dequantize=True"},
-        {"mixed": True, "loads": True, "note": "not with dequantize=True"},
-        {"form": "int8", "activations": False, "loads": True, "note": "with dequantize=True"},
-        {"loads": True, "note": "with compressed-tensors installed"},
+        {"experts": True, "loads": True, **DECODED},
+        {"mixed": True, "loads": True, "note": "not with dequantize=True", "needs": PACKAGE},
+        {"form": "int8", "activations": False, "loads": True, **DECODED},
+        {"loads": True, "note": "with compressed-tensors installed", "needs": PACKAGE},
     ],
     "vLLM": [
         {"experts": True, "mixed": True},

@@ -140,6 +140,7 @@ CLIENTS = {
             "model_type": ["llama", "qwen2", "bloom", "starcoder2", "minimax-m2", "qwen35"],
             "loads": True,
             "note": "decoded, by gguf_file=NAME",
+            "option": "gguf_file=NAME",
         },
     ],
     "vLLM": [{"loads": False, "note": "its CPU build does not read it"}],

@@ -1,0 +1,79 @@
+"""What the times of requests say: nothing here asks a server or reads a clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PERCENTILES = (50, 90, 99)
+NOT_MADE = "not made"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One request. began: when it was due; at: when each chunk with text came, in seconds of one clock.
+
+    prompt_tokens, output_tokens: as the server counted, None where it does not. error: its kind where it
+    failed, whose times count for nothing; message: what was said of it.
+    """
+
+    began: float
+    ended: float
+    at: tuple[float, ...] = ()
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    error: str | None = None
+    message: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Those that came; where the server does not count, as many as chunks."""
+        return len(self.at) if self.output_tokens is None else self.output_tokens
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """p50, p90, p99 (linear between neighbours) and the mean; None for no values."""
+    if not values:
+        return None
+    if len(values) == 1:
+        cuts = [values[0]] * 99
+    else:
+        cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {f"p{p}": cuts[p - 1] for p in PERCENTILES} | {"mean": statistics.fmean(values)}
+
+
+def summarize(requests: Sequence[Timed], not_made: int = 0) -> dict[str, Any]:
+    """The record of a level of load.
+
+    ttft: from when a request was due to its first text. itl: between neighbouring chunks of one answer, all
+    answers together; a chunk may hold several tokens (`tokens_per_chunk`). Tokens a second: of all requests,
+    from the first one's start to the last one's end; per user, of one request in its own time, on average.
+    not_made: arrivals for which no request could be made. messages: the first of each kind of error.
+    """
+    good = [request for request in requests if request.error is None]
+    errors = Counter(request.error for request in requests if request.error) + Counter({NOT_MADE: not_made})
+    messages = {r.error: r.message for r in reversed(requests) if r.error} | {NOT_MADE: "too many at once"}
+    seconds = max((r.ended for r in requests), default=0.0) - min((r.began for r in requests), default=0.0)
+    tokens, chunks = sum(request.tokens for request in good), sum(len(request.at) for request in good)
+    gaps = [b - a for request in good for a, b in zip(request.at, request.at[1:], strict=False)]
+    prompts = [request.prompt_tokens for request in good if request.prompt_tokens is not None]
+    alone = [request.tokens / (request.ended - request.began) for request in good if request.tokens]
+    return {
+        "requests": len(requests) + not_made,
+        "completed": len(good),
+        "errors": dict(errors),
+        "messages": {kind: messages[kind] for kind in errors},
+        "seconds": seconds,
+        "prompt_tokens": statistics.fmean(prompts) if prompts else None,
+        "output_tokens": tokens,
+        "tokens_per_chunk": tokens / chunks if chunks else None,
+        "requests_per_second": len(good) / seconds if seconds else None,
+        "output_tokens_per_second": tokens / seconds if seconds else None,
+        "output_tokens_per_second_per_user": statistics.fmean(alone) if alone else None,
+        "ttft_seconds": percentiles([request.at[0] - request.began for request in good if request.at]),
+        "itl_seconds": percentiles(gaps),
+        "latency_seconds": percentiles([request.ended - request.began for request in good]),
+    }

@@ -1,0 +1,123 @@
+"""An engine's processes: started in a group of their own, listened to, and ended with all their children.
+
+The group is not the terminal's, so that Ctrl-C reaches quantkit alone, which ends the engine in order. Where
+quantkit itself is killed, the kernel tells the engine (Linux: PR_SET_PDEATHSIG, prctl(2)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+import psutil
+
+from quantkit.errors import NOT_FOUND, QuantkitError, printable
+from quantkit.serving.server.command import Command
+
+LAST = 15  # lines that are shown of an engine that died
+GRACE = 10.0  # seconds between being asked to end and being killed
+PR_SET_PDEATHSIG = 1
+
+
+class Engine:
+    """A running engine. `last` holds the last lines it printed, whether or not they were passed through."""
+
+    def __init__(self, command: Command, output: BinaryIO | None):
+        """Start it; what it prints goes to `output`, if there is one, as it comes. Not from a thread that
+        ends before it: to the kernel, whoever started it has died then.
+
+        Raises QuantkitError where the program is not there.
+        """
+        self.last: deque[str] = deque(maxlen=LAST)
+        try:
+            self._process = subprocess.Popen(
+                command.argv,
+                env=command.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_tied_to_us(),
+            )
+        except OSError as error:
+            message = f"{command.argv[0]} cannot be started: {error.strerror}"
+            raise QuantkitError(message, "is it installed, and may it be run?", NOT_FOUND) from error
+        self._reader = threading.Thread(target=self._pass_on, args=(output,), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started; also the number of its group."""
+        return self._process.pid
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """The exit code, once it has ended; None where it has not within `seconds`."""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        self._reader.join(1.0)  # what it said last
+        return code
+
+    def stop(self) -> None:
+        """Ask it and its children to end, and end them. Interrupted in that, end them at once."""
+        family = self._family()
+        try:
+            if self._process.poll() is None:
+                self._signal(signal.SIGTERM)
+                self.wait(GRACE)
+        finally:
+            self._signal(signal.SIGKILL)
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()  # one that left the group
+            self.wait(GRACE)
+
+    def told(self) -> str:
+        """Its last lines, for an error."""
+        lines = [f"    {printable(line)}" for line in self.last if line.strip()]
+        return "\n".join(["; it said last:", *lines]) if lines else ", without a word"
+
+    def _family(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).children(recursive=True)
+        return []
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the whole group: those that are left of it."""
+        with suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of a group of the dead
+            os.killpg(self.pid, number)
+
+    def _pass_on(self, output: BinaryIO | None) -> None:
+        stream = self._process.stdout
+        assert stream is not None
+        for line in iter(stream.readline, b""):
+            self.last.append(line.decode("utf-8", "replace").rstrip())
+            if output is not None:
+                try:
+                    output.write(line)
+                    output.flush()
+                except (OSError, ValueError):  # nobody reads it any more: the engine goes on all the same
+                    output = None
+
+
+def _tied_to_us() -> Callable[[], None] | None:
+    """What a new process does before it becomes the engine: asks for SIGTERM when we die."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library, parent = ctypes.CDLL(None), os.getpid()  # loaded here: little is allowed after a fork
+
+    def tie() -> None:
+        library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # we died before that
+            os._exit(1)
+
+    return tie

@@ -1,0 +1,125 @@
+"""Requests to an OpenAI endpoint: addresses, streams, and what goes wrong, on a stand-in."""
+
+import pytest
+from stand_in_openai import StandIn
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
+from quantkit.serving.endpoint.dialect import CHAT, COMPLETIONS, FIELDS, learn
+from quantkit.serving.endpoint.prompts import Ruler, words
+
+
+def endpoint(server: StandIn, **options) -> Endpoint:
+    return Endpoint(Address.of(server.url), **options)
+
+
+@pytest.mark.parametrize(
+    ("url", "base", "local"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000/v1", True),
+        ("localhost:8000/v1/", "http://localhost:8000/v1", True),
+        ("http://[::1]:80", "http://[::1]:80/v1", True),
+        ("http://127.9.9.9", "http://127.9.9.9:80/v1", True),
+        ("https://example.org/openai", "https://example.org:443/openai/v1", False),
+        ("http://10.0.0.1:8000/v1", "http://10.0.0.1:8000/v1", False),
+        ("http://0.0.0.0:1", "http://0.0.0.0:1/v1", False),
+        ("http://localhost.example.org", "http://localhost.example.org:80/v1", False),
+    ],
+)
+def test_addresses(url, base, local):
+    found = Address.of(url)
+    assert (found.url, found.local) == (base, local)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://a", "http://", "http://a:99999", "http://me:secret@a", "http://a?k=1"]
+)
+def test_no_addresses(url):
+    with pytest.raises(QuantkitError) as refused:
+        Address.of(url)
+    assert refused.value.exit_code == USAGE and "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream(path):
+    asked = {"stream": True, "max_tokens": 3}
+    asked |= {"prompt": "a b"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a b"}]}
+    with StandIn() as server:
+        pieces = list(endpoint(server).stream(path, asked))
+    assert [piece.text for piece in pieces] == [" w0", " w1", " w2", ""]
+    assert [piece.finished for piece in pieces] == [False] * 3 + [True]
+    assert pieces[-1].usage == {"prompt_tokens": 5, "completion_tokens": 3}
+    assert [piece.at for piece in pieces] == sorted(piece.at for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("503", "HTTP 503", "the server answers 503 Service Unavailable: too busy"),
+        ("break", "stream", "the answer broke off"),
+        ("error", "stream", "the server broke off: it broke"),
+        ("silence", "timeout", "did not answer in time"),
+    ],
+)
+def test_what_fails(how, kind, said):
+    with StandIn(failing=(1, how)) as server:
+        asked = endpoint(server, timeout=0.3).stream(
+            COMPLETIONS, {"prompt": "a", "max_tokens": 3, "stream": True}
+        )
+        with pytest.raises(RequestFailed) as failed:
+            list(asked)
+    assert failed.value.kind == kind and said in failed.value.message
+
+
+def test_nobody_there():
+    with StandIn() as server:
+        gone = endpoint(server)
+    assert not gone.healthy() and gone.models() == []
+    with pytest.raises(RequestFailed) as failed:
+        gone.post(COMPLETIONS, {})
+    assert failed.value.kind == "connection" and failed.value.hint == "is the server running?"
+
+
+def test_a_key_is_sent_and_never_shown():
+    with StandIn(key="right") as server:
+        assert learn(endpoint(server, api_key="right")).counts
+        with pytest.raises(RequestFailed) as failed:
+            learn(endpoint(server, api_key="wrong-key"))
+    assert failed.value.status == 401 and "wrong-key" not in str(failed.value)
+    assert "no entry with Bearer …" in failed.value.message and "--api-key" in failed.value.hint
+
+
+def test_fields_that_a_server_refuses_are_left_out():
+    with StandIn() as server:
+        assert learn(endpoint(server)).fields == FIELDS
+    with StandIn(refuses=("ignore_eos",)) as server:
+        found = learn(endpoint(server))
+    assert list(found.fields) == ["stream_options"] and found.model == "stand-in"
+    with StandIn(refuses=tuple(FIELDS)) as server:
+        assert learn(endpoint(server)).fields == {}
+
+
+def test_which_api_and_which_model():
+    with StandIn(chat_only=True, models=None) as server:
+        found = learn(endpoint(server))
+        assert (found.path, found.model) == (CHAT, None)
+        with pytest.raises(RequestFailed) as failed:
+            learn(endpoint(server), chat=False)
+        assert failed.value.status == 404
+    with StandIn(models=["one", "two"]) as server:
+        assert learn(endpoint(server), "two").body("x", 1)["model"] == "two"
+        with pytest.raises(QuantkitError, match="no such model"):
+            learn(endpoint(server), "three")
+
+
+def test_the_ruler_is_in_the_servers_own_tokens():
+    with StandIn() as server:
+        ruler = learn(endpoint(server)).ruler
+    assert ruler == Ruler(overhead=3.0, per_word=1.0)
+    assert ruler.words(64) == 61
+    assert Ruler.fit([(16, 42), (80, 202)]) == Ruler(2.0, 2.5)
+
+
+def test_prompts_are_seeded():
+    assert words(5, "0:1") == words(5, "0:1") != words(5, "0:2")
+    assert len(words(40, 7).split()) == 40

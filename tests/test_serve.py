@@ -1,0 +1,171 @@
+"""`quantkit serve` end to end: llama.cpp's server and `transformers serve`, asked by the `openai` client.
+
+One start of each. What they answer is what transformers computes here.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import torch
+import transformers
+
+from quantkit import cli
+from quantkit.serving.endpoint.load import Settings as Load
+from quantkit.serving.endpoint.load import measure
+from quantkit.serving.server import hand_over
+from quantkit.serving.server.settings import Settings
+
+PROMPT, TOKENS = "Once upon a time", 6
+SECONDS = 120  # after which a test that waits for a server gives up
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model) -> str:
+    """The likeliest continuation, by transformers in this process."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    made = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False)
+    return tokenizer.decode(made[0, ids["input_ids"].shape[1] :])
+
+
+@pytest.fixture(scope="module")
+def gguf(demo_model, tmp_path_factory) -> Path:
+    """The demo model in 16 bit, for llama.cpp, by the command itself."""
+    path = tmp_path_factory.mktemp("gguf") / "demo.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["quantkit", "gguf", str(demo_model), "-t", "F16", "-o", str(path), "-q"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert not ended.value.code
+    return path
+
+
+@contextmanager
+def command_line(*arguments):
+    """`quantkit serve …` as a user starts it, until it has printed its record: the process, and that."""
+    command = [sys.executable, "-m", "quantkit", "serve", *arguments]
+    env = os.environ | {"QUANTKIT_API_KEY": "hush", "PATH": os.path.dirname(sys.executable)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=env, preexec_fn=_heed_sigint, **pipes)
+    timer = threading.Timer(SECONDS, process.kill)
+    timer.start()
+    try:
+        text = ""
+        while not text.endswith("\n}\n") and (line := process.stdout.readline()):
+            text += line
+        if not text:
+            pytest.fail(process.stderr.read())
+        yield process, json.loads(text)
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            process.terminate()
+        process.communicate()
+
+
+def _heed_sigint() -> None:
+    """As in the foreground: a shell has its background jobs ignore it, and tests may run in one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def asked(client: openai.OpenAI, model: str, **options):
+    return client.completions.create(model=model, prompt=PROMPT, max_tokens=TOKENS, **options)
+
+
+def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
+    """All in one test, for one start: tests of a file may run in several processes."""
+    pytest.importorskip("xllamacpp")
+    flags = ["--port", "0", "--json", "-q", "--parallel", "2", "--ctx", "128", "--device", "cpu"]
+    with command_line(gguf, *flags) as (process, told):
+        (engine,) = psutil.Process(process.pid).children()
+        assert engine.cmdline() == told["argv"]
+        check_record(told)
+        check_answers(told["url"], expected)
+        load = Load(concurrency=(2,), requests=4, prompt_tokens=32, output_tokens=8, api_key="hush")
+        (level,) = measure(told["url"], load).levels
+        assert (level["completed"], level["errors"], level["output_tokens"]) == (4, {}, 4 * 8)
+        assert level["tokens_per_chunk"] == pytest.approx(1, abs=0.3)
+        assert level["prompt_tokens"] == pytest.approx(32, rel=0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 130
+        assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
+
+
+def check_record(told: dict) -> None:
+    assert (told["schema"], told["engine"], told["tried"]) == ("quantkit.serve/1", "llama.cpp", True)
+    assert told["proof"]["usage"]["completion_tokens"] == hand_over.TOKENS and told["proof"]["text"]
+    assert (told["room"]["ctx"], told["room"]["parallel"]) == (128, 2)
+    assert "hush" not in json.dumps(told) and told["api_key"]
+
+
+def check_answers(url: str, expected: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="hush", max_retries=0)
+    assert [row.id for row in client.models.list()] == ["demo"]
+    assert asked(client, "demo", temperature=0).choices[0].text == expected
+    chunks = [chunk.choices[0].text for chunk in asked(client, "demo", temperature=0, stream=True)]
+    assert "".join(chunks) == expected and len([chunk for chunk in chunks if chunk]) == TOKENS
+    with pytest.raises(openai.AuthenticationError):
+        asked(openai.OpenAI(base_url=url, api_key="wrong", max_retries=0), "demo")
+
+
+def test_transformers_serves(demo_model, expected, monkeypatch):
+    """Its proof was its first request, which samples as the model's own files say: by the likeliest token."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
+    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_seconds=SECONDS)
+    prepared = hand_over.prepare(str(demo_model), settings)
+    assert "--continuous-batching" in prepared.command.argv
+    with hand_over.serving(prepared) as (_, proof):
+        assert proof["text"].startswith(expected)
+        client = openai.OpenAI(base_url=prepared.url, api_key="none", max_retries=0)
+        assert asked(client, prepared.command.model).choices[0].text == expected
+        streams = [asked(client, prepared.command.model, stream=True) for _ in range(3)]
+        texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
+        assert texts == [expected] * 3
+        result = measure(prepared.url, Load(concurrency=(2,), requests=2, prompt_tokens=32, output_tokens=4))
+    (level,) = result.levels
+    assert (level["completed"], level["errors"]) == (2, {}) and 0 < level["output_tokens"] <= 8
+    assert "ignore_eos" not in result.dialect.fields
+
+
+def test_the_command_is_printed_and_nothing_is_started(quantkit, make, demo_model):
+    done = quantkit(
+        "serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline"
+    )
+    words = shlex.split(done.out)
+    told = make("serve", demo_model, "--print", "--device", "cpu", "--port", "0", "--ctx", "256", "--offline")
+    port = words.index("--port") + 1
+    assert told["proof"] is None and "HF_HUB_OFFLINE=1" in words and words.count(str(demo_model)) == 1
+    assert told["env"].items() >= {"HF_HUB_OFFLINE": "1"}.items()
+    assert told["argv"][-1] == words[-1] and words[port] != "0" and done.out.count("\n") == 1
+    assert told["room"]["ctx"] == 256
+
+
+def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        error, hint = refuse(2, "serve", demo_model, "--port", taken.getsockname()[1])
+    assert "is in use" in error and "--port" in hint
+    error, hint = refuse(4, "serve", demo_model, "--engine", "llama.cpp", "--port", 0)
+    assert "llama.cpp cannot serve" in error and "it reads GGUF files" in error and "transformers can" in hint
+    error, _ = refuse(4, "serve", tiny_model("llama"), "--port", 0)
+    assert "has no tokenizer" in error
+    broken = Path(shutil.copytree(demo_model, "broken"))
+    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-1000])
+    error, hint = refuse(1, "serve", "broken", "--port", 0)
+    assert "quantkit inspect" in hint or "again" in hint
+    error, _ = refuse(5, "serve", demo_model, "--port", 0, "--device", "cpu", "--ctx", "1000m")
+    assert "do not fit" in error

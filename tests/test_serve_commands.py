@@ -1,0 +1,148 @@
+"""The commands that are handed over to: flags of each engine, refusals, keys, ports. Nothing is started."""
+
+import shlex
+import socket
+import sys
+
+import pytest
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.serving.engines import llama_server
+from quantkit.serving.server import llamacpp, transformers, vllm
+from quantkit.serving.server.command import Command
+from quantkit.serving.server.settings import Settings, free_port
+from quantkit.serving.server.sizing import Memory, Room
+
+ENGINES = {"vllm": vllm, "llama.cpp": llamacpp, "transformers": transformers}
+
+
+@pytest.fixture(autouse=True)
+def no_programs(monkeypatch):
+    """Whatever is on this machine's PATH: engines of this Python alone."""
+    for module in ENGINES.values():
+        monkeypatch.setattr(module.shutil, "which", lambda name: None)
+
+
+def command(engine: str, model="/models/m", kind="cpu", parallel=4, **settings) -> Command:
+    room = Room(1024, parallel, 3 << 29, 3000, 10**6, Memory(kind, 10**10))
+    return ENGINES[engine].command(model, "m", Settings(port=8123, **settings), room)
+
+
+def flags(made: Command) -> dict[str, str]:
+    """Flag -> what follows it."""
+    return {a: b for a, b in zip(made.argv, (*made.argv[1:], ""), strict=True) if a.startswith("--")}
+
+
+def test_llamacpp_reserves_all_sequences(monkeypatch):
+    made = command("llama.cpp", "/models/m.gguf", kv_dtype="q8_0", device="cpu")
+    assert made.argv[:3] == (sys.executable, "-m", "quantkit.serving.engines.llama_server")
+    assert flags(made) == {
+        "--model": "/models/m.gguf", "--alias": "m", "--host": "127.0.0.1", "--port": "8123",
+        "--ctx-size": "4096", "--parallel": "4", "--cache-type-k": "q8_0", "--cache-type-v": "q8_0",
+        "--n-gpu-layers": "0",
+    }  # fmt: skip
+    monkeypatch.setattr(llamacpp.shutil, "which", lambda name: f"/bin/{name}")
+    own = command("llama.cpp", "/models/m.gguf", kv_dtype="q8_0", device="cpu")
+    assert own.argv[0] == "/bin/llama-server" and own.argv[1:] == made.argv[3:]
+
+
+def test_the_wheels_server_takes_what_llama_server_takes():
+    xllamacpp = pytest.importorskip("xllamacpp")
+    made = command("llama.cpp", "/models/m.gguf", kv_dtype="q8_0", device="cpu", host="::1")
+    found = llama_server.parameters(llama_server.parse(list(made.argv[3:])), "secret")
+    assert (found.model.path, found.model_alias) == ("/models/m.gguf", {"m"})
+    assert (found.hostnames, found.port, found.api_keys) == (["::1"], 8123, ["secret"])
+    assert (found.n_ctx, found.n_parallel, found.n_gpu_layers) == (4096, 4, 0)
+    q8_0 = xllamacpp.ggml_type.GGML_TYPE_Q8_0
+    assert (found.cache_type_k, found.cache_type_v) == (q8_0, q8_0)
+
+
+def test_transformers_batches_continuously():
+    made = command("transformers", dtype="float32", device="cpu")
+    assert made.argv[made.argv.index("serve") + 1] == "/models/m" == made.model
+    assert "--continuous-batching" in made.argv and any("first request" in note for note in made.notes)
+    told = flags(made)
+    assert (told["--cb-num-blocks"], told["--dtype"], told["--device"]) == ("12", "float32", "cpu")
+    assert flags(command("transformers", kind="cuda"))["--cb-max-memory-percent"] == "0.9"
+    alone = command("transformers", parallel=1)
+    assert "--continuous-batching" not in alone.argv and alone.notes == ()
+
+
+def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):
+    made = command("vllm", ctx=1024, kv_dtype="fp8", trust_remote_code=True)
+    assert made.argv[:3] == (sys.executable, "-m", vllm.MODULE) and made.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    told = flags(made)
+    assert (told["--model"], told["--served-model-name"]) == ("/models/m", "m")
+    assert (told["--max-model-len"], told["--max-num-seqs"], told["--kv-cache-dtype"]) == ("1024", "4", "fp8")
+    assert "--trust-remote-code" in told and "--gpu-memory-utilization" not in told
+    made = command("vllm", kind="cuda", device="cuda:1", memory_fraction=0.5)
+    assert flags(made)["--gpu-memory-utilization"] == "0.5"
+    assert made.env["CUDA_VISIBLE_DEVICES"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in made.env
+    monkeypatch.setattr(vllm.shutil, "which", lambda name: str(tmp_path / name))
+    assert command("vllm").argv[:3] == (str(tmp_path / "vllm"), "serve", "/models/m")
+    (tmp_path / "python").touch()
+    assert command("vllm").argv[0] == str(tmp_path / "python")
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "said"),
+    [
+        ("transformers", {"api_key": "k"}, "takes no API key"),
+        ("transformers", {"kv_dtype": "fp8"}, "in the precision of the model"),
+        ("transformers", {"model": "/models/a@b"}, "takes what follows @"),
+        ("llama.cpp", {"kv_dtype": "fp8"}, "keeps no cache in fp8"),
+        ("llama.cpp", {"dtype": "float16"}, "computes as the file is stored"),
+        ("vllm", {"kv_dtype": "q4_0"}, "keeps no cache in q4_0"),
+    ],
+)
+def test_what_an_engine_has_no_flag_for(engine, settings, said):
+    with pytest.raises(QuantkitError) as refused:
+        command(engine, **settings)
+    assert said in refused.value.message and refused.value.exit_code == UNSUPPORTED and refused.value.hint
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_the_key_is_in_the_environment_alone(engine):
+    made = command(engine, "/models/it's m.gguf", api_key="hush")
+    assert "hush" not in made.line() + repr(made) + "".join(made.argv)
+    assert "hush" in made.environment().values() and '="$QUANTKIT_API_KEY" ' in made.line()
+    words = shlex.split(made.line())
+    assert tuple(words[-len(made.argv) :]) == made.argv
+
+
+def test_further_arguments_come_last():
+    assert command("vllm", extra=("--enforce-eager", "-x")).argv[-2:] == ("--enforce-eager", "-x")
+
+
+def test_ports():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(QuantkitError) as refused:
+            free_port("127.0.0.1", port)
+        assert (
+            refused.value.exit_code == USAGE
+            and f"port {port} of 127.0.0.1 is in use" in refused.value.message
+        )
+        assert free_port("127.0.0.1", 0) not in (0, port)
+    assert free_port("127.0.0.1", port) == port
+    with pytest.raises(QuantkitError, match="no address of this machine"):
+        free_port("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"port": 70000}, {"parallel": 0}, {"memory_fraction": 0.0}, {"start_seconds": 0.0}, {"api_key": " "}],
+)
+def test_settings_that_make_no_sense(wrong):
+    with pytest.raises(QuantkitError) as refused:
+        Settings(**wrong).check()
+    assert refused.value.exit_code == USAGE
+
+
+def test_who_can_reach_it():
+    hosts = {"127.0.0.1": False, "localhost": False, "::1": False, "0.0.0.0": True, "10.1.2.3": True}
+    assert {host: Settings(host=host).open for host in hosts} == hosts
+    assert Settings(host="name").open
+    assert Settings(host="0.0.0.0").reached_at == "127.0.0.1"

@@ -1,0 +1,117 @@
+"""Processes of engines: started, waited for, proven and ended with all their children, on a stand-in."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.serving.engines.choose import Offer
+from quantkit.serving.server import process
+from quantkit.serving.server.command import Command
+from quantkit.serving.server.hand_over import Prepared, ended, serving
+from quantkit.serving.server.process import Engine
+from quantkit.serving.server.settings import Settings, free_port
+from quantkit.serving.server.sizing import Memory, Room
+
+STAND_IN = Path(__file__).with_name("stand_in_engine.py")
+
+
+def prepared(how: str, chat: bool = False, **settings) -> Prepared:
+    port = free_port("127.0.0.1", 0)
+    command = Command((sys.executable, "-S", str(STAND_IN), str(port), how), "demo")
+    room = Room(512, 1, None, 512, 0, Memory("cpu", None))
+    return Prepared("m", Offer("vllm", True, ""), command, Settings(port=port, **settings), room, chat, ())
+
+
+def gone(pid: int) -> bool:
+    """Whether it ends within ten seconds; a zombie, which nobody here may reap, has ended."""
+    try:
+        left = psutil.Process(pid)
+        if left.status() == psutil.STATUS_ZOMBIE:
+            return True
+        left.wait(10)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return left.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def test_it_is_waited_for_and_proven_and_ended(tmp_path):
+    with (
+        open(tmp_path / "output", "wb") as output,
+        serving(prepared("well"), output=output) as (engine, proof),
+    ):
+        assert proof["text"] == " as demo says" and proof["usage"] == {"total_tokens": 4}
+        assert psutil.pid_exists(engine.pid) and engine.wait(0.01) is None
+    assert engine.wait(0) == -signal.SIGTERM and gone(engine.pid)
+    assert (tmp_path / "output").read_text() == "loading the model\n"
+
+
+def test_a_model_with_a_chat_template_is_asked_in_a_chat():
+    with serving(prepared("well", chat=True)) as (_, proof):
+        assert (proof["api"], proof["text"]) == ("/chat/completions", "chat as demo says")
+
+
+def test_one_that_dies_while_starting_has_the_last_word():
+    with pytest.raises(QuantkitError) as failed, serving(prepared("dies")):
+        pass
+    assert failed.value.message == (
+        "vllm ended with exit code 3 while starting; it said last:\n"
+        "    loading the model\n    no kernel for this layout"
+    )
+
+
+def test_one_that_answers_nothing():
+    with pytest.raises(QuantkitError) as failed, serving(prepared("mute")):
+        pass
+    assert "is healthy, but answers no request: the server answers 500" in failed.value.message
+    assert "the worker is dead" in failed.value.message
+
+
+def test_one_that_is_never_healthy():
+    silent = Command((sys.executable, "-S", "-c", "import time; time.sleep(60)"), "demo")
+    told = prepared("well", start_seconds=0.1)
+    told = Prepared("m", told.offer, silent, told.settings, told.room, False, ())
+    with pytest.raises(QuantkitError) as failed, serving(told):
+        pass
+    assert "was not healthy within 0.1 s, without a word" in failed.value.message
+    assert "--start-timeout" in failed.value.hint
+
+
+def test_one_that_ends_by_itself():
+    made = prepared("well")
+    with serving(made) as (engine, _):
+        os.kill(engine.pid, signal.SIGSEGV)
+        error = ended(made, engine, engine.wait(10))
+    assert error.message.startswith(f"vllm ended by signal {signal.SIGSEGV.value}; it said last:")
+
+
+def test_a_deaf_one_is_killed_with_its_children(monkeypatch):
+    monkeypatch.setattr(process, "GRACE", 0.2)
+    with serving(prepared("deaf")) as (engine, _):
+        child = int(next(line for line in engine.last if line.startswith("child")).split()[1])
+        assert psutil.pid_exists(child)
+    assert engine.wait(0) == -signal.SIGKILL and gone(child)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG is Linux's")
+def test_it_ends_when_we_are_killed():
+    made = prepared("well").command.argv
+    script = (
+        "import os, signal; from quantkit.serving.server.process import Engine;"
+        "from quantkit.serving.server.command import Command;"
+        f"print(Engine(Command({made!r}, 'm'), None).pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL and gone(int(done.stdout))
+
+
+def test_a_program_that_is_not_there():
+    with pytest.raises(QuantkitError, match="/no/such/program cannot be started"):
+        Engine(Command(("/no/such/program",), "m"), None)
