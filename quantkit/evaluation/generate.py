@@ -177,7 +177,7 @@ def continue_prompt(
         ids=new,
         text=decode(tokenizer, new),
         probabilities=recorder.probabilities,
-        stop="length" if len(new) == settings.tokens and new[-1] not in _ends(checkpoint) else "end",
+        stop="length" if len(new) == settings.tokens and new[-1] not in end_ids(checkpoint) else "end",
         load_seconds=loaded - began,
         seconds=seconds,
     )
@@ -205,7 +205,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
 def _generation(checkpoint: Checkpoint, settings: Settings) -> transformers.GenerationConfig:
     """Greedy, or the bare distribution: what the checkpoint recommends would make models differ by more than
     their weights. Its ends of text are kept."""
-    ends = _ends(checkpoint)
+    ends = end_ids(checkpoint)
     sampled = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
     return transformers.GenerationConfig(
         max_new_tokens=settings.tokens,
@@ -217,7 +217,7 @@ def _generation(checkpoint: Checkpoint, settings: Settings) -> transformers.Gene
     )
 
 
-def _ends(checkpoint: Checkpoint) -> list[int]:
+def end_ids(checkpoint: Checkpoint) -> list[int]:
     """Ids that end a text: as generation_config.json says, else the configuration, else the tokenizer."""
     stored = None
     if (checkpoint.folder / "generation_config.json").is_file():
