@@ -52,8 +52,8 @@ class Assisted:
     def draft_step(self) -> None:
         """Every run tells it."""
 
-    def part(self, prompt: int, k: int, own: Sequence[int], drafted: Sequence[int]) -> Parting | None:
-        return lossless.parting(self._target, self._prompts[prompt], own, drafted, (prompt, k))
+    def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
+        return lossless.parting(self._target, self._prompts[prompt], own.ids, drafted.ids, (prompt, k))
 
     def uniformity(
         self, texts: list[tuple[int, list[int]]], seed: int, tick: Callable[[], None]
@@ -160,6 +160,7 @@ class _Notes(BaseStreamer):
         assert sum(s.tokens for s in steps) == len(ids)
         later = list(zip(self.begun[1:], self.chosen[1:], self.chosen[:-1], strict=True))
         return Run(
+            tokens=len(ids),
             ids=ids,
             seconds=seconds,
             first_seconds=self.chosen[0] - self.started,

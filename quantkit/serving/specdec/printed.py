@@ -16,7 +16,7 @@ from quantkit.serving.specdec.runs import Swept
 from quantkit.serving.specdec.sweep import Greedy, Measured
 from quantkit.tables import make_table, megabytes, print_line
 
-BAR = 10  # columns of the longest bar
+BAR = 8  # columns of the longest bar; four histograms stand side by side on 80
 SHOWN = 3  # partings that are told one by one
 
 
@@ -35,10 +35,10 @@ def show(made: Comparison, tokenizer: Any, quiet: bool = False) -> None:
 
 
 LEGEND = (
-    "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token is "
-    "accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. theory: "
-    "tokens / (k c + 1), as if v were 1. decode: measured, after the first tokens; net: the whole call, both "
-    "prompts included; ± half the range of the repeats. Bars: steps by how many drafted tokens they accepted."
+    "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
+    "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
+    "theory: tokens / (k c + 1), as if v were 1. decode: measured, after the first tokens; net: the whole "
+    "call, both prompts included; ± half the range of the repeats. Bars: steps by accepted tokens."
 )
 
 
@@ -53,11 +53,12 @@ def verdict(draft: Measured) -> str:
 def _show_draft(console: Console, draft: Measured, made: Comparison, tokenizer: Any) -> None:
     print_line(console, f"{draft.draft} drafts for {made.target}", "bold")
     table = make_table("k", "tokens", "by α", "α", "c", "v", "theory", "decode", "net", "seconds")
+    table.padding = (0, 1, 0, 0)  # ten columns on a narrow terminal
     table.add_row("alone", "1.00", "", "", "", "1.00", "", "", "1.00x", f"{draft.alone.seconds.median:.2f}")
     for row in draft.swept:
         table.add_row(*_row(row))
     console.print(table)
-    console.print(Columns([_histogram(row) for row in draft.swept if row.histogram], padding=(0, 3)))
+    console.print(Columns([_histogram(row) for row in draft.swept if row.histogram], padding=(0, 2)))
     for text in (*_theory(draft), _memory(draft), *_proof(draft, made, tokenizer)):
         print_line(console, text)
 
@@ -114,7 +115,7 @@ def _memory(draft: Measured) -> str:
     parts = [f"target {_bytes(big.weights, big.kv)}"]
     total = [big.weights, big.kv]
     if small is not None:
-        packed = "" if not small.note else f", decoded: {small.note}"
+        packed = ", decoded" if small.note else ""
         parts.append(f"draft {_bytes(small.weights, small.kv)}{packed}")
         total += [small.weights, small.kv]
     known = sum(filter(None, total))

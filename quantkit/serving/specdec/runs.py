@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from quantkit.serving.specdec import theory
@@ -12,7 +12,8 @@ from quantkit.serving.specdec.theory import Step
 
 @dataclass(frozen=True)
 class Run:
-    """One text. ids: new tokens; the first `first_tokens` of them were there after first_seconds.
+    """One text of so many new tokens; the first `first_tokens` of them were there after first_seconds. ids or
+    text: what they are, as the engine tells it.
 
     passes: of the target, for drafted tokens of which so many were accepted. steps: each pass by itself; None
     where the engine tells totals only, which then leave out what the prompt's pass yielded. seconds: the
@@ -20,7 +21,7 @@ class Run:
     the start of a pass until its tokens are chosen; None where the engine does not tell them apart.
     """
 
-    ids: list[int]
+    tokens: int
     seconds: float
     first_seconds: float
     first_tokens: int
@@ -28,6 +29,8 @@ class Run:
     drafted: int
     accepted: int
     decode_seconds: float
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
     steps: list[Step] | None = None
     drafting: float | None = None
     checking: float | None = None
@@ -35,7 +38,7 @@ class Run:
     @property
     def decoded(self) -> int:
         """Tokens that came after the first ones."""
-        return len(self.ids) - self.first_tokens
+        return self.tokens - self.first_tokens
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ def all_steps(runs: Iterable[Run]) -> list[Step]:
 
 def _tokens(runs: Iterable[Run]) -> int:
     """Tokens that the counted passes yielded."""
-    return sum(len(run.ids) if run.steps is not None else run.decoded for run in runs)
+    return sum(run.tokens if run.steps is not None else run.decoded for run in runs)
 
 
 def per_token(runs: Iterable[Run]) -> float:
@@ -163,7 +166,7 @@ def per_token(runs: Iterable[Run]) -> float:
 
 
 def _seconds_per_token(runs: Sequence[Run]) -> float:
-    return _sum(runs, "seconds") / sum(len(run.ids) for run in runs)
+    return _sum(runs, "seconds") / _sum(runs, "tokens")
 
 
 def _ratios(alone: Repeats, repeats: Repeats, measure: Callable[[Sequence[Run]], float]) -> list[float]:

@@ -45,8 +45,8 @@ class Engine(Protocol):
     def draft_step(self) -> float | None:
         """Seconds of a drafted token, where runs do not tell them."""
 
-    def part(self, prompt: int, k: int, own: Sequence[int], drafted: Sequence[int]) -> Parting | None:
-        """Where the drafted text leaves the target's own."""
+    def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
+        """Where a drafted text leaves the target's own."""
 
     def uniformity(self, texts: list[tuple[int, list[int]]], seed: int, tick: Tick) -> Uniformity | None:
         """Whether sampled texts, (prompt, ids) each, follow the target's distribution."""
@@ -181,12 +181,12 @@ def _prove(
         return engine.uniformity(_draws(engine, found, settings, tick), settings.seed, tick)
     partings, texts, tokens = [], 0, 0
     for k, prompt in itertools.product(settings.ks, range(len(found[0][0]))):
-        own = found[0][0][prompt].ids
-        different = {tuple(repeat[prompt].ids) for repeat in found[k]}  # the same each time, one hopes
-        for ids in sorted(different):
+        own = found[0][0][prompt]
+        different = {(*run.ids, run.text): run for repeat in found[k] for run in [repeat[prompt]]}
+        for run in different.values():  # one: the same each time, one hopes
             texts += 1
-            parted = engine.part(prompt, k, own, ids)
-            tokens += len(own) if parted is None else parted.index
+            parted = engine.part(prompt, k, own, run)
+            tokens += own.tokens if parted is None else parted.index
             partings += [] if parted is None else [parted]
     return Greedy(texts, texts - len(partings), tokens, partings)
 
