@@ -95,7 +95,9 @@ def command(
             for draft in drafts
         ]
         place = choose_device(device)
-        found = compare.compare(own, guesses, settings, shared_dtype(dtype, own, place), place, progress)
+        precision = shared_dtype(dtype, own, place)
+        runs = compare.choose_engine(engine, [own, *guesses])
+        found = compare.compare(own, guesses, settings, runs, precision, place, progress)
     if not as_json:
         printed.show(found, own.tokenizer, quiet)
     found.refuse_unlike()

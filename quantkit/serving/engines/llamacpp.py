@@ -21,11 +21,13 @@ KV_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_
 
 @dataclass(frozen=True)
 class Answer:
-    """text: what was generated. timings: llama.cpp's own. stop: "length" or "end"."""
+    """text: what was generated. timings: llama.cpp's own. stop: "length" or "end". logprobs: where they were
+    asked for, the id, the logprob and the top_logprobs of every token."""
 
     text: str
     timings: Mapping[str, float]
     stop: str
+    logprobs: Sequence[Mapping[str, Any]] = ()
 
 
 def version() -> str | None:
@@ -58,6 +60,23 @@ def parameters(
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
     made.hostnames, made.port = ["127.0.0.1"], 0
     return made
+
+
+def speculate(settings: Any, k: int, draft: Path | None = None) -> None:
+    """Let another file draft k tokens for each pass of this one; without one, as many as followed the last two
+    tokens where the text had them before."""
+    kinds, asked = import_module(PACKAGE).common_speculative_type, settings.speculative
+    if draft is None:
+        asked.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        asked.ngram_simple.size_n, asked.ngram_simple.size_m = 2, k
+        return
+    asked.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    asked.draft.mparams.path = str(draft)
+    asked.draft.n_max, asked.draft.n_min, asked.draft.p_min = k, 0, 0.0  # k, however unsure the draft is
+    asked.draft.cache_type_k, asked.draft.cache_type_v = settings.cache_type_k, settings.cache_type_v
+    asked.draft.n_gpu_layers = settings.n_gpu_layers
+    asked.draft.cpuparams.n_threads = settings.cpuparams.n_threads
+    asked.draft.cpuparams_batch.n_threads = settings.cpuparams_batch.n_threads
 
 
 class Session:
@@ -113,6 +132,7 @@ class Session:
     def _ask(self, handle: Callable, request: dict[str, Any], stream: Callable[[str], None] | None) -> Answer:
         parts: list[str] = []
         last: dict[str, Any] = {}
+        logprobs: list[Mapping[str, Any]] = []
 
         def receive(chunk: Mapping[str, Any]) -> bool:
             last.update(chunk)
@@ -120,6 +140,7 @@ class Session:
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
                 last["reason"] = choice.get("finish_reason") or last.get("reason")
                 parts.append(text)
+                logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
                 if text and stream:
                     stream(text)
             return False  # go on
@@ -127,6 +148,5 @@ class Session:
         handle(request | {"stream": True}, receive)
         if "error" in last:
             raise QuantkitError(f"llama.cpp: {last['error'].get('message', last['error'])}")
-        return Answer(
-            "".join(parts), last.get("timings", {}), "end" if last.get("reason") == "stop" else "length"
-        )
+        stop = "end" if last.get("reason") == "stop" else "length"
+        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)

@@ -8,8 +8,8 @@ grows unsure, and change k as it goes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,16 @@ import transformers
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.evaluation.generate import end_ids
+from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import synchronize
-from quantkit.serving.specdec import lossless
+from quantkit.serving.engines import transformers as engine
+from quantkit.serving.specdec import lossless, pair
 from quantkit.serving.specdec.lossless import Parting, Uniformity
+from quantkit.serving.specdec.pair import Footprint
 from quantkit.serving.specdec.runs import Run
+from quantkit.serving.specdec.settings import Settings
 from quantkit.serving.specdec.theory import Step
 
 LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own default
@@ -35,6 +41,48 @@ class Sampling:
     tokens: int
     temperature: float
     ends: tuple[int, ...]
+
+
+class Pairs:
+    """A target that transformers has loaded, for one draft after the other."""
+
+    def __init__(
+        self,
+        target: Checkpoint,
+        prompts: Tensor,
+        settings: Settings,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """prompts: int64 `[prompts, tokens]`."""
+        self.precision = str(dtype).removeprefix("torch.")
+        self._target, self._dtype, self._device = target, dtype, device
+        self._tokens = settings.prompt_tokens + settings.tokens
+        self._prompts = prompts.to(device)
+        self._sampling = Sampling(settings.tokens, settings.temperature, tuple(end_ids(target)))
+        self._model, self._size = self._load(target)
+
+    @contextmanager
+    def load(self, draft: Checkpoint | None) -> Iterator[tuple[Assisted, tuple[Footprint, Footprint | None]]]:
+        """The target with a draft, or with prompt-lookup, and what both take.
+
+        Raises QuantkitError (exit code 4) for models that transformers cannot draft for.
+        """
+        model, size = (None, None) if draft is None else self._load(draft)
+        try:
+            yield Assisted(self._model, model, self._prompts, self._sampling), (self._size, size)
+        except ValueError as error:  # of models that it cannot take tokens back from
+            raise QuantkitError(
+                f"transformers cannot let {self._target.source} be drafted for: {first_line(error)}",
+                "models with a recurrent state cannot take back a token",
+                UNSUPPORTED,
+            ) from error
+
+    def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, Footprint]:
+        loaded = engine.load(checkpoint, self._dtype, self._device, self._tokens)
+        kv = pair.kv_bytes(checkpoint, self._tokens, self.precision)
+        stored = pair.stored_bytes(checkpoint)
+        return loaded.model, Footprint(loaded.weight_bytes, kv, stored, loaded.kernels, loaded.note)
 
 
 class Assisted:

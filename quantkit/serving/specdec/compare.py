@@ -8,17 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import transformers
 
-from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
-from quantkit.evaluation.generate import end_ids
+from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError, name_all
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.heap import return_freed_pages
 from quantkit.quantize.progress import Progress
-from quantkit.serving.engines import transformers as engine
-from quantkit.serving.specdec import pair, prompts, sweep
-from quantkit.serving.specdec.assisted import Assisted, Sampling
-from quantkit.serving.specdec.pair import Footprint
+from quantkit.serving.engines import llamacpp
+from quantkit.serving.specdec import assisted, gguf, pair, prompts, sweep
 from quantkit.serving.specdec.settings import LOOKUP, Settings
 from quantkit.serving.specdec.sweep import Greedy, Measured
 
@@ -67,62 +63,61 @@ def _record(draft: Measured) -> dict[str, Any]:
     return found
 
 
+def choose_engine(asked: str, checkpoints: Sequence[Checkpoint | None]) -> str:
+    """auto: llama.cpp where it is installed and everything is a GGUF file.
+
+    Raises QuantkitError where llama.cpp is asked for and one is not (exit code 4).
+    """
+    folders = [made.source for made in checkpoints if made is not None and not made.folder.is_file()]
+    if asked == "auto":
+        return "transformers" if folders or llamacpp.version() is None else "llama.cpp"
+    if asked == "llama.cpp" and folders:
+        raise QuantkitError(
+            f"llama.cpp runs GGUF files, which {name_all(folders)} is not",
+            "make one: quantkit gguf; or leave --engine out: transformers runs all of them",
+            UNSUPPORTED,
+        )
+    return asked
+
+
 def compare(
     target: Checkpoint,
     drafts: Sequence[Checkpoint | None],
     settings: Settings,
+    engine: str,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
 ) -> Comparison:
     """Measure every draft (None: prompt-lookup) beside the target alone, each in one run with it.
 
-    Raises QuantkitError where tokens differ or a context is too short, before anything is loaded; where
-    memory does not suffice; and where transformers cannot let this model be drafted for.
+    engine: what `choose_engine` says. Raises QuantkitError where tokens differ or a context is too short,
+    before anything is loaded; where memory does not suffice; and where an engine cannot do it.
     """
     models = [draft for draft in drafts if draft is not None]
     pair.check_context([target, *models], settings)
     pair.check_alike(target, models)
     found = prompts.load(target, settings.text, settings.prompts, settings.prompt_tokens, settings.seed)
     progress.phase(f"loading {target.source}")
-    tokens = settings.prompt_tokens + settings.tokens
-    own, big = _load(target, tokens, dtype, device)
-    sampling = Sampling(settings.tokens, settings.temperature, tuple(end_ids(target)))
-    ids, measured = found.ids.to(device), []
+    if engine == "llama.cpp":
+        pairs: gguf.Pairs | assisted.Pairs = gguf.Pairs(target, found.ids, settings, device)
+    else:
+        pairs = assisted.Pairs(target, found.ids, settings, dtype, device)
+    measured = []
     for draft in drafts:
-        name, guess, small = LOOKUP, None, None
-        if draft is not None:
-            progress.phase(f"loading {draft.source}")
-            name = draft.source
-            guess, small = _load(draft, tokens, dtype, device)
-            for warning in pair.warnings(target, draft, (big, small)):
-                progress.warn(warning)
-        tick = _counter(progress, f"drafting by {name}", sweep.steps_of(settings))
-        made = Assisted(own, guess, ids, sampling)
-        try:
-            measured.append(sweep.measure(name, made, len(ids), settings, (big, small), tick))
-        except ValueError as error:  # transformers, of models that it cannot take tokens back from
-            raise QuantkitError(
-                f"transformers cannot let {target.source} be drafted for: {error}",
-                "models with a recurrent state cannot take back a token",
-                UNSUPPORTED,
-            ) from error
-        del made, guess
+        name = LOOKUP if draft is None else draft.source
+        progress.phase(f"loading {name}")
+        with pairs.load(draft) as (made, sizes):
+            if draft is not None:
+                for warning in pair.warnings(target, draft, sizes):
+                    progress.warn(warning)
+            tick = _counter(progress, f"drafting by {name}", sweep.steps_of(settings))
+            measured.append(sweep.measure(name, made, len(found.ids), settings, sizes, tick))
         gc.collect()
         return_freed_pages()
-    precision = str(dtype).removeprefix("torch.")
     return Comparison(
-        target.source, settings, found, precision, str(device), torch.get_num_threads(), measured
+        target.source, settings, found, pairs.precision, str(device), torch.get_num_threads(), measured
     )
-
-
-def _load(
-    checkpoint: Checkpoint, tokens: int, dtype: torch.dtype, device: torch.device
-) -> tuple[transformers.PreTrainedModel, Footprint]:
-    loaded = engine.load(checkpoint, dtype, device, tokens)
-    kv = pair.kv_bytes(checkpoint, tokens, dtype)
-    stored = pair.stored_bytes(checkpoint)
-    return loaded.model, Footprint(loaded.weight_bytes, kv, stored, loaded.kernels, loaded.note)
 
 
 def _counter(progress: Progress, what: str, total: int) -> Callable[[], None]:

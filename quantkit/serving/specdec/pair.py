@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from quantkit.capacity import attention, kv_cache
 from quantkit.capacity.settings import Settings as Architecture
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
@@ -82,13 +80,13 @@ def warnings(target: Checkpoint, draft: Checkpoint, sizes: tuple[Footprint, Foot
     return []
 
 
-def kv_bytes(checkpoint: Checkpoint, tokens: int, dtype: torch.dtype) -> int | None:
+def kv_bytes(checkpoint: Checkpoint, tokens: int, dtype: str) -> int | None:
     """Keys and values of one text of so many tokens; None for architectures whose cache is not known."""
     try:
         caches = attention.layer_caches(Architecture.of(checkpoint.config.to_dict()))
     except attention.Unsupported:
         return None
-    return kv_cache.sequence_bytes(caches, tokens, kv_cache.DTYPES[str(dtype).removeprefix("torch.")])
+    return kv_cache.sequence_bytes(caches, tokens, kv_cache.DTYPES[dtype])
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:

@@ -133,7 +133,7 @@ def _proof(draft: Measured, made: Comparison, tokenizer: Any) -> list[str]:
     if isinstance(proof, Uniformity):
         return _sampled(proof, draft)
     if not isinstance(proof, Greedy):
-        return []
+        return ["proof: none; llama.cpp does not tell the distributions that it samples from"]
     if not proof.partings:
         return [
             f"proof: greedy text equals the target's own in {_all_of(proof.texts)}, "

@@ -132,12 +132,11 @@ def sweep_of(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None
 def _alpha(runs: Sequence[Run], k: int) -> tuple[float | None, float | None, int]:
     """α, its standard error and from how many tokens: by likelihood, or from totals by the mean."""
     if runs[0].steps is None:
-        passes, drafted = _sum(runs, "passes"), int(_sum(runs, "drafted"))
-        return (
-            (theory.acceptance_of_mean(_tokens(runs) / passes, k), None, drafted)
-            if drafted
-            else (None, None, 0)
-        )
+        drafted = int(_sum(runs, "drafted"))
+        if not drafted:
+            return None, None, 0
+        yielded = 1 + _sum(runs, "accepted") / (drafted / k)  # of a pass that had k tokens to check
+        return theory.acceptance_of_mean(yielded, k), None, drafted
     found = theory.acceptance(all_steps(runs))
     return (found.rate, found.error, found.judged) if found else (None, None, 0)
 
@@ -145,7 +144,8 @@ def _alpha(runs: Sequence[Run], k: int) -> tuple[float | None, float | None, int
 def _expected(runs: Sequence[Run], alpha: float, k: int) -> float:
     steps = all_steps(runs)
     if not steps:
-        return theory.tokens_of_step(alpha, k)
+        share = _sum(runs, "drafted") / k / max(1, _sum(runs, "passes"))  # of passes with k tokens to check
+        return 1 + share * (theory.tokens_of_step(alpha, k) - 1)
     return sum(theory.tokens_of_step(alpha, step.drafted) for step in steps) / len(steps)
 
 
