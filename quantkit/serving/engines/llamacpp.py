@@ -63,8 +63,8 @@ def parameters(
 
 
 def speculate(settings: Any, k: int, draft: Path | None = None) -> None:
-    """Let another file draft k tokens for each pass of this one; without one, as many as followed the last two
-    tokens where the text had them before."""
+    """Let another file draft k tokens for each pass of this one; without one, those that followed the last
+    two tokens where the text had them before."""
     kinds, asked = import_module(PACKAGE).common_speculative_type, settings.speculative
     if draft is None:
         asked.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
