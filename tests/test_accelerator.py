@@ -251,6 +251,18 @@ def test_generate_continues_as_on_the_cpu(far, make, source, options):
     assert [row["text"] for row in found["models"]] == [row["text"] for row in wanted["models"]]
 
 
+@pytest.mark.parametrize("draft", ["draft", "prompt-lookup"])
+def test_specdec_drafts_and_accepts_as_on_the_cpu(far, make, source, draft):
+    make("int8", source, "-o", "draft")
+    asked = ["specdec", source, draft, "--prompts", 1, "--prompt-tokens", 8, "--tokens", 12, "--k", "3"]
+    asked += ["--repeats", 1, "--dtype", "float32"]
+    found, wanted = (
+        made["drafts"][0] for made in (json.loads(far(*asked, "--json", "-q").out), make(*asked))
+    )
+    assert found["proof"] == wanted["proof"] and found["proof"]["alike"]
+    assert [row["histogram"] for row in found["swept"]] == [row["histogram"] for row in wanted["swept"]]
+
+
 def test_inspect_leaves_the_device_alone(far, quantkit, source):
     """It decodes one weight at a time, as fast as a disk delivers them: the CPU's work."""
     far("nf4", source, "-o", "made", "-q")
