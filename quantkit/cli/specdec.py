@@ -102,4 +102,4 @@ def command(
         printed.show(found, own.tokenizer, quiet)
     found.refuse_unlike()
     if as_json:
-        print(json.dumps(found.record(), indent=2, default=str))
+        print(json.dumps(found.record(), indent=2, default=str, allow_nan=False))

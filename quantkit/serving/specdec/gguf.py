@@ -129,13 +129,14 @@ class Speculation:
         others = [found["id"] for found in self._logits(k, self._prompts[prompt], self._settings.tokens)]
         index = lossless.first_difference(ids, others)
         if index is None or index >= min(len(ids), len(others)):
-            return Parting(prompt, k, index or 0, -1, -1, float("inf"), 0.0)
+            return Parting(prompt, k, index or 0, None, None, None, 0.0)
         noise = 0.0
         for place in range(max(0, index - AROUND), index + 1):
             whole = self._logits(0, [*self._prompts[prompt], *ids[:place]], 1)[0]
             noise = max(noise, _apart(_table(single[place]), _table(whole)))
         table = _table(single[index])
-        margin = table[ids[index]] - table.get(others[index], -float("inf"))
+        drafted_token = table.get(others[index])
+        margin = None if drafted_token is None else table[ids[index]] - drafted_token
         return Parting(prompt, k, index, others[index], ids[index], margin, noise)
 
     def _logits(self, k: int, prompt: list[int], tokens: int) -> Sequence[Mapping]:

@@ -25,24 +25,26 @@ SIGNIFICANT = 1e-3  # below, the distribution is another: so it seems by chance 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token in which drafted text leaves the target's own. index: of the new tokens.
+    """The first token in which drafted text leaves the target's own. index: of the new tokens. token,
+    expected: the drafted text's and its own, None where one of the texts ends there.
 
-    margin: by how much the target, asked token by token, prefers its own choice (logits). noise: the largest
+    margin: by how much the target, asked token by token, prefers its own choice (logits), None where no
+    logits say it. noise: the largest
     difference between its logits token by token and in one pass over the same text.
     """
 
     prompt: int
     k: int
     index: int
-    token: int
-    expected: int
-    margin: float
+    token: int | None
+    expected: int | None
+    margin: float | None
     noise: float
 
     @property
     def tie(self) -> bool:
         """Whether rounding explains it: both logits may move by the noise."""
-        return self.margin <= 2 * self.noise
+        return self.margin is not None and self.margin <= 2 * self.noise
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def parting(
     single = _one_by_one(target, prompt, own)
     noise = (whole - single).abs().max().item()
     if index >= min(len(own), len(drafted)):  # one ended: no choice of the target explains that
-        return Parting(*place, index, -1, -1, float("inf"), noise)
+        return Parting(*place, index, None, None, None, noise)
     margin = (single[index, own[index]] - single[index, drafted[index]]).item()
     return Parting(*place, index, drafted[index], own[index], margin, noise)
 

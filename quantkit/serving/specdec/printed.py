@@ -149,16 +149,18 @@ def _proof(draft: Measured, made: Comparison, tokenizer: Any) -> list[str]:
         if ties == len(proof.partings)
         else (f"{len(proof.partings) - ties} DIFFER, {ties} part at a tie")
     )
-    worst = sorted(proof.partings, key=lambda parted: (parted.tie, -parted.margin))
+    worst = sorted(proof.partings, key=lambda parted: (parted.tie, -(parted.margin or 0.0)))
     lines = [head, *(_parted(parted, tokenizer) for parted in worst[:SHOWN])]
     return lines if len(worst) <= SHOWN else [*lines, f"  … and {len(worst) - SHOWN} more (--json has all)"]
 
 
 def _parted(parted: Parting, tokenizer: Any) -> str:
     where = f"  text {parted.prompt + 1}, k = {parted.k}, token {parted.index + 1}: "
-    if parted.token < 0:
+    if parted.token is None:
         return f"{where}one text ends, the other goes on"
     found, own = (repr(tokenizer.decode([token])) for token in (parted.token, parted.expected))
+    if parted.margin is None:
+        return f"{where}{found}, which is not among the likeliest, instead of {own}"
     return (
         f"{where}{found} instead of {own}, whose logit is {parted.margin:.4f} higher; {_cause(parted.tie)} "
         f"(passes of one token and of many differ by up to {parted.noise:.4f} here)"
