@@ -65,7 +65,7 @@ def test_what_is_printed_begins_with_the_verdict(quantkit, target, draft):
     lines = done.out.splitlines()
     for line, name in zip(lines, (str(draft), "prompt-lookup"), strict=False):
         assert re.match(
-            rf"{name}: drafting (slows this target down|pays), \d+\.\d\dx at best \(k = [13]\)$", line
+            rf"{name}: drafting (slows this target down|pays|may pay), \d+\.\d\dx at best \(k = [13]\)", line
         )
     assert "accepted" in done.out and "k = 3," in done.out
     assert "greedy text equals the target's own in all 4 texts, 32 tokens one by one" in done.out
@@ -88,6 +88,7 @@ def measured(net: float, partings=()) -> sweep.Measured:
     [
         (0.61, "draft: drafting slows this target down, 0.61x at best (k = 2)"),
         (1.34, "draft: drafting pays, 1.34x at best (k = 2)"),
+        (1.04, "draft: drafting may pay, 1.04x at best (k = 2), but 0.94x to 1.14x in its repeats"),
     ],
 )
 def test_the_verdict(net, said):

@@ -45,9 +45,13 @@ LEGEND = (
 def verdict(draft: Measured) -> str:
     """In a line, and first of all, whether it pays."""
     best, name = draft.measured, draft.draft
+    net = next(row.net for row in draft.swept if row.k == best.k)
+    said = f"{best.speedup:.2f}x at best (k = {best.k})"
     if draft.slows:
-        return f"{name}: drafting slows this target down, {best.speedup:.2f}x at best (k = {best.k})"
-    return f"{name}: drafting pays, {best.speedup:.2f}x at best (k = {best.k})"
+        return f"{name}: drafting slows this target down, {said}"
+    if net.low <= 1:
+        return f"{name}: drafting may pay, {said}, but {net.low:.2f}x to {net.high:.2f}x in its repeats"
+    return f"{name}: drafting pays, {said}"
 
 
 def _show_draft(console: Console, draft: Measured, made: Comparison, tokenizer: Any) -> None:
