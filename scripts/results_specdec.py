@@ -1,6 +1,7 @@
 """Regenerate the tables of docs/specdec.md: what drafts of the demo model are worth, and to whom.
 
-    python scripts/results_specdec.py [MODEL] [--prompts 8] [--tokens 64] [--repeats 3] [--work FOLDER]
+    python scripts/results_specdec.py [MODEL] [--prompts 8] [--tokens 64] [--repeats 3] [--k 1,2,4,8]
+                                      [--work FOLDER]
 
 MODEL (the bundled demo model unless given) is copied in nf4, by gptq at 4, 3 and 2 bit; each copy drafts for
 it, and so does prompt-lookup, greedy and sampled at temperature 1. The first table is what was measured here.
@@ -76,11 +77,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(ROOT / "tests/data/demo-llama-6m"))
     for flag, value in (("prompts", 8), ("tokens", 64), ("repeats", 3)):
         parser.add_argument(f"--{flag}", type=int, default=value)
+    parser.add_argument("--k", default="1,2,4,8")
     parser.add_argument("--work", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         copies = make(asked.model, asked.work or Path(temporary))
-        sizes = [f"--{flag}={getattr(asked, flag)}" for flag in ("prompts", "tokens", "repeats")]
+        sizes = [f"--{flag}={getattr(asked, flag)}" for flag in ("prompts", "tokens", "repeats", "k")]
         found = {}
         for temperature in (0.0, 1.0):
             command = ["specdec", asked.model, *copies.values(), "prompt-lookup", *sizes, "--json", "-q"]

@@ -1,13 +1,16 @@
 """`quantkit specdec`: what it prints and records, and what it refuses."""
 
+import hashlib
 import json
 import re
 
 import families
 import jobs
 import pytest
+import torch
 
-from quantkit.serving.specdec import assisted, compare, printed, runs, sweep
+from quantkit.models.open import open_checkpoint
+from quantkit.serving.specdec import assisted, compare, printed, prompts, runs, sweep
 from quantkit.serving.specdec.pair import Footprint
 from quantkit.serving.specdec.runs import Run
 from quantkit.serving.specdec.settings import Settings
@@ -53,17 +56,17 @@ def test_the_record_of_two_drafts(make, target, draft):
 
 
 def test_sampled_text_is_proven_with_as_many_draws_as_asked(make, target, draft):
-    found = make("specdec", target, draft, *QUICK, "--temperature", "1", "--proof", "200")
+    found = make("specdec", target, draft, *QUICK, "--temperature", "1", "--proof", "120")
     proof = found["drafts"][0]["proof"]
-    assert proof["kind"] == "sampled" and proof["tokens"] >= 200 and proof["bins"] == 10
+    assert proof["kind"] == "sampled" and 120 <= proof["tokens"] < 128 and proof["bins"] == 6
     assert proof["alike"] and 0 < proof["overlap"] <= 1
 
 
-def test_what_is_printed_begins_with_the_verdict(quantkit, target, draft):
-    done = quantkit("specdec", target, draft, "prompt-lookup", *QUICK)
+def test_what_is_printed_begins_with_the_verdict(quantkit, target):
+    done = quantkit("specdec", target, target, "prompt-lookup", *QUICK)
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    for line, name in zip(lines, (str(draft), "prompt-lookup"), strict=False):
+    for line, name in zip(lines, (str(target), "prompt-lookup"), strict=False):
         assert re.match(
             rf"{name}: drafting (slows this target down|pays|may pay), \d+\.\d\dx at best \(k = [13]\)", line
         )
@@ -95,7 +98,7 @@ def test_the_verdict(net, said):
     assert printed.verdict(measured(net)) == said
 
 
-def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target, draft, monkeypatch):
+def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target, monkeypatch):
     """As if the rule that accepts were broken: a token of a drafted text is another."""
     whole = assisted.generate
 
@@ -106,14 +109,15 @@ def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target
         return made
 
     monkeypatch.setattr(assisted, "generate", broken)
-    done = quantkit("specdec", target, draft, *QUICK, "--json", "-q")
+    asked = ["specdec", target, "prompt-lookup", *QUICK, "-q"]
+    done = quantkit(*asked, "--json")
     assert done.code == 6
     record = json.loads(done.out)
     assert "is not the target's own" in record["error"]["message"]
     proof = record["drafts"][0]["proof"]
     assert (proof["equal"], proof["alike"], len(proof["partings"])) == (2, False, 2)
     assert {(row["k"], row["index"]) for row in proof["partings"]} == {(3, 4)}
-    done = quantkit("specdec", target, draft, *QUICK, "-q")
+    done = quantkit(*asked)
     assert done.code == 6 and "2 DIFFER, 0 part at a tie" in done.out
 
 
@@ -160,8 +164,12 @@ def test_texts_are_cut_evenly(make, target, tmp_path):
     text.write_text(" ".join(families.sentences(60)))
     found = make("specdec", target, "prompt-lookup", *QUICK, "--text", text)
     assert found["settings"]["text"] == "text.txt"
-    again = make("specdec", target, "prompt-lookup", *QUICK, "--text", text, "--seed", "5")
-    assert again["settings"]["prompts_sha256"] == found["settings"]["prompts_sha256"]
+    opened = open_checkpoint(str(target))
+    ids = opened.tokenizer(text.read_text(), add_special_tokens=False)["input_ids"]
+    wanted = torch.tensor([ids[:8], ids[len(ids) - 8 :]])
+    assert torch.equal(prompts.load(opened, text, 2, 8, seed=5).ids, wanted)
+    digest = hashlib.sha256(wanted.numpy().tobytes()).hexdigest()
+    assert found["settings"]["prompts_sha256"] == digest
 
 
 def test_a_draft_larger_than_the_target_is_warned_of(quantkit, target, tiny_model):
