@@ -231,13 +231,13 @@ def test_what_is_no_model(refuse, target, tmp_path):
     (tmp_path / "empty").mkdir()
     refuse(3, "specdec", tmp_path / "empty", target)
     error, _ = refuse(4, "specdec", target, "prompt-lookup", *QUICK, "--engine", "llama.cpp")
-    assert "llama.cpp runs GGUF files" in error
+    assert "llama.cpp runs GGUF files only, not " in error
 
 
 def test_a_state_that_cannot_be_taken_back_is_refused(refuse, tiny_model):
     mamba = tiny_model("mamba2", tokenizer=True)
     error, _ = refuse(4, "specdec", mamba, "prompt-lookup", *QUICK)
-    assert "stateful" in error
+    assert "keeps a recurrent state" in error
 
 
 def test_settings_have_the_defaults_of_the_command():

@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.generate import end_ids
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import synchronize
@@ -54,7 +54,8 @@ class Pairs:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """prompts: int64 `[prompts, tokens]`."""
+        """prompts: int64 `[prompts, tokens]`. Raises QuantkitError for what does not fit the memory (exit code
+        5), and for models with a recurrent state (4)."""
         self.precision = str(dtype).removeprefix("torch.")
         self._target, self._dtype, self._device = target, dtype, device
         self._tokens = settings.prompt_tokens + settings.tokens
@@ -64,22 +65,18 @@ class Pairs:
 
     @contextmanager
     def load(self, draft: Checkpoint | None) -> Iterator[tuple[Assisted, tuple[Footprint, Footprint | None]]]:
-        """The target with a draft, or with prompt-lookup, and what both take.
-
-        Raises QuantkitError (exit code 4) for models that transformers cannot draft for.
-        """
+        """The target with a draft, or with prompt-lookup, and what both take."""
         model, size = (None, None) if draft is None else self._load(draft)
-        try:
-            yield Assisted(self._model, model, self._prompts, self._sampling), (self._size, size)
-        except ValueError as error:  # of models that it cannot take tokens back from
-            raise QuantkitError(
-                f"transformers cannot let {self._target.source} be drafted for: {first_line(error)}",
-                "models with a recurrent state cannot take back a token",
-                UNSUPPORTED,
-            ) from error
+        yield Assisted(self._model, model, self._prompts, self._sampling), (self._size, size)
 
     def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, Footprint]:
         loaded = engine.load(checkpoint, self._dtype, self._device, self._tokens)
+        if loaded.model._is_stateful:  # transformers refuses them as targets, and fails with them as drafts
+            raise QuantkitError(
+                f"{checkpoint.source} keeps a recurrent state, out of which no token can be taken back",
+                "speculative decoding needs a model that keeps keys and values alone",
+                UNSUPPORTED,
+            )
         kv = pair.kv_bytes(checkpoint, self._tokens, self.precision)
         stored = pair.stored_bytes(checkpoint)
         return loaded.model, Footprint(loaded.weight_bytes, kv, stored, loaded.kernels, loaded.note)
@@ -129,9 +126,7 @@ def generate(
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-    target.generation_config = (
-        transformers.GenerationConfig()
-    )  # what a checkpoint recommends is not asked for
+    target.generation_config = transformers.GenerationConfig()  # not what the checkpoint recommends
     device, notes = prompt.device, _Notes(prompt.device)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
@@ -165,7 +160,7 @@ def _config(sampling: Sampling, asked: dict[str, Any]) -> transformers.Generatio
 
 @dataclass
 class _Notes(BaseStreamer):
-    """Takes the time whenever the target begins a pass, has ended it, and its tokens have been chosen."""
+    """Takes the time whenever the target begins a pass, and when its tokens have been chosen."""
 
     device: torch.device
     given: list[Tensor] = field(default_factory=list)  # what each pass was given

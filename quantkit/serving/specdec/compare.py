@@ -73,7 +73,7 @@ def choose_engine(asked: str, checkpoints: Sequence[Checkpoint | None]) -> str:
         return "transformers" if folders or llamacpp.version() is None else "llama.cpp"
     if asked == "llama.cpp" and folders:
         raise QuantkitError(
-            f"llama.cpp runs GGUF files, which {name_all(folders)} is not",
+            f"llama.cpp runs GGUF files only, not {name_all(folders)}",
             "make one: quantkit gguf; or leave --engine out: transformers runs all of them",
             UNSUPPORTED,
         )
