@@ -54,8 +54,8 @@ class Pairs:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """prompts: int64 `[prompts, tokens]`. Raises QuantkitError for what does not fit the memory (exit code
-        5), and for models with a recurrent state (4)."""
+        """prompts: int64 `[prompts, tokens]`. Raises QuantkitError for what does not fit the memory (exit
+        code 5), and for models with a recurrent state (4)."""
         self.precision = str(dtype).removeprefix("torch.")
         self._target, self._dtype, self._device = target, dtype, device
         self._tokens = settings.prompt_tokens + settings.tokens
