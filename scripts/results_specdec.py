@@ -91,7 +91,8 @@ def main() -> None:
     print(measured(found, names), by_count(found, names), sep="\n\n")
     for temperature, drafts in found.items():
         for name, draft in zip(names, drafts, strict=True):
-            print(f"\n{name} at {temperature:g}: {json.dumps(draft['proof'] | {'partings': '…'})}")
+            draft["proof"].pop("partings", None)
+            print(f"\n{name} at {temperature:g}: {json.dumps(draft['proof'])}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,14 @@ def test_the_record_of_two_drafts(make, target, draft):
         assert row["expected"] == pytest.approx(
             row["expected_tokens"] / (row["drafted_per_step"] * row["cost"] + 1)
         )
+    fit = [
+        model["drafting"]["fixed"] + model["drafting"]["per_token"] * row["drafted_per_step"]
+        for row in model["swept"]
+    ]
+    assert fit == pytest.approx(
+        [row["drafted_per_step"] * row["cost"] for row in model["swept"]]
+    )  # two points
+    assert lookup["drafting"] is None
     for row in model["swept"]:
         assert len(row["histogram"]) == row["k"] + 1
         assert 1 <= row["tokens_per_step"] <= row["k"] + 1
@@ -82,7 +90,20 @@ def measured(net: float, partings=()) -> sweep.Measured:
     proof = sweep.Greedy(2, 2 - len(partings), 20, list(partings))
     size = Footprint(10, 10, 10, "torch")
     return sweep.Measured(
-        "draft", "engine", alone, [row], 0.5, 0.9, sweep.Best(0, 1.0), best, 0.5, best, proof, size, size
+        "draft",
+        "engine",
+        alone,
+        [row],
+        0.5,
+        0.9,
+        None,
+        sweep.Best(0, 1.0),
+        best,
+        0.5,
+        best,
+        proof,
+        size,
+        size,
     )
 
 

@@ -70,6 +70,11 @@ def test_alpha_of_a_mean_undoes_the_formula():
             assert theory.acceptance_of_mean(theory.tokens_of_step(alpha, k), k) == pytest.approx(alpha)
 
 
+def test_a_line_through_points():
+    assert theory.line([(1, 3.0), (2, 5.0), (4, 9.0)]) == pytest.approx((1, 2))
+    assert theory.line([(0, 0.0), (1, 2.0), (2, 1.0)]) == pytest.approx((0.5, 0.5))
+
+
 def test_nothing_drafted_has_no_alpha():
     assert theory.acceptance([Step(0, 0, 1)] * 3) is None
 

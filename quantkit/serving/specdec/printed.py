@@ -14,6 +14,7 @@ from quantkit.serving.specdec.compare import Comparison
 from quantkit.serving.specdec.lossless import Parting, Uniformity
 from quantkit.serving.specdec.runs import Swept
 from quantkit.serving.specdec.sweep import Greedy, Measured
+from quantkit.serving.specdec.theory import MOST
 from quantkit.tables import make_table, megabytes, print_line
 
 BAR = 8  # columns of the longest bar; four histograms stand side by side on 80
@@ -99,19 +100,29 @@ def _theory(draft: Measured) -> list[str]:
     error = math.sqrt(draft.alpha * (1 - draft.alpha) / judged)
     told = f"α = {draft.alpha:.2f} ±{error:.2f}, c = {draft.cost:.2f}"
     if best.k:
-        first = f"best k by theory: {best.k} ({told}: {best.speedup:.2f}x)"
+        first = f"best k by theory: {_many(best.k)} ({told}: {best.speedup:.2f}x)"
     else:
         first = f"best k by theory: none ({told}: no k gains anything)"
     measured = draft.measured
     lines = [f"{first}; best measured: {measured.k} ({measured.speedup:.2f}x net)"]
+    if draft.drafting is not None:
+        fixed, each = draft.drafting.fixed, draft.drafting.per_token
+        lines.append(
+            f"drafting k tokens takes {fixed:.2f} + {each:.2f} k steps of the target: the first part is the "
+            "engine's own, once a pass"
+        )
     if draft.draft_memory is not None:
         known = draft.by_bytes
-        gain = f"{known.speedup:.2f}x at k = {known.k}" if known.k else "no k gains anything"
+        gain = f"{known.speedup:.2f}x at k = {_many(known.k)}" if known.k else "no k gains anything"
         lines.append(
             "where a step takes as long as its stored weights take to be read, as on a GPU with one text "
             f"and kernels for this layout (c = {draft.cost_by_bytes:.2f}), the same α gives {gain}"
         )
     return lines
+
+
+def _many(k: int) -> str:
+    return f"{k} or more" if k == MOST else str(k)
 
 
 def _memory(draft: Measured) -> str:

@@ -61,10 +61,21 @@ class Best:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """Drafting k tokens takes fixed + per_token · k steps of the target; the first is the engine's own."""
+
+    fixed: float
+    per_token: float
+
+
+@dataclass(frozen=True)
 class Measured:
-    """A draft. alpha, cost: of all k together. in_theory: the best k that α and c give, of any up to
-    theory.MOST; measured: of those that were tried, by net speed-up; by_bytes: in theory where a step takes
-    as long as its weights, as stored, take to be read, which is c = cost_by_bytes."""
+    """A draft. alpha, cost: of all k together; drafting: what c is made of, where runs tell it.
+
+    in_theory: the best k that α and c give, of any up to theory.MOST; measured: of those that were tried, by
+    net speed-up; by_bytes: in theory where a step takes as long as its weights, as stored, take to be read,
+    which is c = cost_by_bytes.
+    """
 
     draft: str
     engine: str
@@ -72,6 +83,7 @@ class Measured:
     swept: list[Swept]
     alpha: float | None
     cost: float
+    drafting: Drafting | None
     in_theory: Best
     measured: Best
     cost_by_bytes: float
@@ -146,6 +158,7 @@ def _sum_up(
         swept=swept,
         alpha=alpha,
         cost=whole,
+        drafting=_drafting(swept) if cost is None and draft else None,
         in_theory=_in_theory(swept, alpha, whole, draft is not None),
         measured=Best(best.k, best.net.median),
         cost_by_bytes=by_bytes,
@@ -154,6 +167,12 @@ def _sum_up(
         target_memory=target,
         draft_memory=draft,
     )
+
+
+def _drafting(swept: Sequence[Swept]) -> Drafting | None:
+    """None with a single k, which cannot tell the two apart."""
+    points = [(row.drafted_per_step, row.drafted_per_step * row.cost) for row in swept]
+    return Drafting(*theory.line(points)) if len(points) > 1 else None
 
 
 def _pooled_alpha(swept: Sequence[Swept]) -> float | None:

@@ -14,7 +14,7 @@ k c + v stands for k c + 1. With α > c some k gains, at least (1 + α) / (1 + c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MOST = 64  # tokens drafted at once, that a best k is looked for up to
@@ -90,6 +90,13 @@ def speedup(alpha: float, cost: float, k: int, check: float = 1.0) -> float:
 def best_k(alpha: float, cost: float, most: int = MOST) -> int:
     """k of the largest expected speed-up; 0, do not draft, where none is above 1."""
     return max(range(most + 1), key=lambda k: speedup(alpha, cost, k))
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope of least squares through (x, y) with two different x at least."""
+    x0, y0 = (sum(values) / len(points) for values in zip(*points, strict=True))
+    slope = sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
+    return y0 - slope * x0, slope
 
 
 def histogram(steps: Iterable[Step], k: int) -> list[int]:
