@@ -208,6 +208,10 @@ class Far(Tensor):
     def __format__(self, spec):
         return format(self.inner, spec)
 
+    def __deepcopy__(self, memo):
+        """There is no storage to copy, which is what torch would do."""
+        return memo.setdefault(id(self), self.clone())
+
     def data_ptr(self):
         return self.inner.data_ptr()
 

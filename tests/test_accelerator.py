@@ -272,6 +272,16 @@ def test_chat_keeps_its_cache_there(far, quantkit, tiny_model, monkeypatch, fami
     assert found[1]["tokens"]["cached"] > 0 < found[1]["tokens"]["dropped"]
 
 
+def test_specdec_drafts_and_accepts_as_on_the_cpu(far, make, source):
+    make("int8", source, "-o", "draft")
+    asked = ["specdec", source, "draft", "prompt-lookup", "--prompts", 1, "--prompt-tokens", 8, "--k", "3"]
+    asked += ["--tokens", 8, "--repeats", 1, "--dtype", "float32"]
+    found, wanted = json.loads(far(*asked, "--json", "-q").out), make(*asked)
+    for one, other in zip(found["drafts"], wanted["drafts"], strict=True):
+        assert one["proof"] == other["proof"] and one["proof"]["alike"]
+        assert [row["histogram"] for row in one["swept"]] == [row["histogram"] for row in other["swept"]]
+
+
 def test_inspect_leaves_the_device_alone(far, quantkit, source):
     """It decodes one weight at a time, as fast as a disk delivers them: the CPU's work."""
     far("nf4", source, "-o", "made", "-q")

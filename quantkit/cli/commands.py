@@ -25,6 +25,7 @@ OTHERS = {  # every other command than the methods, and its help
     "generate": "Continue a prompt with one model or several side by side, and mark where they part.",
     "chat": "Talk to a model: its cache is kept between turns, speed and memory are told after each.",
     "serve": "Hand a checkpoint over to an engine's own server, and prove that it answers.",
+    "specdec": "Does speculative decoding pay? Drafts, and how much they draft, against the target alone.",
     "doctor": "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
     "recipes": "List, show and begin recipes: jobs in a YAML file.",
 }

@@ -23,11 +23,13 @@ KV_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_
 
 @dataclass(frozen=True)
 class Answer:
-    """text: what was generated. timings: llama.cpp's own. stop: "length" or "end"."""
+    """text: what was generated. timings: llama.cpp's own. stop: "length" or "end". logprobs: where they were
+    asked for, the id, the logprob and the top_logprobs of every token."""
 
     text: str
     timings: Mapping[str, float]
     stop: str
+    logprobs: Sequence[Mapping[str, Any]] = ()
 
 
 def version() -> str | None:
@@ -60,6 +62,23 @@ def parameters(
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
     made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
     return made
+
+
+def speculate(settings: Any, k: int, draft: Path | None = None) -> None:
+    """Let another file draft k tokens for each pass of this one; without one, those that followed the last
+    two tokens where the text had them before."""
+    kinds, asked = import_module(PACKAGE).common_speculative_type, settings.speculative
+    if draft is None:
+        asked.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        asked.ngram_simple.size_n, asked.ngram_simple.size_m = 2, k
+        return
+    asked.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    asked.draft.mparams.path = str(draft)
+    asked.draft.n_max, asked.draft.n_min, asked.draft.p_min = k, 0, 0.0  # k, however unsure the draft is
+    asked.draft.cache_type_k, asked.draft.cache_type_v = settings.cache_type_k, settings.cache_type_v
+    asked.draft.n_gpu_layers = settings.n_gpu_layers
+    asked.draft.cpuparams.n_threads = settings.cpuparams.n_threads
+    asked.draft.cpuparams_batch.n_threads = settings.cpuparams_batch.n_threads
 
 
 class Session:
@@ -126,6 +145,7 @@ class Session:
         parts: list[str] = []
         last: dict[str, Any] = {}
         failed: list[BaseException] = []
+        logprobs: list[Mapping[str, Any]] = []
 
         def note(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
@@ -133,6 +153,7 @@ class Session:
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
                 last["reason"] = choice.get("finish_reason") or last.get("reason")
                 parts.append(text)
+                logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
                 if text and stream:
                     stream(text)
 
@@ -151,6 +172,5 @@ class Session:
             raise ContextFullError(last["error"]["n_prompt_tokens"], last["error"]["n_ctx"])
         if "error" in last:
             raise QuantkitError(f"llama.cpp: {last['error'].get('message', last['error'])}")
-        return Answer(
-            "".join(parts), last.get("timings", {}), "end" if last.get("reason") == "stop" else "length"
-        )
+        stop = "end" if last.get("reason") == "stop" else "length"
+        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)

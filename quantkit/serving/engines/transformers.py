@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -84,7 +85,9 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
             RESOURCES,
         )
     logging.getLogger(CHATTY).setLevel(logging.ERROR)
-    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():  # of bars that the hub's own were asked for
+        warnings.simplefilter("ignore", UserWarning)
+        transformers.logging.disable_progress_bar()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,

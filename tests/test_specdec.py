@@ -1,0 +1,266 @@
+"""`quantkit specdec`: what it prints and records, and what it refuses."""
+
+import hashlib
+import json
+import re
+
+import families
+import jobs
+import pytest
+import torch
+
+from quantkit.models.open import open_checkpoint
+from quantkit.serving.specdec import assisted, compare, printed, prompts, runs, sweep
+from quantkit.serving.specdec.pair import Footprint
+from quantkit.serving.specdec.runs import Run
+from quantkit.serving.specdec.settings import Settings
+from quantkit.serving.specdec.theory import Step
+
+QUICK = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "8", "--repeats", "2", "--k", "3,1"]
+
+
+@pytest.fixture
+def target(tiny_model):
+    return tiny_model("llama", tokenizer=True, name="target")
+
+
+@pytest.fixture
+def draft(target, tmp_path):
+    jobs.quantize("nf4", target, tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def test_the_record_of_two_drafts(make, target, draft):
+    found = make("specdec", target, draft, "prompt-lookup", *QUICK, "--seed", "3")
+    assert found["schema"] == "quantkit.specdec/1"
+    assert found["settings"]["ks"] == [1, 3]
+    assert found["settings"] | {"prompts": 2, "prompt_tokens": 8, "tokens": 8, "seed": 3} == found["settings"]
+    assert [row["draft"] for row in found["drafts"]] == [str(draft), "prompt-lookup"]
+    model, lookup = found["drafts"]
+    for row in (*model["swept"], *lookup["swept"]):
+        assert row["expected"] == pytest.approx(
+            row["expected_tokens"] / (row["drafted_per_step"] * row["cost"] + 1)
+        )
+    fit = [
+        model["drafting"]["fixed"] + model["drafting"]["per_token"] * row["drafted_per_step"]
+        for row in model["swept"]
+    ]
+    assert fit == pytest.approx(
+        [row["drafted_per_step"] * row["cost"] for row in model["swept"]]
+    )  # two points
+    assert lookup["drafting"] is None
+    for row in model["swept"]:
+        assert len(row["histogram"]) == row["k"] + 1
+        assert 1 <= row["tokens_per_step"] <= row["k"] + 1
+        assert 0 <= row["alpha"] <= 1 and row["judged"] > 0
+    for made in (model, lookup):
+        proof = made["proof"]
+        assert (proof["kind"], proof["alike"], proof["partings"]) == ("greedy", True, [])
+        assert (proof["texts"], proof["equal"], proof["tokens"]) == (4, 4, 32)
+    # 512 x 64 twice, three blocks; 2 (k, v) * 3 layers * 2 heads * 16 * 16 tokens, all in float32
+    assert model["target_memory"]["kv"] == 2 * 3 * 2 * 16 * 16 * 4
+    assert lookup["draft_memory"] is None
+    assert model["cost_by_bytes"] == model["draft_memory"]["stored"] / model["target_memory"]["stored"] < 1
+
+
+def test_sampled_text_is_proven_with_as_many_draws_as_asked(make, target, draft):
+    found = make("specdec", target, draft, *QUICK, "--temperature", "1", "--proof", "120")
+    proof = found["drafts"][0]["proof"]
+    assert proof["kind"] == "sampled" and 120 <= proof["tokens"] < 128 and proof["bins"] == 6
+    assert proof["alike"] and 0 < proof["overlap"] <= 1
+
+
+def test_what_is_printed_begins_with_the_verdict(quantkit, target):
+    done = quantkit("specdec", target, target, "prompt-lookup", *QUICK)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    for line, name in zip(lines, (str(target), "prompt-lookup"), strict=False):
+        assert re.match(
+            rf"{name}: drafting (slows this target down|pays|may pay), \d+\.\d\dx at best \(k = [13]\)", line
+        )
+    assert "accepted" in done.out and "k = 3," in done.out
+    assert "greedy text equals the target's own in all 4 texts, 32 tokens one by one" in done.out
+
+
+def measured(net: float, partings=()) -> sweep.Measured:
+    spread = runs.Spread(net, net - 0.1, net + 0.1)
+    row = runs.Swept(2, 1.5, 1.6, 2.0, 0.5, 0.1, 9, [3, 2, 1], 0.9, 1.1, 0.6, spread, spread, spread)
+    best = sweep.Best(2, net)
+    alone = runs.Alone(spread, spread, 1.0)
+    proof = sweep.Greedy(2, 2 - len(partings), 20, list(partings))
+    size = Footprint(10, 10, 10, "torch")
+    return sweep.Measured(
+        "draft",
+        "engine",
+        alone,
+        [row],
+        0.5,
+        0.9,
+        None,
+        sweep.Best(0, 1.0),
+        best,
+        0.5,
+        best,
+        proof,
+        size,
+        size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (0.61, "draft: drafting slows this target down, 0.61x at best (k = 2)"),
+        (1.34, "draft: drafting pays, 1.34x at best (k = 2)"),
+        (1.04, "draft: drafting may pay, 1.04x at best (k = 2), but 0.94x to 1.14x in its repeats"),
+    ],
+)
+def test_the_verdict(net, said):
+    assert printed.verdict(measured(net)) == said
+
+
+def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target, monkeypatch):
+    """As if the rule that accepts were broken: a token of a drafted text is another."""
+    whole = assisted.generate
+
+    def broken(model, prompt, sampling, seed, k=0, guess=None):
+        made = whole(model, prompt, sampling, seed, k, guess)
+        if k == 3:
+            made.ids[4] = (made.ids[4] + 1) % 512
+        return made
+
+    monkeypatch.setattr(assisted, "generate", broken)
+    asked = ["specdec", target, "prompt-lookup", *QUICK, "-q"]
+    done = quantkit(*asked, "--json")
+    assert done.code == 6
+    record = json.loads(done.out)
+    assert "is not the target's own" in record["error"]["message"]
+    proof = record["drafts"][0]["proof"]
+    assert (proof["equal"], proof["alike"], len(proof["partings"])) == (2, False, 2)
+    assert {(row["k"], row["index"]) for row in proof["partings"]} == {(3, 4)}
+    done = quantkit(*asked)
+    assert done.code == 6 and "2 DIFFER, 0 part at a tie" in done.out
+
+
+def test_a_sweep_is_summed_up_from_what_runs_say():
+    """Two repeats of one text, by hand: 8 tokens in 4 passes, each pass but the first one drafting 2."""
+    steps = [Step(2, 1, 2), Step(2, 2, 3), Step(2, 0, 1), Step(1, 1, 2)]
+
+    def run(scale: float) -> Run:
+        return Run(8, 9 * scale, 1.0, 2, 4, 7, 4, 8 * scale, list(range(8)), "", steps, 2 * scale, 6 * scale)
+
+    def plain(scale: float) -> Run:
+        return Run(
+            8, 8.0 * scale, 1.0, 1, 8, 0, 0, 7 * scale, list(range(8)), "", [Step(0, 0, 1)] * 8, 0, 7 * scale
+        )
+
+    found = runs.sweep_of(2, [[run(1)], [run(2)]], [[plain(1)], [plain(1)]])
+    assert found.tokens_per_step == 2 and found.drafted_per_step == 7 / 4
+    assert (found.alpha, found.judged) == (4 / 6, 12)  # two refused
+    assert found.histogram == [2, 4, 2]
+    a = 4 / 6
+    assert found.expected_tokens == pytest.approx((3 * (1 + a + a * a) + 1 + a) / 4)
+    assert found.cost == pytest.approx((2 + 4) / 6 / (7 / 4))  # of a step of the target alone, one second
+    assert found.check == pytest.approx((6 + 12) / 6)
+    assert found.decode.median == pytest.approx((6 / 8 + 6 / 16) / 2)
+    assert (found.net.high, found.net.low) == pytest.approx((8 / 9, 4 / 9))
+
+
+def test_totals_give_the_same_alpha_as_steps():
+    """Where every draft has k tokens, the mean of a pass says as much: that is what llama.cpp tells."""
+    steps = [Step(3, a, a + 1) for a in (3, 3, 0, 1, 3, 2, 0, 3)]
+    accepted = sum(step.accepted for step in steps)
+    totals = Run(1 + accepted + 8, 9.0, 1.0, 1, 8, 24, accepted, 8.0, text="a")
+    plain = Run(10, 10.0, 1.0, 1, 9, 0, 0, 9.0, text="a")
+    found = runs.sweep_of(3, [[totals]], [[plain]], cost=0.25)
+    mean = (accepted + 8) / 8
+    assert found.tokens_per_step == mean == pytest.approx(found.expected_tokens)
+    assert 1 + found.alpha + found.alpha**2 + found.alpha**3 == pytest.approx(mean)
+    assert found.histogram is None and found.cost == 0.25
+    assert found.check == pytest.approx(8.0 / 8 / 1.0 - 3 * 0.25)
+
+
+def test_texts_are_cut_evenly(make, target, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(families.sentences(60)))
+    found = make("specdec", target, "prompt-lookup", *QUICK, "--text", text)
+    assert found["settings"]["text"] == "text.txt"
+    opened = open_checkpoint(str(target))
+    ids = opened.tokenizer(text.read_text(), add_special_tokens=False)["input_ids"]
+    wanted = torch.tensor([ids[:8], ids[len(ids) - 8 :]])
+    assert torch.equal(prompts.load(opened, text, 2, 8, seed=5).ids, wanted)
+    digest = hashlib.sha256(wanted.numpy().tobytes()).hexdigest()
+    assert found["settings"]["prompts_sha256"] == digest
+
+
+def test_a_draft_larger_than_the_target_is_warned_of(quantkit, target, tiny_model):
+    large = tiny_model("llama", tokenizer=True, name="large", intermediate_size=256)
+    done = quantkit("specdec", target, large, *QUICK, "-q")
+    assert done.code == 0
+    assert f"warning: {large}" in done.err and "is larger than its target" in done.err
+
+
+def test_another_vocabulary_is_refused_and_named(refuse, target, tiny_model, monkeypatch):
+    others = families.sentences(seed=7)
+    monkeypatch.setattr(families, "sentences", lambda: others)
+    other = tiny_model("llama", tokenizer=True, name="other")
+    error, hint = refuse(4, "specdec", target, other, *QUICK)
+    assert f"{other} cannot draft for {target}: the vocabulary has 512 tokens" in error and "lacks '" in error
+    assert "prompt-lookup" in hint
+
+
+def test_a_wider_embedding_is_refused(refuse, target, tiny_model):
+    other = tiny_model("llama", tokenizer=True, name="other", vocab_size=520)
+    error, _ = refuse(4, "specdec", target, other, *QUICK)
+    assert "its embedding has 520 rows instead of 512, though the tokens are the same" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--k", "0"], "--k 0 makes no sense"),
+        (["--k", "1,x"], "is no list of numbers"),
+        (["--k", ""], "is no list of numbers"),
+        (["--tokens", "1"], "--tokens 1 makes no sense"),
+        (["--repeats", "0"], "--repeats 0 makes no sense"),
+        (["--temperature", "-1"], "--temperature -1 makes no sense"),
+        (["--proof", "500"], "--proof is for sampling"),
+        (["--temperature", "1", "--proof", "5"], "--proof 5 proves nothing"),
+        (["--prompt-tokens", "250"], "was made for 256 tokens; prompt and new tokens make 258"),
+    ],
+)
+def test_questions_that_make_no_sense(refuse, target, options, said):
+    error, _ = refuse(2, "specdec", target, "prompt-lookup", *QUICK, *options)
+    assert said in error
+
+
+def test_texts_that_do_not_do(refuse, target, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    assert (
+        "need" in refuse(2, "specdec", target, "prompt-lookup", *QUICK, "--text", tmp_path / "short.txt")[0]
+    )
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert (
+        "is not UTF-8" in refuse(2, "specdec", target, "prompt-lookup", "--text", tmp_path / "latin.txt")[0]
+    )
+    assert (
+        "cannot be read" in refuse(3, "specdec", target, "prompt-lookup", "--text", tmp_path / "none.txt")[0]
+    )
+
+
+def test_what_is_no_model(refuse, target, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refuse(3, "specdec", tmp_path / "empty", target)
+    error, _ = refuse(4, "specdec", target, "prompt-lookup", *QUICK, "--engine", "llama.cpp")
+    assert "llama.cpp runs GGUF files only, not " in error
+
+
+def test_a_state_that_cannot_be_taken_back_is_refused(refuse, tiny_model):
+    mamba = tiny_model("mamba2", tokenizer=True)
+    error, _ = refuse(4, "specdec", mamba, "prompt-lookup", *QUICK)
+    assert "keeps a recurrent state" in error
+
+
+def test_settings_have_the_defaults_of_the_command():
+    assert Settings() == Settings(ks=(1, 2, 4, 8), prompts=8, prompt_tokens=64, tokens=64, repeats=3)
+    assert compare.choose_engine("auto", [None]) in ("transformers", "llama.cpp")

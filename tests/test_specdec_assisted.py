@@ -1,0 +1,244 @@
+"""What transformers drafts and keeps, against a literal decoder; and that proofs can fail."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers.generation import utils as generation
+
+from quantkit.serving.specdec import assisted, lossless, theory
+from quantkit.serving.specdec.assisted import Sampling
+from quantkit.serving.specdec.runs import Run
+from quantkit.serving.specdec.theory import Step
+
+VOCABULARY, TEMPERATURE = 8, 1.5
+PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+def model(seed: int, vocabulary: int = 64, blend=None, markov: bool = False) -> transformers.LlamaForCausalLM:
+    """Random, most of it another's with `blend`. markov: what comes next depends on the last token alone."""
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1 if markov else 2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.25,
+    )
+    made = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for mine, other in zip(made.parameters(), blend.parameters() if blend else (), strict=False):
+            mine.copy_(0.85 * other + 0.15 * mine)
+        if markov:
+            for block in made.model.layers:
+                block.self_attn.o_proj.weight.zero_()
+    return made
+
+
+@pytest.fixture(scope="module")
+def target():
+    return model(0)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return model(1, blend=target)
+
+
+@torch.no_grad()
+def likeliest(made, ids: list[int]) -> int:
+    return made(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item()
+
+
+def literal(
+    target, draft, prompt: list[int], tokens: int, k: int, end: int | None
+) -> tuple[list[int], list[Step]]:
+    """Greedy speculative decoding word for word, without a cache: every step checked token by token."""
+    text, steps = list(prompt), []
+    while len(text) < len(prompt) + tokens and (end is None or end not in text[len(prompt) :]):
+        left = len(prompt) + tokens - len(text)
+        guess: list[int] = []
+        while len(guess) < min(k, left - 1) and (not guess or guess[-1] != end):
+            guess.append(likeliest(draft, text + guess))
+        kept: list[int] = []
+        for token in [*guess, None]:
+            kept.append(likeliest(target, text + kept))
+            if kept[-1] != token or kept[-1] == end:
+                break
+        agreed = sum(a == b for a, b in zip(guess, kept, strict=False))
+        steps.append(Step(len(guess), agreed, len(kept)))
+        text += kept
+    return text[len(prompt) :], steps
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_steps_are_those_of_a_literal_decoder(target, draft, k):
+    run = assisted.generate(target, PROMPT, Sampling(40, 0.0, ()), 0, k, draft)
+    ids, steps = literal(target, draft, PROMPT[0].tolist(), 40, k, None)
+    assert (run.ids, run.steps) == (ids, steps)
+    assert run.steps[0].drafted == k  # and not as many as transformers thinks fit
+    assert 0 < run.accepted < run.drafted
+    assert (run.passes, run.drafted) == (len(steps), sum(step.drafted for step in steps))
+
+
+def test_a_text_ends_where_it_does_without_a_draft(target, draft):
+    """Inside what is accepted, too."""
+    alone = assisted.generate(target, PROMPT, Sampling(40, 0.0, ()), 0)
+    assert alone.steps == [Step(0, 0, 1)] * 40
+    for end in sorted(set(alone.ids))[:3]:
+        run = assisted.generate(target, PROMPT, Sampling(40, 0.0, (end,)), 0, 6, draft)
+        assert run.ids == alone.ids[: alone.ids.index(end) + 1]
+        assert (run.ids, run.steps) == literal(target, draft, PROMPT[0].tolist(), 40, 6, end)
+
+
+def test_a_draft_like_the_target_is_always_right(target):
+    run = assisted.generate(target, PROMPT, Sampling(36, 0.0, ()), 0, 5, copy.deepcopy(target))
+    assert run.steps == [Step(5, 5, 6)] * 6
+
+
+def test_prompt_lookup_repeats_what_the_text_says(target):
+    alone = assisted.generate(target, PROMPT, Sampling(60, 0.0, ()), 0)
+    run = assisted.generate(target, PROMPT, Sampling(60, 0.0, ()), 0, 4)
+    assert run.ids == alone.ids
+    assert run.accepted and run.passes < 60
+    assert sum(step.tokens for step in run.steps) == 60
+
+
+def test_times_add_up(target, draft):
+    run = assisted.generate(target, PROMPT, Sampling(20, 0.0, ()), 0, 3, draft)
+    assert run.drafting + run.checking == pytest.approx(run.decode_seconds)
+    assert run.first_seconds + run.decode_seconds <= run.seconds
+
+
+def test_what_a_checkpoint_recommends_is_not_asked_for(target, draft):
+    plain = assisted.generate(target, PROMPT, Sampling(24, 0.0, ()), 0, 3, draft).ids
+    target.generation_config = transformers.GenerationConfig(repetition_penalty=5.0)
+    assert assisted.generate(target, PROMPT, Sampling(24, 0.0, ()), 0, 3, draft).ids == plain
+
+
+def test_another_text_is_no_tie(target):
+    own = assisted.generate(target, PROMPT, Sampling(12, 0.0, ()), 0).ids
+    assert lossless.parting(target, PROMPT, own, own, (0, 1)) is None
+    other = [*own[:5], (own[5] + 1) % 64, *own[6:]]
+    found = lossless.parting(target, PROMPT, own, other, (2, 4))
+    assert (found.prompt, found.k, found.index, found.token, found.expected) == (2, 4, 5, other[5], own[5])
+    with torch.no_grad():
+        logits = target(input_ids=torch.cat([PROMPT, torch.tensor([own[:5]])], 1)).logits[0, -1]
+    assert found.margin == pytest.approx((logits[own[5]] - logits[other[5]]).item(), abs=1e-4)
+    assert not found.tie
+    assert not lossless.parting(target, PROMPT, own, own[:6], (0, 1)).tie  # one that ends too early
+
+
+def test_two_tokens_of_one_row_are_a_tie(target):
+    """What rounding may turn."""
+    own = assisted.generate(target, PROMPT, Sampling(4, 0.0, ()), 0).ids
+    twin = (own[2] + 1) % 64
+    with torch.no_grad():
+        kept = target.lm_head.weight[twin].clone()
+        target.lm_head.weight[twin] = target.lm_head.weight[own[2]]
+        found = lossless.parting(target, PROMPT, own, [*own[:2], twin, own[3]], (0, 1))
+        target.lm_head.weight[twin] = kept
+    assert found.index == 2 and found.margin == 0 and found.tie
+
+
+def sampled(target, draft, seeds: range) -> list[Run]:
+    asked = Sampling(200, TEMPERATURE, ())
+    return [assisted.generate(target, PROMPT, asked, seed, 3, draft) for seed in seeds]
+
+
+def transitions(runs: list[Run], target) -> float:
+    """p of χ²: counts of pairs of tokens against their probabilities by softmax; the last of eight tokens."""
+    with torch.no_grad():
+        logits = torch.stack([target(input_ids=torch.tensor([[t]])).logits[0, -1] for t in range(VOCABULARY)])
+    counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for run in runs:
+        for before, token in zip([PROMPT[0, -1].item(), *run.ids], run.ids, strict=False):
+            counts[before, token] += 1
+    expected = counts.sum(1, keepdim=True) * (logits.double() / TEMPERATURE).softmax(-1)
+    statistic, freedom = 0.0, 0
+    for seen, hoped in zip(counts.tolist(), expected.tolist(), strict=True):
+        rare = [h < 5 for h in hoped]  # of which χ² knows nothing: together they are one cell
+        cells = [(c, h) for c, h, few in zip(seen, hoped, rare, strict=True) if not few]
+        rest = sum(h for h, few in zip(hoped, rare, strict=True) if few)
+        if rest >= 5:
+            cells.append((sum(c for c, few in zip(seen, rare, strict=True) if few), rest))
+        statistic += sum((c - h) ** 2 / h for c, h in cells)
+        freedom += max(0, len(cells) - (rest >= 5 or not any(rare)))
+    return torch.special.gammaincc(
+        *torch.tensor([[freedom / 2], [statistic / 2]], dtype=torch.float64)
+    ).item()
+
+
+def accepts_everything(ids, candidate_logits, length, new_logits, assistant_ensemble_weight=None):
+    """A rule that is wrong: the draft's tokens unjudged, then one of the target's."""
+    token = torch.multinomial(new_logits[:, -1].softmax(-1), 1)
+    return torch.cat([ids[:, ids.shape[1] - length :], token], 1), torch.tensor(length)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return model(2, VOCABULARY, markov=True), model(3, VOCABULARY, markov=True)
+
+
+@pytest.fixture(scope="module")
+def drawn(pair):
+    return sampled(*pair, range(4))
+
+
+def test_sampled_text_follows_the_targets_distribution(pair, drawn):
+    """By counts of pairs against exact probabilities, and by the proof that the command gives."""
+    assert transitions(drawn, pair[0]) > 0.001
+    found = lossless.uniformity([(PROMPT, run.ids) for run in drawn], *pair, TEMPERATURE, seed=0)
+    assert (found.tokens, found.bins) == (800, 20)
+    assert found.alike and found.p_value > 0.001
+
+
+def test_a_wrong_rule_is_found_out(pair, monkeypatch):
+    monkeypatch.setattr(generation, "_speculative_sampling", accepts_everything)
+    runs = sampled(*pair, range(2))
+    assert transitions(runs, pair[0]) < 1e-6
+    found = lossless.uniformity([(PROMPT, run.ids) for run in runs], *pair, TEMPERATURE, seed=0)
+    assert not found.alike and found.p_value < 1e-6
+
+
+def test_alpha_is_the_overlap_of_the_distributions(pair, drawn):
+    """Theorem 3.5: a token that is looked at is accepted with probability Σ min(p, q), of its own p and q."""
+    with torch.no_grad():
+        every = torch.arange(VOCABULARY)[:, None]
+        p, q = ((made(input_ids=every).logits[:, -1] / TEMPERATURE).softmax(-1) for made in pair)
+    overlap, looked_at, followed = torch.minimum(p, q).sum(-1), [], []
+    for run in drawn:
+        before, place = [PROMPT[0, -1].item(), *run.ids], 0
+        for step in run.steps:
+            looked_at += before[place : place + step.judged]
+            place += step.tokens
+        followed += before[:-1]
+    counted = theory.acceptance(step for run in drawn for step in run.steps)
+    assert counted.judged == len(looked_at)
+    assert abs(overlap[looked_at].mean().item() - counted.rate) < 4 * counted.error
+    found = lossless.uniformity([(PROMPT, run.ids) for run in drawn], *pair, TEMPERATURE, seed=0)
+    assert found.overlap == pytest.approx(overlap[followed].mean().item(), abs=1e-5)
+
+
+def test_places_are_uniform_under_the_right_distribution_only():
+    """Against tokens drawn from p and from q by torch."""
+    torch.manual_seed(0)
+    p, q = torch.rand(4000, 12).double().softmax(-1), (3 * torch.rand(4000, 12)).double().softmax(-1)
+    generator = torch.Generator().manual_seed(1)
+    for source, alike in ((p, True), (q, False)):
+        u = lossless.place(p, q, torch.multinomial(source, 1)[:, 0], generator)
+        assert 0 <= u.min() and u.max() < 1
+        p_value = lossless.chi_square(torch.histc(u, 20, 0, 1), torch.full((20,), 200.0))[1]
+        assert (p_value > 0.001) == alike
+
+
+def test_chi_square_has_the_tables_values():
+    """The 5% points of one and of four degrees of freedom: 3.841 and 9.488."""
+    for counts, expected in (([50 + 9.8, 50 - 9.8], 50.0), ([20 + 9.741, 20 - 9.741, 20, 20, 20], 20.0)):
+        table = torch.full((len(counts),), expected)
+        statistic, p_value = lossless.chi_square(torch.tensor(counts), table)
+        assert statistic == pytest.approx(sum((c - expected) ** 2 / expected for c in counts), rel=1e-5)
+        assert p_value == pytest.approx(0.05, rel=2e-3)
