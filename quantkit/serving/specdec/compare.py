@@ -49,7 +49,8 @@ class Comparison:
         if unlike:
             raise QuantkitError(
                 f"text drafted by {', '.join(unlike)} is not the target's own",
-                "the engine's rule that accepts tokens is at fault, or a kernel: do not use this pair",
+                "the rule that accepts tokens is at fault, or a kernel: do not use this pair; a test "
+                "of sampled text errs once in a thousand runs: see what another --seed says",
                 VERIFICATION,
                 self.record(),
             )
