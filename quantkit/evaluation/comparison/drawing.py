@@ -100,7 +100,7 @@ def png(figure: Figure, path: Path) -> None:
 
 def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
     """A canvas of so many pixels. Dots for whose names there is no room are in the legend, as curves are."""
-    listed = [series for series in figure.series if series.joined]
+    listed = [series for series in figure.series if series.joined and not series.bare]
     while True:  # a legend takes room from the plot, which may leave more dots without a name
         canvas = Canvas((width / PIXELS, height / PIXELS), layout="constrained")
         axes = canvas.add_subplot()
@@ -108,7 +108,9 @@ def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
         _legend(canvas, figure.title if titled else "", listed)
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")
-        unnamed = _name(axes, figure, [series for series in figure.series if series not in listed])
+        unnamed = _name(
+            axes, figure, [series for series in figure.series if not (series.bare or series in listed)]
+        )
         if not unnamed:
             return canvas
         listed += unnamed
@@ -126,18 +128,19 @@ def _plot(axes: Axes, figure: Figure) -> None:
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
         if series.joined:
-            axes.plot([p.x for p in series.points], [p.y for p in series.points], color=_colour(series))
+            style = {"ls": "--", "lw": 1} if series.bare else {}
+            axes.plot([p.x for p in series.points], [p.y for p in series.points], c=_colour(series), **style)
         for point in series.points:
             if point.low is not None and point.high is not None:
                 axes.vlines(point.x, point.low, point.high, color=_colour(series), lw=1)
-    marks = [series for series in figure.series for _ in series.points]
+    marks = [series for series in figure.series if not series.bare for _ in series.points]
     for series, (name, point) in zip(marks, _noted(figure), strict=True):
         axes.plot(point.x, point.y, gid=name, ls="", **_mark(series))
 
 
 def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
-    """Every point, and the id of its mark."""
-    points = itertools.chain.from_iterable(series.points for series in figure.series)
+    """Every point that has a mark, and the id of that."""
+    points = itertools.chain.from_iterable(series.points for series in figure.series if not series.bare)
     return ((f"point-{index}", point) for index, point in enumerate(points))
 
 

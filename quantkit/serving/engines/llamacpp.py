@@ -33,6 +33,13 @@ def version() -> str | None:
     return metadata.version(PACKAGE) if util.find_spec(PACKAGE) else None
 
 
+def library() -> Any:
+    """The wheel itself. Raises QuantkitError (exit code 4) where it is not installed."""
+    if version() is None:
+        raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
+    return import_module(PACKAGE)
+
+
 def parameters(
     path: Path, context: int, slots: int = 1, threads: int = 0, kv_dtype: str = "float16", device: str = "cpu"
 ) -> Any:
@@ -42,18 +49,16 @@ def parameters(
     llama.cpp was built for. Raises QuantkitError for a KV type that it has not (exit code 2), or where the
     wheel is not installed (4).
     """
-    if version() is None:
-        raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
     if kv_dtype not in KV_TYPES:
         names = ", ".join(KV_TYPES)
         raise QuantkitError(f"llama.cpp has no KV cache of {kv_dtype}", f"choose one of {names}", USAGE)
-    library = import_module(PACKAGE)
-    made = library.CommonParams()
+    wheel = library()
+    made = wheel.CommonParams()
     made.model.path = str(path)
     made.n_ctx, made.n_parallel, made.kv_unified = context * slots, slots, False
     if threads:
         made.cpuparams.n_threads = made.cpuparams_batch.n_threads = threads
-    made.cache_type_k = made.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
+    made.cache_type_k = made.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
     made.n_gpu_layers = 0 if device == "cpu" else -1
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
     made.hostnames, made.port = ["127.0.0.1"], 0
@@ -99,6 +104,26 @@ class Session:
         request = {"prompt": given, "n_predict": tokens, "temperature": 0} | asked
         return self._ask(self._server.handle_completions, request, stream)
 
+    def complete_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        arrived: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        """Continue all prompts at once by exactly `tokens` tokens each, greedily and from the beginning.
+
+        arrived: told which prompt has new tokens, with llama.cpp's timings of it so far.
+        Raises QuantkitError with llama.cpp's words.
+        """
+
+        def receive(chunk: Mapping[str, Any]) -> None:
+            for choice in chunk.get("choices", ()):
+                arrived(choice["index"], chunk["timings"])
+
+        request = {"prompt": [list(ids) for ids in prompts], "n_predict": tokens, "temperature": 0}
+        exact = {"ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
+        self._stream(self._server.handle_completions, request | exact, receive)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],
@@ -114,7 +139,7 @@ class Session:
         parts: list[str] = []
         last: dict[str, Any] = {}
 
-        def receive(chunk: Mapping[str, Any]) -> bool:
+        def receive(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
             for choice in chunk.get("choices", ()):
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
@@ -122,11 +147,26 @@ class Session:
                 parts.append(text)
                 if text and stream:
                     stream(text)
-            return False  # go on
 
-        handle(request | {"stream": True}, receive)
-        if "error" in last:
-            raise QuantkitError(f"llama.cpp: {last['error'].get('message', last['error'])}")
+        self._stream(handle, request, receive)
         return Answer(
             "".join(parts), last.get("timings", {}), "end" if last.get("reason") == "stop" else "length"
         )
+
+    def _stream(
+        self, handle: Callable, request: dict[str, Any], receive: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Send a request, and pass on its chunks. Raises QuantkitError with llama.cpp's words."""
+        errors: list[Any] = []
+
+        def chunk(told: Mapping[str, Any] | None) -> bool:
+            if told and "error" in told:
+                errors.append(told["error"])
+            elif told:
+                receive(told)
+            return False  # go on
+
+        handle(request | {"stream": True}, chunk)
+        if errors:
+            said = errors[0].get("message", errors[0]) if isinstance(errors[0], Mapping) else errors[0]
+            raise QuantkitError(f"llama.cpp: {said}")

@@ -48,7 +48,7 @@ def load(
     attention: str | None = None,
     decoded: bool = False,
 ) -> Loaded:
-    """The model, for `tokens` of context: packed where its client is installed, unless `decoded` is asked for.
+    """The model, for `tokens` of context: packed where its client is installed, unless `decoded` is asked.
 
     attention: one of transformers' (`eager`, `sdpa`, …); None for the model's own choice.
     Raises QuantkitError when it does not fit the memory (exit code 5), or has no such attention (4).
