@@ -76,6 +76,12 @@ SIZE = (
         "bits", "per weight, over the whole model", lambda m, p: bits(m["size"]["bits_per_weight"]), ran=False
     ),
 )
+ENGINE = Column(
+    "engine",
+    "and whose kernels multiply; decoded: the weights are codes on disk, but not as they run",
+    lambda m, p: engine(m["engine"]),
+    ran=False,
+)
 SPEED = (
     Column(
         "prefill/s",
@@ -92,16 +98,25 @@ SPEED = (
         "new tokens a second after the first, of all sequences together (median)",
         lambda m, p: figure(p["decode"]["tokens_per_second"]["median"]),
     ),
-    Column("speed-up", "decode/s as a multiple of the first model's, in this run", lambda m, p: _ratio(p)),
+    Column("ratio", "decode/s as a multiple of the first model's, in this run", lambda m, p: _ratio(p)),
     Column("±", "median deviation of decode/s between runs", lambda m, p: _spread(p)),
     Column("token ms", "milliseconds from a sequence's token to its next (median)", _latency("median")),
-    Column("p90 ms", "that nine of ten such steps stay below", _latency("p90")),
+    Column("p90", "milliseconds that nine of ten such steps stay below", _latency("p90")),
 )
 MEMORY = (
     Column("weights", "as they lie in memory", lambda m, p: _bytes(p["memory"]["weight_bytes"])),
     Column("KV", "keys and values at the end of a run", lambda m, p: _bytes(p["memory"]["kv_bytes"])),
     Column("peak", "of memory in a run: see the foot", lambda m, p: _bytes(p["memory"]["peak_bytes"])),
 )
+
+
+def engine(told: Record) -> str:
+    """`llama.cpp`, `transformers`, `bitsandbytes`, `decoded`."""
+    if told["name"] != "transformers":
+        return told["name"]
+    if told["packed"]:
+        return told["kernels"].partition(" ")[0]
+    return "decoded" if told["note"] else told["name"]
 
 
 def _spread(point: Record) -> str:
@@ -112,12 +127,12 @@ def columns(record: Record) -> list[Column]:
     """Those there is something to say in: quality where an evaluation was given."""
     quality = (_quality("kld", number), _quality("perplexity", _perplexity)) if record["quality"] else ()
     several = len(record["models"]) > 1
-    speed = (column for column in SPEED if several or column.header != "speed-up")
-    return [*SIZE, *quality, *speed, *MEMORY]
+    speed = (column for column in SPEED if several or column.header != "ratio")
+    return [ENGINE, *SIZE, *quality, *speed, *MEMORY]
 
 
-def rows(record: Record) -> Iterator[tuple[str, list[Row]]]:
-    """Point by point: what it is, and a row for every model."""
+def rows(record: Record) -> Iterator[tuple[Record, list[Row]]]:
+    """Every point with a row for each model."""
     shown = columns(record)
     for index, point in enumerate(record["models"][0]["points"] if record["models"] else ()):
         found = []
@@ -125,7 +140,7 @@ def rows(record: Record) -> Iterator[tuple[str, list[Row]]]:
             own = model["points"][index]
             cells = [NOTHING if own["error"] and column.ran else column.cell(model, own) for column in shown]
             found.append(Row(model["source"], [model["label"], *cells], own["error"]))
-        yield f"batch {point['batch']} × {point['prompt']} tokens", found
+        yield point, found
 
 
 def protocol(record: Record) -> list[str]:
@@ -153,13 +168,18 @@ def _runs_by(model: Record) -> str:
     return how + loaded + (f" ({engine['note']})" if engine["note"] else "")
 
 
+def called(point: Record) -> str:
+    """`4 × 128 tokens`."""
+    return f"{point['batch']} × {point['prompt']} tokens"
+
+
 def failures(record: Record) -> list[str]:
     """Why what did not run did not, each reason once for the models and points that it stopped."""
     found: dict[tuple[str, str], list[str]] = {}
-    for name, part in rows(record):
+    for point, part in rows(record):
         for row in part:
             if row.error:
-                found.setdefault((row.cells[0], row.error), []).append(name)
+                found.setdefault((row.cells[0], row.error), []).append(called(point))
     every = len(record["models"][0]["points"]) if record["models"] else 0
     return [
         f"{label}{'' if len(where) == every else ', ' + ', '.join(where)}: {why}"
@@ -189,12 +209,6 @@ def _measured(fitted: Record | None) -> str:
         return "not known (it takes three batches, and that more sequences cost time)"
     shape = {"max": "max({}, {}·b)", "sum": "{} + {}·b"}[fitted["shape"]]
     times = shape.format(f"{milliseconds(fitted['floor'])} ms", f"{milliseconds(fitted['slope'])} ms")
-    outside = {
-        "within": "",
-        "below": ", below the batches measured",
-        "beyond": ", beyond the batches measured",
-    }
-    return (
-        f"{figure(fitted['optimal_batch'])} (a step takes {times}, within {100 * fitted['error']:.0f} %"
-        f"{outside[fitted['where']]})"
-    )
+    outside = {"within": "", "below": "below all batches, about ", "beyond": "beyond all batches, about "}
+    best = outside[fitted["where"]] + figure(fitted["optimal_batch"])
+    return f"{best} (a step takes {times}, within {100 * fitted['error']:.0f} %)"

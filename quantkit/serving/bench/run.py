@@ -56,15 +56,13 @@ def rows(
 
 
 def measure(found: Sequence[Measured], settings: Settings, progress: Listener) -> None:
-    """Fill the rows; what fails is told at once, and stays in the table."""
-    told: set[int] = set()
+    """Fill the rows; what fails, or runs otherwise than stored, is told at once and stays in the table."""
 
     def reached(done: int, total: int) -> None:
         progress.counting(WORK, done, total)
-        for index, row in enumerate(found):
-            if row.error and index not in told:
-                told.add(index)
-                progress.warn(f"{row.subject.source}: {row.error}")
+        for row in found:  # a warning is shown once
+            if note := row.error or (row.loaded or {}).get("note"):
+                progress.warn(f"{row.subject.source}: {note}")
 
     rounds.measure(found, settings, reached)
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from quantkit.errors import printable
 from quantkit.evaluation.comparison.table import split
-from quantkit.serving.bench.columns import best_batches, columns, failures, protocol, rows
+from quantkit.serving.bench.columns import best_batches, called, columns, failures, protocol, rows
 from quantkit.tables import make_table, print_line
 
 
@@ -21,14 +21,14 @@ def show(record: dict[str, Any], quiet: bool = False) -> None:
     headers = ["model", *(column.header for column in columns(record))]
     parts = list(rows(record))
     found = [row.cells for _, part in parts for row in part]
-    names = [[name, *[""] * (len(headers) - 1)] for name, _ in parts] if len(parts) > 1 else []
+    names = [[called(point), *[""] * (len(headers) - 1)] for point, _ in parts] if len(parts) > 1 else []
     for kept in split(headers, found + names, console.width):
         drawn = make_table(*(headers[index] for index in kept))
-        for position, (name, part) in enumerate(parts):
+        for position, (point, part) in enumerate(parts):
             if names:
                 if position:
                     drawn.add_section()
-                drawn.add_row(Text(name, style="bold"))
+                drawn.add_row(Text(called(point), style="bold"))
             for row in part:
                 drawn.add_row(*(Text(printable(row.cells[index])) for index in kept))
         console.print(drawn)

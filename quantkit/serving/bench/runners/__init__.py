@@ -98,7 +98,7 @@ def choose(asked: str, subject: Subject, decoded: bool = False) -> tuple[str, st
         if subject.container != "gguf":
             return "transformers", ""
         if decoded:
-            return "transformers", "decoded, as asked for"
+            return "transformers", ""
         return (
             (llama, "") if llama else ("transformers", "llama.cpp is not installed (pip install xllamacpp)")
         )

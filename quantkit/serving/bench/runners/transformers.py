@@ -24,6 +24,8 @@ def prepare(job: Job) -> torch.device:
     """Threads, the device, and the family's own code, which transformers imports when it is asked for."""
     torch.set_num_threads(job.settings.threads)
     device = choose_device(job.settings.device)
+    if not job.settings.decoded:
+        engine.import_client(job.subject.stored)
     checkpoint = _open(job)
     transformers.AutoModelForCausalLM._model_mapping.get(type(checkpoint.config), None)
     return device
