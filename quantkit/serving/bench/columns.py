@@ -11,6 +11,7 @@ from quantkit.evaluation.comparison.columns import NOTHING, bits, number
 from quantkit.tables import megabytes, size
 
 Record = dict[str, Any]
+NOISY = 0.1  # median deviation from which on people are warned
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ ENGINE = Column(
 )
 SPEED = (
     Column(
+        "decode/s",
+        "new tokens a second after the first, of all sequences together (median)",
+        lambda m, p: figure(p["decode"]["tokens_per_second"]["median"]),
+    ),
+    Column("ratio", "decode/s as a multiple of the first model's, in this run", lambda m, p: _ratio(p)),
+    Column("±", "median deviation of decode/s between runs", lambda m, p: _spread(p)),
+    Column(
         "prefill/s",
         "prompt tokens a second, of all sequences together (median)",
         lambda m, p: figure(p["prefill"]["tokens_per_second"]["median"]),
@@ -93,13 +101,6 @@ SPEED = (
         "milliseconds until every sequence has its first token (median)",
         lambda m, p: milliseconds(p["prefill"]["seconds"]["median"]),
     ),
-    Column(
-        "decode/s",
-        "new tokens a second after the first, of all sequences together (median)",
-        lambda m, p: figure(p["decode"]["tokens_per_second"]["median"]),
-    ),
-    Column("ratio", "decode/s as a multiple of the first model's, in this run", lambda m, p: _ratio(p)),
-    Column("±", "median deviation of decode/s between runs", lambda m, p: _spread(p)),
     Column("token ms", "milliseconds from a sequence's token to its next (median)", _latency("median")),
     Column("p90", "milliseconds that nine of ten such steps stay below", _latency("p90")),
 )
@@ -166,6 +167,20 @@ def _runs_by(model: Record) -> str:
     how += f", {engine['dtype']}" + (f", {engine['attention']} attention" if engine["attention"] else "")
     loaded = f", loaded in {model['load']['seconds']:.1f} s"
     return how + loaded + (f" ({engine['note']})" if engine["note"] else "")
+
+
+def noise(record: Record) -> list[str]:
+    """Models whose runs differ so much that small differences say nothing."""
+    lines = []
+    for model in record["models"]:
+        ran = [point["decode"]["tokens_per_second"] for point in model["points"] if point["decode"]]
+        worst = max((told["mad"] for told in ran), default=0)
+        if worst > NOISY:
+            lines.append(
+                f"runs of {model['label']} differ by ± {100 * worst:.0f} %: stop other programs, "
+                "or add --repeats"
+            )
+    return lines
 
 
 def called(point: Record) -> str:

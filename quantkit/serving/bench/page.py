@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.serving.bench.columns import best_batches, columns, failures, protocol, rows
+from quantkit.serving.bench.columns import best_batches, columns, failures, noise, protocol, rows
 from quantkit.serving.bench.figures import figures
 
 
@@ -20,6 +20,7 @@ def page(record: dict) -> str:
         columns=columns(record),
         parts=list(rows(record)),
         failures=failures(record),
+        noise=noise(record),
         batches=best_batches(record),
         figures=figures(record),
         protocol=protocol(record),

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from quantkit.errors import printable
 from quantkit.evaluation.comparison.table import split
-from quantkit.serving.bench.columns import best_batches, called, columns, failures, protocol, rows
+from quantkit.serving.bench.columns import best_batches, called, columns, failures, noise, protocol, rows
 from quantkit.tables import make_table, print_line
 
 
@@ -34,6 +34,8 @@ def show(record: dict[str, Any], quiet: bool = False) -> None:
         console.print(drawn)
     for line in failures(record):
         print_line(console, f"not run: {line}", "yellow")
+    for line in noise(record):
+        print_line(console, f"noisy: {line}", "yellow")
     for line in best_batches(record):
         print_line(console, line)
     for line in () if quiet else protocol(record):

@@ -79,7 +79,7 @@ class Generation:
             pad_token_id=0,
             return_dict_in_generate=True,
         )
-        with torch.inference_mode():
+        with torch.no_grad():
             clock.start()
             out = self._model.generate(
                 ids,
