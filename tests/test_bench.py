@@ -292,6 +292,7 @@ def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by the system"),
         ("import sys; sys.exit('libfoo.so is missing')", "ended with exit code 1: libfoo.so is missing"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
+        ('print(\'{"event": "failed", "message": "no", "hint": "a fix"}\')', "no (a fix)"),
     ],
 )
 def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, reason):
@@ -467,12 +468,19 @@ def test_quality_is_found_by_source_or_name(tmp_path):
 def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
     """One that runs and one that does not: a record and plots."""
     folder = tiny_model("llama", num_hidden_layers=1)
-    damaged = tiny_model("llama", name="damaged", num_hidden_layers=1)
-    index = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps(index | {"num_hidden_layers": 2}))
     plot = tmp_path / "plot.svg"
-    asked = [*QUICK, "--batch", "1,2,3", "--threads", "1", "--plot", plot]
-    done = quantkit("bench", folder, damaged, *asked, "--json", "-q")
+    asked = [
+        *QUICK,
+        "--engine",
+        "transformers,llama.cpp",
+        "--batch",
+        "1,2,3",
+        "--threads",
+        "1",
+        "--plot",
+        plot,
+    ]
+    done = quantkit("bench", folder, *asked, "--json", "-q")
     assert done.code == 0, done.err
     made = checked(json.loads(done.out))
     well, dead = made["models"]
@@ -481,7 +489,7 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
         well["engine"]["kernels"] == "torch Linear"
         and well["roofline"][0]["predicted"]["source"] == "measured"
     )
-    assert "config.json says 2 blocks" in dead["error"] and f"warning: {damaged}: " in done.err
+    assert "llama.cpp runs GGUF files" in dead["error"] and f"warning: {folder}: llama.cpp" in done.err
     assert "<svg" in plot.read_text()
 
 
