@@ -20,8 +20,14 @@ EPILOG = """Examples:
 
   quantkit bench ./model --batch 1,2,4,8,16,32 --plot roofline.svg     (the roofline over it)
 
-  quantkit bench ./model.gguf --engine llama.cpp,transformers --json"""
-RUN, ENGINE = "What is run", "Engine"
+  quantkit bench ./model.gguf --engine llama.cpp,transformers --json
+
+  quantkit bench ./model --attn eager,sdpa --prompt 256,1024,4096     (time and memory of attention)
+
+  quantkit bench ./model --batching static,dynamic,continuous --requests 64 --rate 4
+
+  quantkit bench --url http://127.0.0.1:8000     (a server under load, this machine's)"""
+RUN, ENGINE, OTHERS = "What is run", "Engine", "Other questions"
 
 
 def command(
@@ -30,14 +36,23 @@ def command(
         typer.Argument(help="Folders, GGUF files or hub ids; the first is what the others are compared to."),
     ] = None,
     batch: Annotated[
-        str, typer.Option(metavar="LIST", help="Sequences at once, such as 1,4,16.", rich_help_panel=RUN)
-    ] = "1",
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Sequences at once, such as 1,4,16. (default: 1)", rich_help_panel=RUN
+        ),
+    ] = None,
     prompt: Annotated[
-        str, typer.Option(metavar="LIST", help="Prompt tokens of each, such as 128,512.", rich_help_panel=RUN)
-    ] = "128",
+        str | None,
+        typer.Option(
+            metavar="LIST", help="Prompt tokens of each, such as 128,512. (default: 128)", rich_help_panel=RUN
+        ),
+    ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", "-n", help="New tokens of each sequence.", rich_help_panel=RUN)
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--tokens", "-n", help="New tokens of each sequence. (default: 64)", rich_help_panel=RUN
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Measured runs in a round.", rich_help_panel=RUN)] = 3,
     rounds: Annotated[
         int,
@@ -85,6 +100,73 @@ def command(
             help="Of quantkit eval --json: KL divergence and perplexity beside the speed. Repeatable.",
         ),
     ] = None,
+    attn: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Time and memory of one model's attention at growing prompts, instead: eager, sdpa, "
+            "flash_attention_2 …",
+            rich_help_panel=OTHERS,
+        ),
+    ] = None,
+    batching: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="One model serving a trace of requests, instead: static, dynamic, continuous; --batch at once.",
+            rich_help_panel=OTHERS,
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The trace: JSON lines of arrival, prompt_tokens and output_tokens. (default: drawn at random)",
+            rich_help_panel=OTHERS,
+        ),
+    ] = None,
+    lengths: Annotated[
+        tuple[str, str],
+        typer.Option(
+            metavar="PROMPT OUTPUT",
+            help="Token counts to draw: fixed:N, uniform:A-B, geometric:MEAN or lognormal:MEDIAN,SIGMA.",
+            rich_help_panel=OTHERS,
+        ),
+    ] = ("uniform:16-128", "geometric:32"),
+    url: Annotated[
+        str | None,
+        typer.Option(help="An OpenAI endpoint under load, instead.", rich_help_panel=OTHERS),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Users of --url, level by level. (default: 1,2,4,8,16,32)",
+            rich_help_panel=OTHERS,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the trace (default: 32), or of each level of --url (default: 4 a user).",
+            rich_help_panel=OTHERS,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests a second on average. (default: 8 in a trace; --url: as fast as the users can)",
+            rich_help_panel=OTHERS,
+        ),
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which model of --url.", rich_help_panel=OTHERS)
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of --url.", rich_help_panel=OTHERS)] = None,
+    remote: Annotated[
+        bool,
+        typer.Option("--remote", help="Let --url be another machine than this one.", rich_help_panel=OTHERS),
+    ] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of it.")] = None,
     plot: Annotated[
         Path | None,
@@ -97,16 +179,34 @@ def command(
     quiet: flags.QUIET = False,
 ) -> None:
     """The function behind `quantkit bench`."""
+    from quantkit.cli import bench_modes
     from quantkit.cli.progress import listener
     from quantkit.errors import USAGE, QuantkitError
+    from quantkit.evaluation.comparison.files import Outputs
     from quantkit.serving.bench import settings as asked
 
+    outputs = Outputs(html, plot)
+    if (attn is not None) + (batching is not None) + (url is not None) > 1:
+        hint = "one question at a time"
+        raise QuantkitError("--attn, --batching and --url exclude each other", hint, USAGE)
+    shared = bench_modes.Asked(
+        tuple(models or ()), batch, prompt, tokens, repeats, seed, threads, dtype, device, revision, offline,
+        trust_remote_code, outputs, as_json, quiet,
+    )  # fmt: skip
+    if url is not None:
+        told = {"model": served_model, "api_key": api_key, "remote": remote}
+        return bench_modes.endpoint(shared, url, concurrency, requests, rate, **told)
     if not models:
         raise QuantkitError("give a model", "for example: quantkit bench ./model ./model-nf4", USAGE)
+    if attn is not None:
+        return bench_modes.attention(shared, attn)
+    if batching is not None:
+        drawn = (32 if requests is None else requests, 8.0 if rate is None else rate, lengths)
+        return bench_modes.batching(shared, batching, trace, *drawn)
     settings = asked.Settings(
-        batches=asked.parse_list("--batch", batch),
-        prompts=asked.parse_list("--prompt", prompt),
-        tokens=tokens,
+        batches=asked.parse_list("--batch", "1" if batch is None else batch),
+        prompts=asked.parse_list("--prompt", "128" if prompt is None else prompt),
+        tokens=64 if tokens is None else tokens,
         repeats=repeats,
         rounds=rounds,
         warmup=warmup,
@@ -119,14 +219,12 @@ def command(
     )
     settings.check()
 
-    from quantkit.evaluation.comparison.files import Outputs
     from quantkit.serving.bench import quality as quality_of
     from quantkit.serving.bench import run
     from quantkit.serving.bench.figures import figures
     from quantkit.serving.bench.page import page
     from quantkit.serving.bench.table import show
 
-    outputs = Outputs(html, plot)
     outputs.check()
     evaluated = quality_of.read(quality or ())
     with listener(quiet) as progress:

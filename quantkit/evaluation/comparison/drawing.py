@@ -61,13 +61,19 @@ STYLE = {
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
     """An `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids of their own beside other figures
-        draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
+        text = element(draw(figure, width, height, titled), figure.title)
+    for name, point in _noted(figure):
+        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
+    return text
+
+
+def element(canvas: Canvas, title: str) -> str:
+    """Any canvas as such an element; to be called under `theme`."""
+    canvas.savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.S)
     text = re.sub(r"<[^>]*>\s*", _tidy, text)
-    for name, point in _noted(figure):
-        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
-    return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{_escape(figure.title)}" ', 1)
+    return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{_escape(title)}" ', 1)
 
 
 def _tidy(tag: re.Match) -> str:
@@ -87,8 +93,13 @@ def theme(more: dict[str, str] | None = None) -> Iterator[None]:
 
 def document(figure: Figure, width: int = 720, height: int = 440) -> str:
     """A file of its own, with its title and both colour schemes in it."""
+    return standalone(svg(figure, width, height, titled=True))
+
+
+def standalone(drawn: str) -> str:
+    """A file of an `<svg>` element, with both colour schemes in it."""
     style = f"<style>.plot{LIGHT_PALETTE}{DARK_SCHEME}{{.plot{DARK_PALETTE}}}{PLOT_STYLE}</style>"
-    first, rest = svg(figure, width, height, titled=True).split(">", 1)
+    first, rest = drawn.split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}>{style}{rest}\n'
 
 

@@ -49,10 +49,10 @@ class Outputs:
         comparison's."""
         written = []
         if self.summary:
-            with _writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
+            with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
                 file.write(table.markdown(record))
         if self.html:
-            with _writing(self.html):
+            with writing(self.html):
                 self.html.write_text((page or _page)(record), encoding="utf-8")
             written.append(self.html)
         for position, figure in enumerate(drawn(record) if self.plot else ()):
@@ -61,7 +61,7 @@ class Outputs:
             path = self.plot
             if position:
                 path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
-            with _writing(path):
+            with writing(path):
                 if path.suffix == ".png":
                     drawing.png(figure, path)
                 else:
@@ -77,7 +77,8 @@ def _page(record: dict) -> str:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """What the system says against writing a file becomes a QuantkitError."""
     try:
         yield
     except OSError as error:
