@@ -113,7 +113,7 @@ def command(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="One model serving a trace of requests, instead: static, dynamic, continuous; --batch at once.",
+            help="One model serving a trace of requests, instead: static, dynamic, continuous.",
             rich_help_panel=OTHERS,
         ),
     ] = None,
@@ -121,7 +121,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The trace: JSON lines of arrival, prompt_tokens and output_tokens. (default: drawn at random)",
+            help="The trace: JSON lines of arrival, prompt_tokens, output_tokens. (default: random)",
             rich_help_panel=OTHERS,
         ),
     ] = None,
