@@ -10,5 +10,7 @@ machine.py      bandwidth and FLOPS of this machine, measured in the same run
 roofline.py     what these allow, and the batch at which a step costs twice its floor
 statistics.py   median, 90th percentile, spread
 quality.py      KL divergence and perplexity of `quantkit eval --json`, found by name
-record.py       all of it as JSON (bench-1.json); table.py, figures.py, page.py for people
+record.py       all of it as JSON (bench-1.json); columns.py, table.py, figures.py, page.py for people
+attention/      another question: time and memory of attention implementations
+batching/       and another: one trace of requests, batched in several ways; panels.py writes both
 """
