@@ -109,6 +109,14 @@ def command(
             rich_help_panel=OTHERS,
         ),
     ] = None,
+    beyond: Annotated[
+        bool,
+        typer.Option(
+            "--beyond",
+            help="Let prompts of --attn be longer than the model was made for: their speed is real.",
+            rich_help_panel=OTHERS,
+        ),
+    ] = False,
     batching: Annotated[
         str | None,
         typer.Option(
@@ -199,7 +207,7 @@ def command(
     if not models:
         raise QuantkitError("give a model", "for example: quantkit bench ./model ./model-nf4", USAGE)
     if attn is not None:
-        return bench_modes.attention(shared, attn)
+        return bench_modes.attention(shared, attn, beyond)
     if batching is not None:
         drawn = (32 if requests is None else requests, 8.0 if rate is None else rate, lengths)
         return bench_modes.batching(shared, batching, trace, *drawn)

@@ -16,7 +16,7 @@ from quantkit.evaluation.comparison.files import Outputs
 from quantkit.serving.bench.panels import Panels
 from quantkit.serving.bench.settings import parse_list
 
-PAGE_WIDTH = 10_000  # a file or pipe has no width
+WIDE = 10_000  # a file or pipe has no width
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Asked:
 
 def console() -> Console:
     """On stdout, as wide as that is."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else PAGE_WIDTH)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
 
 
-def attention(asked: Asked, implementations: str) -> None:
-    """Time and memory of each implementation at growing lengths."""
+def attention(asked: Asked, implementations: str, beyond: bool) -> None:
+    """Time and memory of each implementation at growing lengths. beyond: those may exceed the context."""
     asked.outputs.check()
     with listener(asked.quiet) as progress:
         with uncollected():
@@ -89,12 +89,12 @@ def attention(asked: Asked, implementations: str) -> None:
             batch=asked.one("--batch", asked.batch, 1),
             repeats=asked.repeats,
             seed=asked.seed,
+            beyond=beyond,
             **({} if asked.tokens is None else {"steps": asked.tokens}),
         )
         settings.check()
         result = bench.measure(*_before(asked, settings), progress)
-    title = f"Attention of {result.model}"
-    asked.tell(bench.record(result), _panels(bench, result, title))
+    asked.tell(bench.record(result), _panels(bench, result, f"Attention of {result.model}"))
 
 
 def batching(
