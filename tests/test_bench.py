@@ -504,6 +504,10 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
         (["--threads", "0"], "--threads 0 makes no sense"),
         (["--engine", "lama.cpp"], "no engine 'lama.cpp'"),
         (["--plot", "plot.pdf"], "plots are .svg or .png"),
+        (["--concurrency", "4"], "--concurrency is for --url"),
+        (["--attn", "sdpa", "--quality", "result.json"], "--quality is not for --attn"),
+        (["--attn", "sdpa", "--url", "http://127.0.0.1:1"], "exclude each other"),
+        (["--url", "http://127.0.0.1:1", "--html", "page.html"], "--html is not for --url"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(refuse, demo_model, arguments, said):

@@ -31,6 +31,7 @@ RUN, ENGINE, OTHERS = "What is run", "Engine", "Other questions"
 
 
 def command(
+    context: typer.Context,
     models: Annotated[
         list[str] | None,
         typer.Argument(help="Folders, GGUF files or hub ids; the first is what the others are compared to."),
@@ -197,6 +198,8 @@ def command(
     if (attn is not None) + (batching is not None) + (url is not None) > 1:
         hint = "one question at a time"
         raise QuantkitError("--attn, --batching and --url exclude each other", hint, USAGE)
+    question = "attn" if attn else "batching" if batching else "url" if url else ""
+    bench_modes.refuse_others(question, flags.typed(context, context.params))
     shared = bench_modes.Asked(
         tuple(models or ()), batch, prompt, tokens, repeats, seed, threads, dtype, device, revision, offline,
         trust_remote_code, outputs, as_json, quiet,

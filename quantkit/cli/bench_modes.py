@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,34 @@ from quantkit.serving.bench.panels import Panels
 from quantkit.serving.bench.settings import parse_list
 
 WIDE = 10_000  # a file or pipe has no width
+
+
+# Flags by the questions that heed them; "" is the plain one. What is not here is for all.
+HEEDED = {
+    **dict.fromkeys(("engine", "decoded", "rounds", "warmup", "quality"), {""}),
+    **dict.fromkeys(("repeats", "threads", "dtype", "device", "revision", "offline", "trust_remote_code"),
+        {"", "attn", "batching"}),
+    **dict.fromkeys(("html", "plot"), {"", "attn", "batching"}),
+    "tokens": {"", "attn", "url"},
+    "prompt": {"", "attn", "url"},
+    "batch": {"", "attn", "batching"},
+    "beyond": {"attn"},
+    **dict.fromkeys(("trace", "lengths"), {"batching"}),
+    **dict.fromkeys(("requests", "rate"), {"batching", "url"}),
+    **dict.fromkeys(("concurrency", "served_model", "api_key", "remote"), {"url"}),
+}  # fmt: skip
+
+
+def refuse_others(question: str, typed: Collection[str]) -> None:
+    """Raise QuantkitError for a flag that would be ignored. question: attn, batching, url, or empty."""
+    for name in typed:
+        heeded = HEEDED.get(name, {question})
+        if question not in heeded:
+            flag = f"--{name.replace('_', '-')}"
+            others = " and ".join(f"--{other}" for other in sorted(heeded - {""}))
+            if question:
+                raise QuantkitError(f"{flag} is not for --{question}", f"leave it out of --{question}", USAGE)
+            raise QuantkitError(f"{flag} is for {others}", f"add one, or leave out {flag}", USAGE)
 
 
 @dataclass(frozen=True)
@@ -131,8 +160,6 @@ def endpoint(
 
     if asked.models:
         raise QuantkitError("--url measures what is served there", "leave out the models", USAGE)
-    if asked.outputs.html or asked.outputs.plot:
-        raise QuantkitError("--url makes no page and no plot", "take --json", USAGE)
     users = {} if concurrency is None else {"concurrency": parse_list("--concurrency", concurrency)}
     settings = load.Settings(
         rates=() if rate is None else (rate,),
