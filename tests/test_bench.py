@@ -17,7 +17,9 @@ import records
 import transformers
 from bench_runs import measured, subject
 
+from quantkit.cli import bench_modes, commands
 from quantkit.errors import QuantkitError
+from quantkit.evaluation.comparison.files import Outputs
 from quantkit.serving import bench
 from quantkit.serving.bench import (
     columns,
@@ -36,6 +38,7 @@ from quantkit.serving.bench import (
     table,
     worker,
 )
+from quantkit.serving.bench.panels import Panels
 from quantkit.serving.bench.record import record
 from quantkit.serving.bench.runners import llama_bench, llamacpp, vllm
 from quantkit.serving.bench.settings import Point, Settings, parse_list, usual_threads
@@ -530,3 +533,23 @@ def test_lists_and_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert 1 <= usual_threads() <= os.cpu_count()
     assert bench_runs.FACTS["how"] == memory.Meter().how
+
+
+def test_what_prints_and_draws_itself_becomes_a_page_and_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = Panels(
+        "Attention of <it>",
+        lambda canvas: canvas.add_subplot().plot([1, 2], [3, 4]),
+        lambda console: (console.print("one   x"), console.print("  <two>", markup=False)),
+    )
+    for suffix in (".svg", ".png"):
+        panels.write(Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}"))
+    text = (tmp_path / "page.html").read_text()
+    assert "one   x<br>  &lt;two&gt;<br></pre>" in text and '<svg class="plot"' in text
+    assert "prefers-color-scheme" in (tmp_path / "plot.svg").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_flag_that_a_question_heeds_exists():
+    known = {parameter.name for parameter in commands.build("bench").params}
+    assert bench_modes.HEEDED.keys() <= known

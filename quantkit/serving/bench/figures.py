@@ -113,7 +113,7 @@ def against(record: Record) -> Figure | None:
             key="quality",
             title="Quality against speed",
             caption=f"{what} To the right is faster, below is nearer to the original.",
-            x=Axis(DECODE),
+            x=Axis(DECODE, log=True),
             y=Axis("KL divergence, nats per token", log=True),
             series=tuple(series),
             lines=tuple(lines),
@@ -123,7 +123,7 @@ def against(record: Record) -> Figure | None:
         title="Speed against size",
         caption=f"{what} Bars: least and most of all runs.",
         x=Axis("size of all tensors", "bytes"),
-        y=Axis(DECODE),
+        y=Axis(DECODE, log=True),
         series=tuple(series),
     )
 

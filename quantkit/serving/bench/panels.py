@@ -47,6 +47,6 @@ class Panels:
             file = StringIO()
             self.show(Console(file=file, width=COLUMNS, highlight=False, no_color=True))
             template = Path(__file__).with_name("panels.html")
-            text = render(template, title=self.title, printed=file.getvalue(), drawn=element)
+            text = render(template, title=self.title, printed=file.getvalue().splitlines(), drawn=element)
             with writing(outputs.html):
                 outputs.html.write_text(text, encoding="utf-8")
