@@ -58,10 +58,10 @@ def _latency(key: str) -> Callable[[Record, Record], str]:
 
 
 def _quality(key: str, write: Callable[[float | None], str]) -> Column:
-    headers = {"kld": "KL divergence", "perplexity": "perplexity"}
+    headers = {"kld": "KL div.", "perplexity": "ppl"}
     return Column(
         headers[key],
-        "of quantkit eval, from its first model" if key == "kld" else "of quantkit eval",
+        "KL divergence from the first model of --quality" if key == "kld" else "perplexity of --quality",
         lambda model, point: write(model["quality"] and model["quality"][key]),
         ran=False,
     )
@@ -156,6 +156,11 @@ def protocol(record: Record) -> list[str]:
     lines += [f"{model['label']}: {_runs_by(model)}" for model in record["models"] if model["load"]]
     memory = dict.fromkeys(model["load"]["memory"] for model in record["models"] if model["load"])
     lines += [f"peak: {how}, the most in any run" for how in memory]
+    if told := record["quality"]:
+        lines.append(
+            f"KL divergence and perplexity: {told['text']}, {told['tokens']} tokens, context {told['ctx']}, "
+            f"against {told['reference']}"
+        )
     lines += [note for model in record["models"] if (note := model["quality_note"])]
     return lines
 

