@@ -48,6 +48,7 @@ def measure(
 ) -> None:
     """Fill the rows, in rounds. One that failed is not tried again."""
     total, done = settings.rounds * settings.runs * len(rows), 0
+    reached(done, total)
     for number in range(settings.rounds):
         for row in rows:
             begin = done
