@@ -1,11 +1,16 @@
 """Benchmarks made up for tests: what workers would tell of checkpoints that nobody ran."""
 
+import json
 from pathlib import Path
 
+import jsonschema
+
+from quantkit.serving import bench
 from quantkit.serving.bench.measure import Measured
 from quantkit.serving.bench.settings import Point, Settings
 from quantkit.serving.bench.subjects import Subject
 
+SMALL = Settings(batches=(1, 3), prompts=(5,), tokens=4, repeats=2, warmup=1, rounds=1, dtype="float32")
 FACTS = {
     "engine": "transformers",
     "version": "5",
@@ -56,3 +61,11 @@ def measured(source: str, settings: Settings, step, engine: str = "transformers"
             for number in range(settings.rounds)
         ]
     return row
+
+
+def checked(made: dict) -> dict:
+    """A record, which must fit its schema as it would be printed."""
+    schema = json.loads(Path(bench.__file__).with_name("bench-1.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(json.loads(json.dumps(made, allow_nan=False)), schema)
+    return made

@@ -176,11 +176,8 @@ def command(
         bool,
         typer.Option("--remote", help="Let --url be another machine than this one.", rich_help_panel=OTHERS),
     ] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of it.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the plots: .svg, or .png. All but the first get a suffix."),
-    ] = None,
+    html: flags.HTML = None,
+    plot: flags.PLOT = None,
     revision: flags.FIRST_REVISION = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
