@@ -272,6 +272,7 @@ def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by the system"),
         ("import sys; sys.exit('libfoo.so is missing')", "ended with exit code 1: libfoo.so is missing"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
+        ('import os; print(\'{"event": "do\', end="", flush=True); os._exit(3)', "ended with exit code 3"),
         ('print(\'{"event": "failed", "message": "no", "hint": "a fix"}\')', "no (a fix)"),
     ],
 )
@@ -287,6 +288,14 @@ def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, 
     assert [point["error"] for point in made["models"][1]["points"]] == [dead.error] * 2
     assert made["models"][0]["points"][0]["decode"]["tokens_per_second"]["median"] == pytest.approx(100)
     assert columns.failures(made) == [f"dead: {dead.error}"]
+
+
+def test_the_machines_rates_are_the_most_of_all_rounds():
+    row = measure.Measured(subject("a"), "transformers")
+    for number, (bandwidth, flops) in enumerate(((3.0, 5.0), (2.0, 7.0))):
+        event = {"event": "rates", "bandwidth": bandwidth, "flops": flops, "source": "measured"}
+        measure.hear(row, event, number)
+    assert row.rates == {"bandwidth": 3.0, "flops": 7.0, "source": "measured"}
 
 
 def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):

@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from quantkit.evaluation.comparison import figures
@@ -157,7 +157,7 @@ def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
 
 def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
     axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
-    axis.set_major_locator(_Round(own))
+    axis.set_major_locator(FixedLocator(own.ticks) if own.ticks else _Round(own))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(EngFormatter("B") if own.kind == "bytes" else lambda value, _: f"{value:g}")
 

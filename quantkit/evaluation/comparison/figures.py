@@ -46,11 +46,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """kind: number, bytes or whole."""
+    """kind: number, bytes or whole. ticks: where they are; none for round values."""
 
     label: str
     kind: str = "number"
     log: bool = False
+    ticks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import count
+from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.columns import NOTHING, bits, number
 from quantkit.tables import megabytes, size
 
@@ -154,8 +154,7 @@ def protocol(record: Record) -> list[str]:
         f"{count(asked['threads'], 'thread')}; medians, ± is the median deviation"
     ]
     lines += [f"{model['label']}: {_runs_by(model)}" for model in record["models"] if model["load"]]
-    memory = dict.fromkeys(model["load"]["memory"] for model in record["models"] if model["load"])
-    lines += [f"peak: {how}, the most in any run" for how in memory]
+    lines += _peaks(record)
     if told := record["quality"]:
         lines.append(
             f"KL divergence and perplexity: {told['text']}, {told['tokens']} tokens, context {told['ctx']}, "
@@ -163,6 +162,16 @@ def protocol(record: Record) -> list[str]:
         )
     lines += [note for model in record["models"] if (note := model["quality_note"])]
     return lines
+
+
+def _peaks(record: Record) -> Iterator[str]:
+    """What peaks are of, and of which models where they differ."""
+    models: dict[str, list[str]] = {}
+    for model in record["models"]:
+        if model["load"]:
+            models.setdefault(model["load"]["memory"], []).append(model["label"])
+    for how, labels in models.items():
+        yield f"peak{f' of {name_all(labels)}' if len(models) > 1 else ''}: {how}, the most in any run"
 
 
 def _runs_by(model: Record) -> str:

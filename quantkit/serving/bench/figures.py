@@ -69,7 +69,7 @@ def by_batch(record: Record, prompt: int) -> Figure:
         title=f"Throughput by batch, {prompt} prompt tokens",
         caption="Bars: least and most of all runs. Dashed: the roofline of each, what reading the weights "
         "and the cache once a step and multiplying by them allow.",
-        x=Axis("sequences at once", "whole", log=True),
+        x=Axis("sequences at once", "whole", log=True, ticks=tuple(batches)),
         y=Axis(DECODE, log=True),
         series=tuple(series),
         lines=tuple(inside),
@@ -146,7 +146,7 @@ def by_prompt(record: Record) -> Figure:
         key="prompt",
         title="Time to the first token",
         caption=f"Batch {batch}. Bars: least and most of all runs.",
-        x=Axis("prompt tokens", "whole", log=True),
+        x=Axis("prompt tokens", "whole", log=True, ticks=tuple(record["settings"]["prompts"])),
         y=Axis("milliseconds", log=True),
         series=tuple(series),
     )

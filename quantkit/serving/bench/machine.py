@@ -20,7 +20,7 @@ from quantkit.models.device import free_memory, is_accelerator, synchronize
 SIDE = 1024  # of the matrices that are multiplied
 COLUMNS = 1024  # of the matrix that is read
 LEAST, MOST = 1 << 20, 1 << 30  # bytes that are read
-SECONDS = 0.2  # for each of both figures
+SECONDS = 0.3  # for each of both figures
 TRIALS = 5  # at least
 
 

@@ -54,7 +54,7 @@ def measure(
             begin = done
             if not row.error:
                 points = [point for point in settings.points if point not in row.refused]
-                job = Job(row.subject, row.engine, settings, points, rates=number == 0)
+                job = Job(row.subject, row.engine, settings, points, rates=True)
                 for event in events(job):
                     done += event["event"] == "run"
                     reached(done, total)
@@ -69,8 +69,9 @@ def hear(row: Measured, event: dict[str, Any], number: int) -> None:
     if kind == "loaded":
         row.load_seconds.append(event["seconds"])
         row.loaded = event
-    elif kind == "rates":
-        row.rates = event
+    elif kind == "rates":  # the most of all rounds: what the machine can, not what it did beside other work
+        before = row.rates or event
+        row.rates = event | {key: max(before[key], event[key]) for key in ("bandwidth", "flops")}
     elif kind == "failed":
         row.error = event["message"] + (f" ({event['hint']})" if event["hint"] else "")
     elif kind in ("run", "refused"):
@@ -90,15 +91,16 @@ def events(job: Job) -> Iterator[dict[str, Any]]:
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         _worker(job, errors) as process,
     ):
-        finished = False
         for line in process.stdout:
+            if not line.endswith("\n"):
+                break  # it died while it wrote
             event = json.loads(line)
-            finished = event["event"] in ("done", "failed")
             yield event
+            if event["event"] in ("done", "failed"):
+                return
         process.wait()
-        if not finished:
-            errors.seek(0)
-            yield {"event": "failed", "message": death(process.returncode, errors.read()), "hint": ""}
+        errors.seek(0)
+        yield {"event": "failed", "message": death(process.returncode, errors.read()), "hint": ""}
 
 
 @contextmanager

@@ -70,7 +70,7 @@ class Completions:
             slots=point.batch,
             threads=self._job.settings.threads,
             kv_dtype=KV_DTYPE,
-            device="cpu" if self._job.settings.device == "auto" else self._job.settings.device,
+            device=self._job.settings.device,
         )
         settings.n_batch = max(settings.n_batch, point.batch * point.prompt)  # all prompts in one batch
         settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # or prompts of former runs are kept
