@@ -65,6 +65,7 @@ def measure(
 
 def hear(row: Measured, event: dict[str, Any], number: int) -> None:
     """One event of a worker in round `number`."""
+    event = dict(event)
     kind = event.pop("event")
     if kind == "loaded":
         row.load_seconds.append(event["seconds"])
