@@ -244,7 +244,7 @@ def command(
     result = run.record(rows, settings, evaluated)
     if not as_json:
         show(result, quiet)
-    outputs.write(result, page, figures)
     run.refuse_empty(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
+    outputs.write(result, page, figures)
