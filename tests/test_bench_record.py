@@ -111,7 +111,7 @@ def test_the_table(swept, capsys):
     shown = next(line for line in lines if line[:2] == ["base-nf4", "bitsandbytes"])
     assert shown[2:8] == ["0.00", "MB", "16.00", "333", "1.67×", "20"]
     assert "b* of base, 8 tokens: predicted 8.00 (0.0 GB/s, 0 GFLOPS measured), measured 4.00" in out
-    assert "noisy: runs of base-nf4 differ by ± 20 %" in out and "runs of base differ" not in out
+    assert "noisy: runs of base-nf4 (± 20 %) differ: stop other programs" in out
     assert "2 rounds of 2 runs after 1 to warm up" in out and "bitsandbytes Linear4bit, packed" in out
 
 

@@ -183,18 +183,15 @@ def _runs_by(model: Record) -> str:
     return how + loaded + (f" ({engine['note']})" if engine["note"] else "")
 
 
-def noise(record: Record) -> list[str]:
-    """Models whose runs differ so much that small differences say nothing."""
-    lines = []
+def noise(record: Record) -> str:
+    """Models whose runs differ so much that small differences say nothing; empty where none do."""
+    found = []
     for model in record["models"]:
         ran = [point["decode"]["tokens_per_second"] for point in model["points"] if point["decode"]]
         worst = max((told["mad"] for told in ran), default=0)
         if worst > NOISY:
-            lines.append(
-                f"runs of {model['label']} differ by ± {100 * worst:.0f} %: stop other programs, "
-                "or add --repeats"
-            )
-    return lines
+            found.append(f"{model['label']} (± {100 * worst:.0f} %)")
+    return f"runs of {name_all(found)} differ: stop other programs, or add --repeats" if found else ""
 
 
 def called(point: Record) -> str:

@@ -34,8 +34,8 @@ def show(record: dict[str, Any], quiet: bool = False) -> None:
         console.print(drawn)
     for line in failures(record):
         print_line(console, f"not run: {line}", "yellow")
-    for line in noise(record):
-        print_line(console, f"noisy: {line}", "yellow")
+    if noisy := noise(record):
+        print_line(console, f"noisy: {noisy}", "yellow")
     for line in best_batches(record):
         print_line(console, line)
     for line in () if quiet else protocol(record):
