@@ -302,6 +302,7 @@ def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
     rows = run.rows([str(folder)], "transformers,llama.cpp", SMALL)
     assert [row.engine for row in rows] == ["transformers", "llama.cpp"]
+    assert len(run.rows([str(folder)], "auto,transformers", SMALL)) == 1
     assert rows[0].error is None and "llama.cpp runs GGUF files" in rows[1].error
     measure.measure(rows[1:], SMALL)
     with pytest.raises(QuantkitError, match="nothing ran: .*GGUF") as raised:

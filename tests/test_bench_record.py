@@ -144,11 +144,14 @@ def test_one_model_has_both_knees_in_its_plot():
 
 
 def test_a_model_in_two_engines_is_two_names():
-    rows = [
-        measured("m.gguf", SMALL, lambda batch, number: 0.1, engine=name) for name in ("llama.cpp", "vllm")
-    ]
+    engines = ("llama.cpp", "vllm", "vllm")
+    rows = [measured("m.gguf", SMALL, lambda batch, number: 0.1, engine=name) for name in engines]
     made = checked(record(rows, SMALL))
-    assert [model["label"] for model in made["models"]] == ["m.gguf (llama.cpp)", "m.gguf (vllm)"]
+    assert [model["label"] for model in made["models"]] == [
+        "m.gguf (llama.cpp)",
+        "m.gguf (vllm)",
+        "m.gguf (vllm) #2",
+    ]
 
 
 # ---- quality

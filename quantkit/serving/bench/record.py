@@ -67,17 +67,16 @@ def models(rows: Sequence[Measured], settings: Settings, evaluated: dict | None)
 
 
 def names(rows: Sequence[Measured]) -> list[str]:
-    """The shortest ends of the sources that tell them apart; with the engine where one model has several."""
-    sources = [row.subject.source for row in rows]
-    distinct = list(dict.fromkeys(sources))
-    short = dict(zip(distinct, labels(distinct), strict=True))
-    several = {source for source in distinct if sources.count(source) > 1}
-    return [
-        f"{short[row.subject.source]} ({row.engine})"
-        if row.subject.source in several
-        else short[row.subject.source]
-        for row in rows
-    ]
+    """The shortest ends of the sources that tell them apart, with the engine where one model has several; a
+    row that is there again is numbered."""
+    sources = list(dict.fromkeys(row.subject.source for row in rows))
+    short = dict(zip(sources, labels(sources), strict=True))
+    made: list[str] = []
+    for row in rows:
+        engines = {other.engine for other in rows if other.subject.source == row.subject.source}
+        made.append(short[row.subject.source] + (f" ({row.engine})" if len(engines) > 1 else ""))
+    again = [made[:position].count(name) for position, name in enumerate(made)]
+    return [f"{name} #{count + 1}" if count else name for name, count in zip(made, again, strict=True)]
 
 
 def _engine(row: Measured) -> dict[str, Any]:

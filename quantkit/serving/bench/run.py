@@ -46,10 +46,13 @@ def rows(
     ]
     found = []
     for subject in subjects:
+        taken: set[str] = set()  # auto is one of the others
         for name in asked:
             try:
                 engine, note = runners.choose(name, subject, settings.decoded)
-                found.append(Measured(subject, engine, note))
+                if engine not in taken:
+                    found.append(Measured(subject, engine, note))
+                taken.add(engine)
             except QuantkitError as error:
                 found.append(Measured(subject, name, error=f"{error.message} ({error.hint})"))
     return found
