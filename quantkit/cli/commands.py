@@ -23,8 +23,9 @@ OTHERS = {  # every other command than the methods, and its help
     "inspect": "What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it "
     "whole.",
     "generate": "Continue a prompt with one model or several side by side, and mark where they part.",
-    "chat": "Talk to a model: its cache is kept between turns, speed and memory are told after each.",
+    "bench": "What checkpoints cost to run, side by side: tokens per second, latency, memory, by engine.",
     "serve": "Hand a checkpoint over to an engine's own server, and prove that it answers.",
+    "chat": "Talk to a model: its cache is kept between turns, speed and memory are told after each.",
     "specdec": "Does speculative decoding pay? Drafts, and how much they draft, against the target alone.",
     "doctor": "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
     "recipes": "List, show and begin recipes: jobs in a YAML file.",

@@ -83,16 +83,8 @@ def command(
             help="Append gates and table as Markdown, as $GITHUB_STEP_SUMMARY takes it.",
         ),
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page of it, as quantkit report does.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the plots: .svg, or .png. All but the first get a suffix.",
-        ),
-    ] = None,
+    html: flags.HTML = None,
+    plot: flags.PLOT = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
         typer.Option(help="Precision of the forward passes; 16 bit adds noise to small divergences."),

@@ -40,6 +40,11 @@ DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda 
 FIRST_REVISION = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
 ]
+HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of it.")]
+PLOT = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the plots: .svg, or .png. All but the first get a suffix."),
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")]
 FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)

@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from quantkit.evaluation.comparison import figures
@@ -61,13 +61,19 @@ STYLE = {
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
     """An `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids of their own beside other figures
-        draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
+        text = element(draw(figure, width, height, titled), figure.title)
+    for name, point in _noted(figure):
+        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
+    return text
+
+
+def element(canvas: Canvas, title: str) -> str:
+    """Any canvas as such an element; to be called under `theme`."""
+    canvas.savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.S)
     text = re.sub(r"<[^>]*>\s*", _tidy, text)
-    for name, point in _noted(figure):
-        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
-    return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{_escape(figure.title)}" ', 1)
+    return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{_escape(title)}" ', 1)
 
 
 def _tidy(tag: re.Match) -> str:
@@ -87,8 +93,13 @@ def theme(more: dict[str, str] | None = None) -> Iterator[None]:
 
 def document(figure: Figure, width: int = 720, height: int = 440) -> str:
     """A file of its own, with its title and both colour schemes in it."""
+    return standalone(svg(figure, width, height, titled=True))
+
+
+def standalone(drawn: str) -> str:
+    """A file of an `<svg>` element, with both colour schemes in it."""
     style = f"<style>.plot{LIGHT_PALETTE}{DARK_SCHEME}{{.plot{DARK_PALETTE}}}{PLOT_STYLE}</style>"
-    first, rest = svg(figure, width, height, titled=True).split(">", 1)
+    first, rest = drawn.split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}>{style}{rest}\n'
 
 
@@ -100,7 +111,7 @@ def png(figure: Figure, path: Path) -> None:
 
 def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
     """A canvas of so many pixels. Dots for whose names there is no room are in the legend, as curves are."""
-    listed = [series for series in figure.series if series.joined]
+    listed = [series for series in figure.series if series.joined and not series.bare]
     while True:  # a legend takes room from the plot, which may leave more dots without a name
         canvas = Canvas((width / PIXELS, height / PIXELS), layout="constrained")
         axes = canvas.add_subplot()
@@ -108,7 +119,9 @@ def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
         _legend(canvas, figure.title if titled else "", listed)
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")
-        unnamed = _name(axes, figure, [series for series in figure.series if series not in listed])
+        unnamed = _name(
+            axes, figure, [series for series in figure.series if not (series.bare or series in listed)]
+        )
         if not unnamed:
             return canvas
         listed += unnamed
@@ -126,24 +139,25 @@ def _plot(axes: Axes, figure: Figure) -> None:
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
         if series.joined:
-            axes.plot([p.x for p in series.points], [p.y for p in series.points], color=_colour(series))
+            style = {"ls": "--", "lw": 1} if series.bare else {}
+            axes.plot([p.x for p in series.points], [p.y for p in series.points], c=_colour(series), **style)
         for point in series.points:
             if point.low is not None and point.high is not None:
                 axes.vlines(point.x, point.low, point.high, color=_colour(series), lw=1)
-    marks = [series for series in figure.series for _ in series.points]
+    marks = [series for series in figure.series if not series.bare for _ in series.points]
     for series, (name, point) in zip(marks, _noted(figure), strict=True):
         axes.plot(point.x, point.y, gid=name, ls="", **_mark(series))
 
 
 def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
-    """Every point, and the id of its mark."""
-    points = itertools.chain.from_iterable(series.points for series in figure.series)
+    """Every point that has a mark, and the id of that."""
+    points = itertools.chain.from_iterable(series.points for series in figure.series if not series.bare)
     return ((f"point-{index}", point) for index, point in enumerate(points))
 
 
 def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
     axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
-    axis.set_major_locator(_Round(own))
+    axis.set_major_locator(FixedLocator(own.ticks) if own.ticks else _Round(own))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(EngFormatter("B") if own.kind == "bytes" else lambda value, _: f"{value:g}")
 

@@ -33,7 +33,7 @@ class Point:
 class Series:
     """One model. Joined points make a line named in a legend; others are dots with the name beside them.
 
-    colour: index into a palette. hollow: drawn as a ring.
+    colour: index into a palette. hollow: drawn as a ring. bare: a dashed line alone, which no legend names.
     """
 
     label: str
@@ -41,15 +41,17 @@ class Series:
     colour: int
     joined: bool
     hollow: bool = False
+    bare: bool = False
 
 
 @dataclass(frozen=True)
 class Axis:
-    """kind: number, bytes or whole."""
+    """kind: number, bytes or whole. ticks: where they are; none for round values."""
 
     label: str
     kind: str = "number"
     log: bool = False
+    ticks: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

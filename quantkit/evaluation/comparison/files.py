@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.comparison import table
-from quantkit.evaluation.comparison.figures import figures
+from quantkit.evaluation.comparison.figures import Figure, figures
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,29 @@ class Outputs:
                 f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE
             )
 
-    def write(self, record: dict) -> list[Path]:
-        """Write all that is wanted; the paths of page and plots."""
-        from quantkit.evaluation.comparison import drawing, page
-
+    def write(
+        self,
+        record: dict,
+        page: Callable[[dict], str] | None = None,
+        drawn: Callable[[dict], Sequence[Figure]] = figures,
+    ) -> list[Path]:
+        """Write all that is wanted; the paths of page and plots. page, drawn: of a record that is no
+        comparison's."""
         written = []
         if self.summary:
-            with _writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
+            with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
                 file.write(table.markdown(record))
         if self.html:
-            with _writing(self.html):
-                self.html.write_text(page.page(record), encoding="utf-8")
+            with writing(self.html):
+                self.html.write_text((page or _page)(record), encoding="utf-8")
             written.append(self.html)
-        for position, figure in enumerate(figures(record) if self.plot else ()):
+        for position, figure in enumerate(drawn(record) if self.plot else ()):
+            from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
+
             path = self.plot
             if position:
                 path = path.with_name(f"{path.stem}-{figure.key}{path.suffix}")
-            with _writing(path):
+            with writing(path):
                 if path.suffix == ".png":
                     drawing.png(figure, path)
                 else:
@@ -64,8 +70,15 @@ class Outputs:
         return written
 
 
+def _page(record: dict) -> str:
+    from quantkit.evaluation.comparison import page
+
+    return page.page(record)
+
+
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """What the system says against writing a file becomes a QuantkitError."""
     try:
         yield
     except OSError as error:

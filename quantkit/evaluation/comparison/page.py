@@ -1,10 +1,10 @@
-"""The report: one HTML page with everything in it. How it looks is in page.html."""
+"""The report: one HTML page with everything in it. How it looks is in page.html, and frame.html around it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from quantkit.errors import count
@@ -22,9 +22,8 @@ def page(record: dict) -> str:
     others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
     names = label_by_source(record)
     models = [(names[model["source"]], model["layers"]) for model in record["models"][1:]]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_shown)
-    environment.filters["zip"] = zip
-    return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8")).render(
+    return render(
+        Path(__file__).with_name("page.html"),
         title=f"{base} against {others}" if candidates else base,
         record=record,
         data=record["data"],
@@ -34,11 +33,23 @@ def page(record: dict) -> str:
         rows=rows(record),
         note=floor_note(record),
         figures=figures(record),
-        drawing=drawing,
         layers=[(name, layers["measure"], *_worst(layers)) for name, layers in models if layers],
         silent=[name for name, layers in models if not layers],
         protocol=_protocol(record),
     )
+
+
+def render(template: Path, **values: object) -> str:
+    """A page from a template that extends frame.html; strangers' text is escaped."""
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=_shown,
+    )
+    environment.filters["zip"] = zip
+    return environment.get_template(template.name).render(drawing=drawing, **values)
 
 
 def _shown(value: object) -> object:

@@ -37,6 +37,13 @@ def version() -> str | None:
     return metadata.version(PACKAGE) if util.find_spec(PACKAGE) else None
 
 
+def library() -> Any:
+    """The wheel itself. Raises QuantkitError (exit code 4) where it is not installed."""
+    if version() is None:
+        raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
+    return import_module(PACKAGE)
+
+
 def parameters(
     path: Path, context: int, slots: int = 1, threads: int = 0, kv_dtype: str = "float16", device: str = "cpu"
 ) -> Any:
@@ -46,18 +53,16 @@ def parameters(
     llama.cpp was built for. Raises QuantkitError for a KV type that it has not (exit code 2), or where the
     wheel is not installed (4).
     """
-    if version() is None:
-        raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
     if kv_dtype not in KV_TYPES:
         names = ", ".join(KV_TYPES)
         raise QuantkitError(f"llama.cpp has no KV cache of {kv_dtype}", f"choose one of {names}", USAGE)
-    library = import_module(PACKAGE)
-    made = library.CommonParams()
+    wheel = library()
+    made = wheel.CommonParams()
     made.model.path = str(path)
     made.n_ctx, made.n_parallel, made.kv_unified = context * slots, slots, False
     if threads:
         made.cpuparams.n_threads = made.cpuparams_batch.n_threads = threads
-    made.cache_type_k = made.cache_type_v = getattr(library.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
+    made.cache_type_k = made.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
     made.n_gpu_layers = 0 if device == "cpu" else -1
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
     made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
@@ -123,6 +128,26 @@ class Session:
         request = {"prompt": given, "n_predict": tokens, "temperature": 0} | asked
         return self._ask(self._server.handle_completions, request, stream, stopped)
 
+    def complete_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        arrived: Callable[[int, Mapping[str, float]], None],
+    ) -> None:
+        """Continue all prompts at once by exactly `tokens` tokens each, greedily and from the beginning.
+
+        arrived: told which prompt has new tokens, with llama.cpp's timings of it so far.
+        Raises QuantkitError with llama.cpp's words.
+        """
+
+        def receive(chunk: Mapping[str, Any]) -> None:
+            for choice in chunk.get("choices", ()):
+                arrived(choice["index"], chunk["timings"])
+
+        request = {"prompt": [list(ids) for ids in prompts], "n_predict": tokens, "temperature": 0}
+        exact = {"ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
+        self._stream(self._server.handle_completions, request | exact, receive)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, str]],
@@ -144,10 +169,9 @@ class Session:
     ) -> Answer:
         parts: list[str] = []
         last: dict[str, Any] = {}
-        failed: list[BaseException] = []
         logprobs: list[Mapping[str, Any]] = []
 
-        def note(chunk: Mapping[str, Any]) -> None:
+        def receive(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
             for choice in chunk.get("choices", ()):
                 text = choice.get("text") or choice.get("delta", {}).get("content") or ""
@@ -157,20 +181,41 @@ class Session:
                 if text and stream:
                     stream(text)
 
-        def receive(chunk: Mapping[str, Any]) -> bool:
+        self._stream(handle, request, receive, stopped)
+        stop = "end" if last.get("reason") == "stop" else "length"
+        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)
+
+    def _stream(
+        self,
+        handle: Callable,
+        request: dict[str, Any],
+        receive: Callable[[Mapping[str, Any]], None],
+        stopped: Callable[[], bool] | None = None,
+    ) -> None:
+        """Send a request, and pass on its chunks until the end, or until `stopped` says so.
+
+        Raises QuantkitError with llama.cpp's words, ContextFullError, and whatever `receive` raises.
+        """
+        errors: list[Any] = []
+        failed: list[BaseException] = []
+
+        def chunk(told: Mapping[str, Any] | None) -> bool:
+            if told and "error" in told:
+                errors.append(told["error"])
+                return False
             try:
-                note(chunk)
+                if told:
+                    receive(told)
                 return stopped is not None and stopped()  # True ends it
             except BaseException as error:  # an interrupt, too: the wheel would print it and go on
                 failed.append(error)
                 return True
 
-        handle(request | {"stream": True}, receive)
+        handle(request | {"stream": True}, chunk)
         if failed:
             raise failed[0]
-        if last.get("error", {}).get("type") == TOO_LONG:
-            raise ContextFullError(last["error"]["n_prompt_tokens"], last["error"]["n_ctx"])
-        if "error" in last:
-            raise QuantkitError(f"llama.cpp: {last['error'].get('message', last['error'])}")
-        stop = "end" if last.get("reason") == "stop" else "length"
-        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)
+        if errors:
+            said = errors[0] if isinstance(errors[0], Mapping) else {"message": errors[0]}
+            if said.get("type") == TOO_LONG:
+                raise ContextFullError(said["n_prompt_tokens"], said["n_ctx"])
+            raise QuantkitError(f"llama.cpp: {said.get('message', said)}")

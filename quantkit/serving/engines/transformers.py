@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from importlib import import_module, util
 
 import torch
 import transformers
@@ -18,6 +19,12 @@ from quantkit.models.device import free_memory
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # warns at every product, of what it rounds the inputs to
+CLIENTS = {  # packages that transformers computes with, by layout
+    "bitsandbytes": "bitsandbytes",
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "compressed-tensors": "compressed_tensors",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,13 @@ class Loaded:
 def version() -> str:
     """Of the engine: quantkit does not run without it."""
     return transformers.__version__
+
+
+def import_client(layout: str | None) -> None:
+    """Import what transformers will when it loads this layout: its memory and seconds are not the model's."""
+    package = CLIENTS.get(layout or "")
+    if package and util.find_spec(package):
+        import_module(package)
 
 
 def load(
@@ -63,6 +77,8 @@ def load(
         _set_attention(checkpoint, model, attention)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     kernels, packed = _kernels(model)
+    if checkpoint.quantized and not packed and (decoded or not note):
+        note = "as asked" if decoded else "transformers decodes the weights when they are first used"
     return Loaded(
         model=model.eval(),
         kernels=kernels,
@@ -96,7 +112,9 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=checkpoint.trust_remote_code,
-        )
+        ).eval()
+        with torch.no_grad():  # some clients decode, compile or fail when they are first used
+            model(torch.zeros(1, 1, dtype=torch.long, device=device))
     except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
         return None, f"transformers does not load it packed: {first_line(error)}"
     return model, ""

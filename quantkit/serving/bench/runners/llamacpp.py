@@ -1,0 +1,114 @@
+"""llama.cpp by the xllamacpp wheel: one request with all prompts, tokens timed as they arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from quantkit.serving.bench.job import Job
+from quantkit.serving.bench.runners import Facts, Timing
+from quantkit.serving.bench.settings import Point
+from quantkit.serving.engines import llamacpp
+
+PAD = 256  # tokens by which llama.cpp rounds a sequence's cache up
+KV_DTYPE, KV_BYTES = "float16", Fraction(2)  # llama.cpp's default
+
+
+def prepare(job: Job) -> None:
+    """Import the library. torch does not compute here."""
+    llamacpp.library()
+
+
+def start(job: Job) -> Completions:
+    """Open the file for the first point; each has a context of its own size."""
+    made = Completions(job)
+    made.open(job.points[0], job.settings.tokens)
+    return made
+
+
+class Completions:
+    """A file of which a session is opened for every shape that is run."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._session: llamacpp.Session | None = None
+        self._shape: tuple[int, int] | None = None
+        subject = job.subject
+        self.facts = Facts(
+            engine="llama.cpp",
+            version=llamacpp.version() or "",
+            kernels="llama.cpp ggml",
+            packed=True,
+            note="",
+            dtype="float32",
+            attention=None,
+            weight_bytes=subject.weight_bytes,
+        )
+
+    def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
+        point = Point(len(prompts), len(prompts[0]))
+        self.open(point, tokens)
+        arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
+        began = time.perf_counter()
+
+        def arrived(index: int, timings: Mapping[str, float]) -> None:
+            arrivals[index].append((time.perf_counter(), int(timings["predicted_n"])))
+
+        self._session.complete_all([list(prompt) for prompt in prompts], tokens, arrived)
+        return timing(began, arrivals, point, tokens, self._cache(point, tokens))
+
+    def open(self, point: Point, tokens: int) -> None:
+        """Load the file with room for a point, unless it is."""
+        if self._shape == (point.batch, point.prompt):
+            return
+        self.close()
+        settings = llamacpp.parameters(
+            self._job.subject.path,
+            point.prompt + tokens,
+            slots=point.batch,
+            threads=self._job.settings.threads,
+            kv_dtype=KV_DTYPE,
+            device=self._job.settings.device,
+        )
+        settings.n_batch = max(settings.n_batch, point.batch * point.prompt)  # all prompts in one batch
+        settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # or prompts of former runs are kept
+        self._session, self._shape = llamacpp.Session(settings), (point.batch, point.prompt)
+
+    def _cache(self, point: Point, tokens: int) -> int | None:
+        """As llama.cpp lays it out before it begins, whole pads for every sequence."""
+        padded = -(-(point.prompt + tokens) // PAD) * PAD
+        return self._job.subject.cache_bytes(Point(point.batch, padded), 0, KV_BYTES)
+
+    def close(self) -> None:
+        if self._session:
+            self._session.__exit__()
+        self._session = self._shape = None
+
+
+def timing(
+    began: float, arrivals: Sequence[Sequence[tuple[float, int]]], point: Point, tokens: int, kv: Any
+) -> Timing:
+    """From when which sequence had how many tokens.
+
+    The prefill ends when the last sequence has its first token. What others have made until then is not
+    counted as decoded: only tokens after that moment are.
+    """
+    first = max(rows[0][0] for rows in arrivals)
+    last = max(rows[-1][0] for rows in arrivals)
+    early = sum(max(count for moment, count in rows if moment <= first) for rows in arrivals)
+    rows = arrivals[0]
+    steps = [
+        (after - before) / (count - counted)  # a character of several tokens arrives at once
+        for (before, counted), (after, count) in zip(rows, rows[1:], strict=False)
+        for _ in range(count - counted)
+    ]
+    return Timing(
+        prefill_tokens=point.batch * point.prompt,
+        prefill_seconds=first - began,
+        decode_tokens=point.batch * tokens - early,
+        decode_seconds=last - first,
+        step_seconds=steps,
+        kv_bytes=kv,
+    )

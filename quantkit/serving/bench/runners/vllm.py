@@ -1,0 +1,82 @@
+"""vLLM, offline: all prompts in one `generate`, timed by vLLM's own clock of every request."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from fractions import Fraction
+from importlib import import_module
+from typing import Any
+
+from quantkit.serving.bench.job import Job
+from quantkit.serving.bench.runners import Facts, Timing
+from quantkit.serving.engines import vllm
+
+
+def prepare(job: Job) -> Any:
+    """Import vLLM, which chooses the device itself."""
+    import torch
+
+    torch.set_num_threads(job.settings.threads)
+    if vllm.version():
+        import_module("vllm")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def start(job: Job) -> Offline:
+    """Load the model for the largest of the points. Raises QuantkitError as `engines.vllm.load` does."""
+    settings = job.settings
+    largest = max(job.points, key=lambda point: point.batch * point.prompt)
+    cache = job.subject.cache_bytes(largest, settings.tokens, Fraction(4)) or 0
+    model = vllm.load(
+        job.subject.path,
+        settings.dtype,
+        max(point.prompt for point in job.points) + settings.tokens,
+        max(point.batch for point in job.points),
+        settings.seed,
+        cache,
+    )
+    return Offline(model, job)
+
+
+class Offline:
+    """vLLM's `LLM`. Its cache of keys and values is one block of memory whatever runs, so none is told."""
+
+    def __init__(self, model: Any, job: Job):
+        self._model = model
+        self.facts = Facts(
+            engine="vllm",
+            version=vllm.version() or "",
+            kernels=f"vLLM {job.subject.stored or 'dense'}",
+            packed=job.subject.stored is not None,
+            note="",
+            dtype=str(model.llm_engine.model_config.dtype).removeprefix("torch."),
+            attention=None,
+            weight_bytes=job.subject.weight_bytes,
+        )
+
+    def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
+        sampling = import_module("vllm").SamplingParams(
+            temperature=0, min_tokens=tokens, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return timing(self._model.generate(requests, sampling, use_tqdm=False))
+
+    def close(self) -> None:
+        del self._model
+        gc.collect()
+
+
+def timing(outputs: Sequence[Any]) -> Timing:
+    """From vLLM's times of all requests: when each was scheduled, had its first token, and its last."""
+    told = [output.metrics for output in outputs]
+    scheduled, first = min(one.scheduled_ts for one in told), max(one.first_token_ts for one in told)
+    last = max(one.last_token_ts for one in told)
+    return Timing(
+        prefill_tokens=sum(len(output.prompt_token_ids) for output in outputs),
+        prefill_seconds=first - scheduled,
+        decode_tokens=sum(len(output.outputs[0].token_ids) - 1 for output in outputs),
+        decode_seconds=last - first,
+        step_seconds=(),
+        kv_bytes=None,
+    )

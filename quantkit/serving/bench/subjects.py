@@ -1,0 +1,109 @@
+"""The checkpoints of a benchmark, known by their headers: size, context, and what cannot run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit.capacity import formats, kv_cache
+from quantkit.capacity.attention import Unsupported, layer_caches
+from quantkit.capacity.source import Source
+from quantkit.capacity.source import read as read_source
+from quantkit.errors import QuantkitError
+from quantkit.inspection import record
+from quantkit.models import headers, hub
+from quantkit.serving.bench.settings import Point, Settings
+from quantkit.tables import megabytes
+
+
+@dataclass(frozen=True)
+class Subject:
+    """source: as the user named it; path: where it lies. bytes and bits over all tensors. context: tokens it
+    was made for, None where there is no limit. stored: how weights are stored, such as `gptq`; None if plain.
+    """
+
+    source: str
+    path: Path
+    container: str
+    stored: str | None
+    weight_bytes: int
+    disk_bytes: int
+    bits_per_weight: float
+    parameters: int
+    vocab_size: int
+    context: int | None
+
+    @cached_property
+    def _capacity(self) -> Source:
+        return read_source(str(self.path))
+
+    def cache_bytes(self, point: Point, tokens: int, bytes_per_value: Fraction) -> int | None:
+        """Of keys and values at the end of a run, as plan computes them; None where that is not known."""
+        known = self._capacity
+        try:
+            caches = layer_caches(known.settings, known.parameters)
+        except (Unsupported, QuantkitError):
+            return None
+        return point.batch * kv_cache.sequence_bytes(caches, point.prompt + tokens, bytes_per_value)
+
+    @cached_property
+    def active(self) -> int:
+        """Parameters that a token meets."""
+        known = self._capacity
+        return known.parameters.active(known.settings) or self.parameters
+
+    @cached_property
+    def read_share(self) -> float:
+        """Share of the weights that a token reads: not tables of which it looks up a row, nor all experts."""
+        known = self._capacity
+        weights = formats.weights(formats.STORED, known.parameters, known.settings)
+        return weights.read_bytes / weights.bytes if weights.read_bytes else 1.0
+
+    def refusal(
+        self, point: Point, settings: Settings, value_bytes: int, packed: bool, free: int
+    ) -> str | None:
+        """Why a point cannot run, None if it can. value_bytes: of a decoded weight and of the cache."""
+        length = point.prompt + settings.tokens
+        if self.context is not None and length > self.context:
+            return (
+                f"{point.prompt} prompt + {settings.tokens} new tokens, the model was made for {self.context}"
+            )
+        weights = self.weight_bytes if packed else self.parameters * value_bytes
+        cache = self.cache_bytes(point, settings.tokens, Fraction(value_bytes)) or 0
+        if weights + cache > free:
+            parts = f"{megabytes(weights)} of weights and {megabytes(cache)} of keys and values"
+            return f"it takes {parts}, {megabytes(free)} of memory are free"
+        return None
+
+    def prompts(self, point: Point, seed: int) -> list[list[int]]:
+        """Random token ids, the same for every model of this vocabulary; none of its ends, where special
+        tokens lie."""
+        chance = random.Random(f"{seed} {point.batch} {point.prompt}")
+        low, high = self.vocab_size // 4, max(self.vocab_size // 2, self.vocab_size // 4 + 1)
+        return [[chance.randrange(low, high) for _ in range(point.prompt)] for _ in range(point.batch)]
+
+
+def open_subject(source: str, revision: str | None = None, offline: bool = False) -> Subject:
+    """Look at headers, of a folder, a GGUF file, or a hub id (which is fetched). Raises QuantkitError."""
+    path = hub.resolve(source, revision, offline)
+    contents = headers.open_contents(str(path), None, True, strict=True)
+    found: dict[str, Any] = record.describe(contents)
+    model, quantization = found["model"], found["quantization"]
+    if not model["vocab_size"]:
+        raise QuantkitError(f"{source} says no vocab_size", "give a language model")
+    return Subject(
+        source=source,
+        path=path,
+        container=contents.container,
+        stored=quantization and quantization["layout"],
+        weight_bytes=model["bytes"],
+        disk_bytes=sum(contents.files.values()),
+        bits_per_weight=model["bits_per_weight"],
+        parameters=model["parameters"],
+        vocab_size=model["vocab_size"],
+        context=found["positions"]["context"],
+    )

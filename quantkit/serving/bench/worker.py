@@ -1,0 +1,141 @@
+"""The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
+
+A job (job.py) on stdin; on stdout a line of JSON for whatever happened:
+
+    {"event": "loaded", facts…, "seconds", "peak_bytes", "how"}
+    {"event": "run", "batch", "prompt", "warmup", timing…, "peak_bytes"}
+    {"event": "refused", "batch", "prompt", "message"}     a point that cannot run
+    {"event": "failed", "message", "hint"}                 nothing more will come
+    {"event": "rates", "bandwidth", "flops", "source"}
+    {"event": "done"}
+
+Its memory is its own, and when the system kills it for memory the parent lives on to say so.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import QuantkitError, first_line
+from quantkit.models.heap import return_freed_pages
+from quantkit.serving.bench import runners
+from quantkit.serving.bench.job import Job
+from quantkit.serving.bench.memory import Meter
+from quantkit.serving.bench.settings import Point
+
+Emit = Callable[[dict[str, Any]], None]
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's words
+KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
+
+
+def main() -> None:
+    """Measure what stdin says. stdout is for events alone: what libraries print goes to stderr."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    if KILL_ME_FIRST.exists():
+        KILL_ME_FIRST.write_text("1000")
+
+    def emit(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=events, flush=True)
+
+    try:
+        measure(Job.load(sys.stdin.read()), emit)
+    except QuantkitError as error:
+        emit({"event": "failed", "message": error.message, "hint": error.hint})
+    except Exception as error:
+        if not _memory_ran_out(error):
+            raise  # its traceback is for the parent to show
+        emit({"event": "failed", "message": f"memory ran out: {first_line(error)}", "hint": ""})
+    events.flush()
+    os._exit(0)  # engines' threads and their destructors have nothing more to say
+
+
+def measure(job: Job, emit: Emit) -> None:
+    """Load, warm up, run. Raises QuantkitError where the checkpoint cannot be loaded."""
+    engine = runners.find(job.engine)
+    device = engine.prepare(job)
+    possible = _possible(job, device, emit)
+    if not possible:
+        emit({"event": "done"})
+        return
+    meter = Meter(device)
+    began = time.perf_counter()
+    runner = engine.start(job.only(possible))
+    loaded = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
+    emit({"event": "loaded", **asdict(runner.facts), **loaded})
+    for point in possible:
+        _run(job, point, runner, meter, emit)
+    facts = runner.facts
+    runner.close()
+    del runner
+    gc.collect()
+    return_freed_pages()
+    if job.rates:
+        emit({"event": "rates", **_rates(job, device, facts)})
+    emit({"event": "done"})
+
+
+def _possible(job: Job, device: Any, emit: Emit) -> list[Point]:
+    """Points that can run, as far as headers tell; the others are refused with the reason."""
+    import psutil
+
+    free, value_bytes = psutil.virtual_memory().available, 4
+    packed = job.subject.container == "gguf" and job.engine != "transformers"
+    if device is not None:
+        from quantkit.models.device import free_memory
+
+        free = free_memory(device)
+    if packed or job.settings.dtype != "float32":
+        value_bytes = 2
+    packed = packed or (job.subject.stored not in (None, "gguf") and not job.settings.decoded)
+    found = []
+    for point in job.points:
+        if why := job.subject.refusal(point, job.settings, value_bytes, packed, free):
+            emit({"event": "refused", **asdict(point), "message": why})
+        else:
+            found.append(point)
+    return found
+
+
+def _run(job: Job, point: Point, runner: runners.Runner, meter: Meter, emit: Emit) -> None:
+    """All runs of a point; memory that runs out refuses it, and the next is tried."""
+    prompts = job.subject.prompts(point, job.settings.seed)
+    for index in range(job.settings.warmup + job.settings.repeats):
+        meter.reset()
+        try:
+            timing = runner.run(prompts, job.settings.tokens)
+        except Exception as error:
+            if not isinstance(error, QuantkitError) and not _memory_ran_out(error):
+                raise
+            emit({"event": "refused", **asdict(point), "message": first_line(error)})
+            return
+        warmup = index < job.settings.warmup
+        told = asdict(timing) | {"step_seconds": list(timing.step_seconds)}
+        emit({"event": "run", **asdict(point), "warmup": warmup, **told, "peak_bytes": meter.peak()})
+
+
+def _rates(job: Job, device: Any, facts: runners.Facts) -> dict[str, Any]:
+    """Of the machine, in the precision that the engine computes in, for a model of this size."""
+    import torch
+
+    from quantkit.serving.bench import machine
+
+    torch.set_num_threads(job.settings.threads)
+    place, dtype = device or torch.device("cpu"), getattr(torch, facts.dtype)
+    return machine.rates(place, dtype, facts.weight_bytes)
+
+
+def _memory_ran_out(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    main()

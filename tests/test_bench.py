@@ -1,0 +1,399 @@
+"""`quantkit bench`: what is run and counted, what cannot run, and the command (see test_bench_record.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import bench_runs
+import far_device
+import gguf_files
+import psutil
+import pytest
+import torch
+import transformers
+from bench_runs import SMALL, checked, measured, subject
+
+from quantkit.cli import bench_modes, commands
+from quantkit.errors import QuantkitError
+from quantkit.models.open import open_checkpoint
+from quantkit.serving.bench import (
+    columns,
+    job,
+    machine,
+    measure,
+    memory,
+    run,
+    runners,
+    subjects,
+    worker,
+)
+from quantkit.serving.bench.record import record
+from quantkit.serving.bench.runners import llama_bench, llamacpp, vllm
+from quantkit.serving.bench.settings import Point, Settings, parse_list, usual_threads
+from quantkit.serving.engines import transformers as engine
+
+QUICK = ["--tokens", "3", "--prompt", "4", "--repeats", "1", "--rounds", "1", "--warmup", "0"]
+
+
+def told(folder: Path, settings: Settings = SMALL, engine: str = "transformers", **asked) -> list[dict]:
+    """Events of a worker that runs in this process."""
+    heard: list[dict] = []
+    made = job.Job(subjects.open_subject(str(folder)), engine, settings, settings.points, **asked)
+    worker.measure(job.Job.load(made.dump()), heard.append)
+    return heard
+
+
+# ---- what is run
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Shapes of the ids of every forward of a Llama but those that look at it while it is loaded."""
+    shapes, forward = [], transformers.LlamaModel.forward
+
+    def counted(self, input_ids=None, **rest):
+        if rest["use_cache"]:
+            shapes.append(tuple(input_ids.shape))
+        return forward(self, input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", counted)
+    return shapes
+
+
+def test_prefilled_and_decoded_tokens_are_exact(tiny_model, forwards):
+    """Though the checkpoint says that every token ends a text."""
+    folder = tiny_model("llama", num_hidden_layers=2)
+    ends = {"eos_token_id": list(range(512)), "do_sample": True, "max_new_tokens": 2}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    events = told(folder)
+    one = [[(batch, 5), *[(batch, 1)] * 3] for batch in (1, 3)]
+    assert forwards == one[0] * 3 + one[1] * 3
+    runs = [event for event in events if event["event"] == "run"]
+    assert [(run["batch"], run["warmup"]) for run in runs] == [
+        (batch, warm) for batch in (1, 3) for warm in (True, False, False)
+    ]
+    for found in runs:
+        batch = found["batch"]
+        assert (found["prefill_tokens"], found["decode_tokens"]) == (5 * batch, 3 * batch)
+        assert len(found["step_seconds"]) == 3
+        assert sum(found["step_seconds"]) == pytest.approx(found["decode_seconds"])
+        # keys and values of 2 heads of 16, 2 layers, float32; the last token is in no cache
+        assert found["kv_bytes"] == 2 * 2 * 2 * 16 * 4 * batch * (5 + 3)
+    (loaded,) = (event for event in events if event["event"] == "loaded")
+    assert (loaded["kernels"], loaded["packed"], loaded["attention"]) == ("torch Linear", False, "sdpa")
+    stored = subjects.open_subject(str(folder)).weight_bytes
+    assert 0 <= loaded["weight_bytes"] - stored < 1000  # rotary frequencies are not stored
+    assert events[-1] == {"event": "done"}
+
+
+def test_kernels_are_those_that_ran(make, tiny_model, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
+    quick = {**vars(SMALL), "batches": (1,), "repeats": 1, "warmup": 0}
+    del quick["decoded"]
+    loaded = [told(tmp_path / "nf4", Settings(**quick, decoded=asked))[0] for asked in (False, True)]
+    assert [(facts["kernels"], facts["packed"], facts["note"]) for facts in loaded] == [
+        ("bitsandbytes Linear4bit", True, ""),
+        ("torch Linear", False, "as asked"),
+    ]
+    assert loaded[0]["weight_bytes"] < loaded[1]["weight_bytes"]
+
+
+def test_a_client_that_fails_at_first_use_is_not_used(make, tiny_model, tmp_path, monkeypatch):
+    layers = pytest.importorskip("bitsandbytes.nn")
+    make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
+
+    def failing(self, x):
+        raise RuntimeError("no kernel for this device\nand more")
+
+    monkeypatch.setattr(layers.Linear4bit, "forward", failing)
+    checkpoint = open_checkpoint(str(tmp_path / "nf4"))
+    found = engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+    assert (found.kernels, found.packed) == ("torch Linear", False)
+    assert found.note == "transformers does not load it packed: no kernel for this device"
+
+
+def test_prompts_are_the_seeds_and_of_the_middle_of_the_vocabulary():
+    known = subject("a")
+    first = known.prompts(Point(2, 50), 0)
+    assert first == known.prompts(Point(2, 50), 0) != known.prompts(Point(2, 50), 1)
+    assert [len(ids) for ids in first] == [50, 50] and first[0] != first[1]
+    assert all(128 <= token < 256 for ids in first for token in ids)
+
+
+def test_on_an_accelerator(tiny_model):
+    folder = tiny_model("llama", num_hidden_layers=1)
+    with far_device.present():
+        events = told(folder, Settings(**{**vars(SMALL), "device": "far"}), rates=True)
+        assert far_device.DEVICE.launches
+    runs = [event for event in events if event["event"] == "run"]
+    assert [found["decode_tokens"] for found in runs] == [3] * 3 + [9] * 3
+    (rates,) = (event for event in events if event["event"] == "rates")
+    assert rates["bandwidth"] > 0 and rates["flops"] > 0
+
+
+def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
+    pytest.importorskip("xllamacpp")
+    path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
+    row = run.rows([str(path)], "auto", SMALL)[0]
+    heard = list(measure.events(job.Job(row.subject, row.engine, SMALL, SMALL.points)))
+    runs = [event for event in heard if event["event"] == "run"]
+    assert [found["prefill_tokens"] for found in runs] == [5] * 3 + [15] * 3
+    assert [found["decode_tokens"] for found in runs if found["batch"] == 1] == [3] * 3
+    assert all(0 < found["decode_tokens"] <= 9 for found in runs if found["batch"] == 3)
+    # 256 tokens are laid out for each sequence; 2 bytes, 3 layers, 2 heads of 16
+    assert [found["kv_bytes"] for found in runs] == [2 * 2 * 3 * 32 * 256 * n for n in (1, 1, 1, 3, 3, 3)]
+    assert heard[0]["kernels"] == "llama.cpp ggml" and heard[-1] == {"event": "done"}
+
+
+def test_tokens_that_came_while_others_were_prefilled_are_not_decoded():
+    arrivals = [[(1.0, 1), (2.0, 2), (4.0, 4)], [(2.5, 1), (3.0, 2), (3.5, 4)]]
+    found = llamacpp.timing(0.5, arrivals, Point(2, 8), 4, None)
+    assert (found.prefill_seconds, found.prefill_tokens) == (2.0, 16)
+    assert (found.decode_seconds, found.decode_tokens) == (1.5, 8 - 2 - 1)
+    assert found.step_seconds == [1.0, 1.0, 1.0]  # two tokens at once took two seconds
+
+
+def test_vllms_own_clock():
+    def output(scheduled, first, last):
+        times = SimpleNamespace(scheduled_ts=scheduled, first_token_ts=first, last_token_ts=last)
+        return SimpleNamespace(
+            prompt_token_ids=[0] * 5, outputs=[SimpleNamespace(token_ids=[0] * 4)], metrics=times
+        )
+
+    found = vllm.timing([output(1.0, 2.0, 5.0), output(1.5, 3.0, 6.0)])
+    assert (found.prefill_tokens, found.prefill_seconds) == (10, 2.0)
+    assert (found.decode_tokens, found.decode_seconds, found.step_seconds) == (6, 3.0, ())
+
+
+# What llama-bench prints, of its keys those that matter.
+LLAMA_BENCH = """#!{python}
+import json, sys
+told = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "broken" in told["-m"]:
+    sys.exit("error: failed to load model")
+prompt, new = int(told["-p"]), int(told["-n"])
+ns = 1_000_000 * (prompt * 2 + new * (10 + int(told.get("-d", 0))))
+print(json.dumps([{{"n_prompt": prompt, "n_gen": new, "avg_ns": ns, "samples_ns": [ns]}}]))
+"""
+
+
+def test_llama_bench_on_the_path(tmp_path, tiny_model, monkeypatch):
+    program = tmp_path / "bin" / "llama-bench"
+    program.parent.mkdir()
+    program.write_text(LLAMA_BENCH.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
+    known = subjects.open_subject(str(path))
+    asked = job.Job(known, "llama-bench", SMALL, SMALL.points)
+    found = llama_bench.start(asked).run([[1] * 5], 4)
+    assert (found.prefill_tokens, found.prefill_seconds) == (5, 0.01)
+    assert (found.decode_tokens, found.decode_seconds) == (3, 0.045)  # 3 tokens of 10 + 5 ms
+    with pytest.raises(QuantkitError, match="one sequence"):
+        llama_bench.start(asked).run([[1] * 5] * 2, 4)
+    path.rename(tmp_path / "broken.gguf")
+    broken = subjects.open_subject(str(tmp_path / "broken.gguf"))
+    with pytest.raises(QuantkitError, match="failed to load model"):
+        llama_bench.start(job.Job(broken, "llama-bench", SMALL, SMALL.points)).run([[1] * 5], 4)
+
+
+PEAKS = """
+from quantkit.serving.bench.memory import RESET, Meter
+meter = Meter()
+held = b"x" * (64 << 20)
+print(meter.peak() >> 20)
+del held
+meter.reset()
+print(meter.peak() >> 20 if RESET.exists() else 0)
+"""
+
+
+def test_the_peak_of_a_process_is_above_what_it_had():
+    done = subprocess.run([sys.executable, "-c", PEAKS], check=True, capture_output=True, text=True)
+    held, freed = map(int, done.stdout.split())
+    assert 64 <= held < 80 and freed < 32
+
+
+def test_a_device_of_the_data_sheets_is_not_measured(monkeypatch):
+    far = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(machine.torch, "get_device_module", lambda device: SimpleNamespace(
+        get_device_name=lambda device: "NVIDIA A100-SXM4-40GB"
+    ))  # fmt: skip
+    monkeypatch.setattr(machine.devices, "find", lambda name: machine.devices.DEVICES["a100-40g"])
+    assert machine.rates(far, None, 0) == {
+        "bandwidth": 1555e9, "flops": 312e12, "source": "data sheet of a100-40g",
+    }  # fmt: skip
+
+
+# ---- what cannot run
+
+
+def test_points_that_cannot_run_are_refused_and_the_others_run(tiny_model):
+    folder = tiny_model("llama", num_hidden_layers=1)  # made for 256 tokens
+    asked = Settings(prompts=(5, 300), tokens=4, repeats=1, warmup=0, rounds=1, dtype="float32")
+    events = told(folder, asked)
+    (refused,) = (event for event in events if event["event"] == "refused")
+    assert refused["message"] == "300 prompt + 4 new tokens, the model was made for 256"
+    assert [event["prompt"] for event in events if event["event"] == "run"] == [5]
+
+
+def test_nothing_is_loaded_that_does_not_fit(tiny_model, monkeypatch):
+    folder = tiny_model("llama", num_hidden_layers=1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000))
+    events = told(folder)
+    assert [event["event"] for event in events] == ["refused", "refused", "done"]
+    assert "0.30 MB of memory are free" in events[0]["message"]
+    assert "of weights and" in events[0]["message"]
+
+
+def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):
+    folder = tiny_model("llama", num_hidden_layers=1)
+    ran = runners.find("transformers").Generation.run
+
+    def failing(self, prompts, tokens):
+        if len(prompts) == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return ran(self, prompts, tokens)
+
+    monkeypatch.setattr(runners.find("transformers").Generation, "run", failing)
+    events = told(folder)
+    (refused,) = (event for event in events if event["event"] == "refused")
+    assert refused["batch"] == 3 and "allocate" in refused["message"]
+    assert sum(event["event"] == "run" for event in events) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by the system"),
+        ("import sys; sys.exit('libfoo.so is missing')", "ended with exit code 1: libfoo.so is missing"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
+        ('import os; print(\'{"event": "do\', end="", flush=True); os._exit(3)', "ended with exit code 3"),
+        ('print(\'{"event": "failed", "message": "no", "hint": "a fix"}\')', "no (a fix)"),
+    ],
+)
+def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, reason):
+    (tmp_path / "dying.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(measure, "MODULE", "dying")
+    well = measured("well", SMALL, lambda batch, number: 0.01)
+    dead = measure.Measured(subject("dead"), "transformers")
+    measure.measure([dead], SMALL)
+    assert reason in dead.error
+    made = checked(record([well, dead], SMALL))
+    assert [point["error"] for point in made["models"][1]["points"]] == [dead.error] * 2
+    assert made["models"][0]["points"][0]["decode"]["tokens_per_second"]["median"] == pytest.approx(100)
+    assert columns.failures(made) == [f"dead: {dead.error}"]
+
+
+def test_the_machines_rates_are_the_most_of_all_rounds():
+    row = measure.Measured(subject("a"), "transformers")
+    for number, (bandwidth, flops) in enumerate(((3.0, 5.0), (2.0, 7.0))):
+        event = {"event": "rates", "bandwidth": bandwidth, "flops": flops, "source": "measured"}
+        measure.hear(row, event, number)
+    assert row.rates == {"bandwidth": 3.0, "flops": 7.0, "source": "measured"}
+
+
+def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
+    folder = tiny_model("llama", num_hidden_layers=1)
+    rows = run.rows([str(folder)], "transformers,llama.cpp", SMALL)
+    assert [row.engine for row in rows] == ["transformers", "llama.cpp"]
+    assert len(run.rows([str(folder)], "auto,transformers", SMALL)) == 1
+    assert rows[0].error is None and "llama.cpp runs GGUF files" in rows[1].error
+    measure.measure(rows[1:], SMALL)
+    with pytest.raises(QuantkitError, match="nothing ran: .*GGUF") as raised:
+        run.refuse_empty(record(rows[1:], SMALL))
+    checked(raised.value.record())
+
+
+def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, monkeypatch):
+    path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
+    known = subjects.open_subject(str(path))
+    monkeypatch.setattr(runners.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(runners.shutil, "which", lambda name: None)
+    engine, note = runners.choose("auto", known)
+    assert engine == "transformers" and "llama.cpp is not installed" in note
+    for name in ("llama.cpp", "llama-bench", "vllm"):
+        with pytest.raises(QuantkitError, match="not installed"):
+            runners.choose(name, known)
+    monkeypatch.setattr(runners.shutil, "which", lambda name: "/bin/llama-bench")
+    assert runners.choose("llama.cpp", known)[0] == "llama-bench"
+
+
+# ---- the command
+
+
+def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
+    """One that runs and one that does not: a record and plots."""
+    folder = tiny_model("llama", num_hidden_layers=1)
+    plot = tmp_path / "plot.svg"
+    asked = [
+        *QUICK,
+        "--engine",
+        "transformers,llama.cpp",
+        "--batch",
+        "1,2,3",
+        "--threads",
+        "1",
+        "--plot",
+        plot,
+    ]
+    done = quantkit("bench", folder, *asked, "--json", "-q")
+    assert done.code == 0, done.err
+    made = checked(json.loads(done.out))
+    well, dead = made["models"]
+    assert [point["decode"]["tokens"] for point in well["points"]] == [2, 4, 6]
+    assert (
+        well["engine"]["kernels"] == "torch Linear"
+        and well["roofline"][0]["predicted"]["source"] == "measured"
+    )
+    assert "llama.cpp runs GGUF files" in dead["error"] and f"warning: {folder}: llama.cpp" in done.err
+    assert "<svg" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--batch", "1,x"], "--batch '1,x' is no list of numbers"),
+        (["--prompt", ""], "--prompt '' is no list"),
+        (["--batch", "0"], "--batch 0 makes no sense"),
+        (["--tokens", "1"], "--tokens 1 makes no sense"),
+        (["--repeats", "0"], "--repeats 0 makes no sense"),
+        (["--threads", "0"], "--threads 0 makes no sense"),
+        (["--engine", "lama.cpp"], "no engine 'lama.cpp'"),
+        (["--plot", "plot.pdf"], "plots are .svg or .png"),
+        (["--concurrency", "4"], "--concurrency is for --url"),
+        (["--attn", "sdpa", "--quality", "result.json"], "--quality is not for --attn"),
+        (["--attn", "sdpa", "--url", "http://127.0.0.1:1"], "exclude each other"),
+        (["--url", "http://127.0.0.1:1", "--html", "page.html"], "--html is not for --url"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(refuse, demo_model, arguments, said):
+    error, hint = refuse(2, "bench", demo_model, *arguments)
+    assert said in error
+    if "lama" in said:
+        assert "did you mean llama.cpp?" in hint
+
+
+def test_what_is_not_there_is_refused(refuse, quantkit, demo_model):
+    assert "no such folder" in refuse(3, "bench", "./nothing")[0]
+    assert "cannot be read" in refuse(3, "bench", demo_model, "--quality", "nothing.json")[0]
+    assert refuse(2, "bench")[0] == "give a model"
+
+
+def test_lists_and_threads(monkeypatch):
+    assert parse_list("--batch", " 8,1, 2,1") == (1, 2, 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert usual_threads() == 3
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert 1 <= usual_threads() <= os.cpu_count()
+    assert bench_runs.FACTS["how"] == memory.Meter().how
+
+
+def test_every_flag_that_a_question_heeds_exists():
+    known = {parameter.name for parameter in commands.build("bench").params}
+    assert bench_modes.HEEDED.keys() <= known

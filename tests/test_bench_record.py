@@ -1,0 +1,199 @@
+"""What a benchmark derives and tells: statistics, b*, record, table, plots, page, quality."""
+
+import json
+
+import numpy as np
+import pytest
+import records
+from bench_runs import SMALL, checked, measured
+
+from quantkit.evaluation.comparison.files import Outputs
+from quantkit.serving.bench import figures, page, quality, roofline, statistics, table
+from quantkit.serving.bench.panels import Panels
+from quantkit.serving.bench.record import record
+from quantkit.serving.bench.settings import Settings
+
+# ---- numbers
+
+
+def test_a_summary_of_runs():
+    found = statistics.summary([4.0, 1.0, 2.0, 10.0])
+    assert found == {
+        "count": 4, "median": 3.0, "p90": pytest.approx(8.2), "min": 1.0, "max": 10.0, "mad": 0.5,
+    }  # fmt: skip
+    assert statistics.summary([7.0])["p90"] == 7.0
+
+
+def test_a_quantile_is_numpys():
+    values = np.random.default_rng(0).normal(size=23).tolist()
+    assert [statistics.quantile(values, q) for q in (0, 0.37, 0.9, 1)] == pytest.approx(
+        np.quantile(values, (0, 0.37, 0.9, 1)).tolist()
+    )
+
+
+@pytest.mark.parametrize("shape", ["max", "sum"])
+def test_a_fit_recovers_the_batch_from_which_sequences_cost_time(shape):
+    truth = roofline.Fit(shape, 0.012, 0.001, 0.0)
+    times = [(batch, truth.seconds(batch)) for batch in (1, 2, 4, 8, 16, 32, 64)]
+    found = roofline.fit(times)
+    assert (found.shape, found.floor, found.slope) == (shape, pytest.approx(0.012), pytest.approx(0.001))
+    assert found.optimal_batch == pytest.approx(12.0) and found.error < 1e-9
+    assert roofline.where(found, times) == "within"
+    assert [roofline.where(found, times[:2]), roofline.where(found, times[4:])] == ["beyond", "below"]
+
+
+def test_noise_of_a_tenth_moves_the_batch_by_little():
+    noise = np.random.default_rng(1).normal(1, 0.1, 7)
+    times = [(2**k, (0.012 + 0.001 * 2**k) * noise[k]) for k in range(7)]
+    assert roofline.fit(times).optimal_batch == pytest.approx(12, rel=0.35)
+
+
+def test_no_fit_without_three_batches_or_a_cost():
+    assert roofline.fit([(1, 0.1), (8, 0.2)]) is None
+    assert roofline.fit([(1, 0.4), (2, 0.2), (4, 0.1)]).slope > 0  # falling times: the last batch is a cost
+    assert roofline.fit([]) is None
+
+
+def test_the_predicted_roof_is_plans():
+    roof = roofline.Roof(weight_bytes=2000, cache_bytes=100, active=1000, bandwidth=1e6, flops=4e6)
+    assert roof.optimal_batch == 4.0  # 4e6 · 2 bytes / (2 · 1e6)
+    assert roof.seconds(1) == pytest.approx(2100 / 1e6)
+    assert roof.seconds(40) == pytest.approx(2 * 1000 * 40 / 4e6)
+
+
+# ---- what is told
+
+
+SWEEP = Settings(batches=(1, 2, 4, 8, 16), prompts=(8, 16), tokens=5, repeats=2, rounds=2)
+
+
+@pytest.fixture
+def swept() -> dict:
+    """Two models; the second twice as fast at first, then half as slow, and noisy."""
+    return checked(
+        record(
+            [
+                measured("org/base", SWEEP, lambda batch, number: 0.004 + 0.001 * batch),
+                measured(
+                    "org/base-nf4", SWEEP, lambda batch, number: (0.002 + 0.0005 * batch) * (1 + number / 2),
+                    kernels="bitsandbytes Linear4bit", packed=True,
+                ),
+            ],
+            SWEEP,
+        )
+    )  # fmt: skip
+
+
+def test_a_record_has_the_figures_of_its_runs(swept):
+    base, other = swept["models"]
+    point = base["points"][1]
+    assert (point["batch"], point["prompt"]) == (2, 8)
+    assert point["prefill"]["tokens"] == 16
+    assert point["prefill"]["tokens_per_second"]["median"] == pytest.approx(16 / 0.08)
+    assert point["decode"]["tokens_per_second"]["median"] == pytest.approx(2 / 0.006)
+    assert point["latency"]["count"] == 2 * 2 * 4 and point["latency"]["p90"] == pytest.approx(0.006)
+    assert point["memory"] == {"weight_bytes": 4000, "kv_bytes": 200, "peak_bytes": 5002}
+    assert point["ratio"]["decode"] == {"value": 1.0, "min": 1.0, "max": 1.0}
+    ratio = other["points"][1]["ratio"]["decode"]
+    assert (ratio["min"], ratio["max"]) == (pytest.approx(2 / 1.5), pytest.approx(2.0))
+    assert ratio["value"] == pytest.approx((2 + 2 / 1.5) / 2)
+    assert base["load"]["seconds"] == 0.5
+    assert [found["measured"]["optimal_batch"] for found in base["roofline"]] == pytest.approx([4.0, 4.0])
+    assert base["roofline"][0]["predicted"]["optimal_batch"] == 8.0  # 4e6 · 4 bytes / (2 · 1e6)
+
+
+def test_the_table(swept, capsys):
+    table.show(swept)
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1][:6] == ["model", "engine", "size", "bits", "decode/s", "ratio"]
+    assert ["2", "×", "8", "tokens"] in lines
+    shown = next(line for line in lines if line[:2] == ["base-nf4", "bitsandbytes"])
+    assert shown[2:8] == ["0.00", "MB", "16.00", "333", "1.67×", "20"]
+    assert "b* of base, 8 tokens: predicted 8.00 (0.0 GB/s, 0 GFLOPS measured), measured 4.00" in out
+    assert "noisy: runs of base-nf4 (± 20 %) differ: stop other programs" in out
+    assert "2 rounds of 2 runs after 1 to warm up" in out and "bitsandbytes Linear4bit, packed" in out
+
+
+def test_every_figure_can_be_drawn(swept, tmp_path):
+    pytest.importorskip("matplotlib")
+    from quantkit.evaluation.comparison import drawing
+
+    found = figures.figures(swept)
+    assert [figure.key for figure in found] == ["batch-8", "batch-16", "size", "prompt"]
+    bare = [series for series in found[0].series if series.bare]
+    assert [series.points[0].y for series in bare] == pytest.approx([1 / 0.0041] * 2)  # 4000 + 100 bytes
+    assert bare[0].points[-1].y == pytest.approx(2000)  # 4e6 / (2 · 1000)
+    drawn = drawing.document(found[0])
+    assert drawn.count("<title>") == 2 * 5  # each point that was measured, none of the dashed curves
+    assert "stroke-dasharray" in drawn
+
+
+def test_the_page():
+    pytest.importorskip("matplotlib")
+    rows = [measured(name, SMALL, lambda batch, number: 0.1) for name in ("a/one", "b/<two>")]
+    text = page.page(record(rows, SMALL))
+    assert "Batch 3, 5 prompt tokens" in text and text.count('<svg class="plot"') == 4  # each for phones, too
+    assert "<script" not in text and "&lt;two&gt;" in text and "<two>" not in text
+
+
+def test_one_model_has_both_knees_in_its_plot():
+    row = measured("base", SWEEP, lambda batch, number: 0.004 + 0.001 * batch)
+    found = figures.figures(record([row], SWEEP))
+    assert [line.label for line in found[0].lines] == ["measured b* 4.00", "predicted b* 8.00"]
+
+
+def test_a_model_in_two_engines_is_two_names():
+    engines = ("llama.cpp", "vllm", "vllm")
+    rows = [measured("m.gguf", SMALL, lambda batch, number: 0.1, engine=name) for name in engines]
+    made = checked(record(rows, SMALL))
+    assert [model["label"] for model in made["models"]] == [
+        "m.gguf (llama.cpp)",
+        "m.gguf (vllm)",
+        "m.gguf (vllm) #2",
+    ]
+
+
+# ---- quality
+
+
+def test_quality_is_found_by_source_or_name(tmp_path):
+    evaluated = records.record(
+        records.model("org/base", 2000),
+        records.model("./out/base-nf4", 2000, 0.02),
+        records.model("c", 7, 0.3),
+    )
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(evaluated))
+    told = quality.read([path])
+    names = ("org/base", "/tmp/base-nf4/", "c", "other")
+    rows = [measured(name, SMALL, lambda batch, number: 0.1) for name in names]
+    made = checked(record(rows, SMALL, told))
+    assert [model["quality"] and model["quality"]["kld"] for model in made["models"]] == [
+        0.0,
+        0.02,
+        None,
+        None,
+    ]
+    assert made["models"][1]["quality"]["perplexity"] == evaluated["models"][1]["metrics"]["ppl"]["value"]
+    notes = [model["quality_note"] for model in made["models"]]
+    assert notes[2] == "c is another model in --quality: 7 bytes there, 2,000 here"
+    assert notes[3] == "other is not among the models of --quality"
+    (figure,) = [figure for figure in figures.figures(made) if figure.key == "quality"]
+    assert [(series.label, series.points[0].y) for series in figure.series] == [("base-nf4", 0.02)]
+    assert quality.read([]) is None
+
+
+def test_what_prints_and_draws_itself_becomes_a_page_and_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = Panels(
+        "Attention of <it>",
+        lambda canvas: canvas.add_subplot().plot([1, 2], [3, 4]),
+        lambda console: (console.print("one   x"), console.print("  <two>", markup=False)),
+    )
+    for suffix in (".svg", ".png"):
+        panels.write(Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}"))
+    text = (tmp_path / "page.html").read_text()
+    assert "one   x<br>  &lt;two&gt;<br></pre>" in text and '<svg class="plot"' in text
+    assert "prefers-color-scheme" in (tmp_path / "plot.svg").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
