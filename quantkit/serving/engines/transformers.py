@@ -48,7 +48,7 @@ def load(
     attention: str | None = None,
     decoded: bool = False,
 ) -> Loaded:
-    """The model, for `tokens` of context: packed where its client is installed, unless `decoded` is asked for.
+    """The model, for `tokens` of context: packed where its client is installed, unless `decoded` is asked.
 
     attention: one of transformers' (`eager`, `sdpa`, …); None for the model's own choice.
     Raises QuantkitError when it does not fit the memory (exit code 5), or has no such attention (4).
@@ -59,7 +59,7 @@ def load(
     if model is None:
         model = load_model(checkpoint, dtype, device, tokens)
     if attention is not None:
-        _set_attention(checkpoint, model, attention)
+        set_attention(checkpoint, model, attention)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     kernels, packed = _kernels(model)
     return Loaded(
@@ -111,7 +111,9 @@ def _kernels(model: nn.Module) -> tuple[str, bool]:
     return (found.most_common(1)[0][0], True) if found else ("torch Linear", False)
 
 
-def _set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
+def set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
+    """Let a loaded model compute attention another way. Raises QuantkitError (exit code 4) with the library's
+    reason where it has none such."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:

@@ -1,0 +1,1 @@
+"""What a checkpoint costs to run, measured; each question is a file or a folder of its own."""

@@ -1,0 +1,12 @@
+"""Time and memory of attention implementations at growing lengths, labelled by the kernel that really ran.
+
+    result = measure(checkpoint, Settings(("eager", "sdpa"), lengths=()), dtype, device, progress)
+    show(result, console); record(result); draw(result, figure)
+
+`peak` measures memory, `kernels` finds out what ran, `fit` separates what grows with N² from the rest.
+"""
+
+from quantkit.serving.bench.attention.measure import Result, Row, Settings, measure
+from quantkit.serving.bench.attention.report import SCHEMA, draw, record, show
+
+__all__ = ["SCHEMA", "Result", "Row", "Settings", "draw", "measure", "record", "show"]
