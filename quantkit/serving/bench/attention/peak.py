@@ -10,7 +10,6 @@ counts. That costs page faults, so nothing is timed meanwhile.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +65,6 @@ class Peak:
 
     def restart(self) -> None:
         """Forget the peak so far, and count on from where `begin` was."""
-        gc.collect()
         synchronize(self.device)
         if self._module is None:
             return_freed_pages()

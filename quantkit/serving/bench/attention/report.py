@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullLocator
 from rich.console import Console
 
-from quantkit.evaluation.comparison.drawing import MUTED, SERIES
 from quantkit.serving.bench.attention.fit import Fit
-from quantkit.serving.bench.attention.measure import Result, Row
+from quantkit.serving.bench.attention.measurement import Result, Row
 from quantkit.tables import make_table, print_facts, print_line, size
+
+if TYPE_CHECKING:  # matplotlib takes a second, which --json has no use for
+    from matplotlib.figure import Figure
 
 SCHEMA = "quantkit.bench-attention/1"
 MARKS = "osD^v"
@@ -134,6 +135,10 @@ def draw(result: Result, figure: Figure) -> None:
 
     figure: an empty one, 720 × 360 points or more, made under `drawing.theme()`.
     """
+    from matplotlib.ticker import EngFormatter, NullLocator
+
+    from quantkit.evaluation.comparison.drawing import MUTED, SERIES
+
     panels = figure.subplots(1, 2)
     for place, name in enumerate(result.settings.implementations):
         rows = [row for row in result.rows if row.attention == name and not row.refused]

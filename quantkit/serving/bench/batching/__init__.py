@@ -7,7 +7,7 @@
 first two, `accounting` counts, `proof` compares what they wrote.
 """
 
-from quantkit.serving.bench.batching.measure import Result, Settings, measure
+from quantkit.serving.bench.batching.measurement import Result, Settings, measure
 from quantkit.serving.bench.batching.report import SCHEMA, draw, record, show
 from quantkit.serving.bench.batching.trace import Lengths, Trace, read, sample
 

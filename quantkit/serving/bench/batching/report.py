@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from quantkit.evaluation.comparison.drawing import FAINT, MUTED, SERIES
-from quantkit.serving.bench.batching.measure import Outcome, Result
+from quantkit.serving.bench.batching.measurement import Outcome, Result
 from quantkit.tables import make_table, print_facts, print_line
+
+if TYPE_CHECKING:  # matplotlib takes a second, which --json has no use for
+    from matplotlib.figure import Figure
 
 SCHEMA = "quantkit.bench-batching/1"
 IDLE_MACHINE = 0.5  # share of time that is computed below which the trace measures waiting
@@ -60,7 +62,7 @@ def show(result: Result, console: Console) -> None:
 
 def _speeds(done: list[Outcome]) -> Table:
     """Throughput; latency and time to the first token in seconds."""
-    table = make_table("batching", "tok/s", "±", "times", "req/s", "p50", "p90", "p99", "1st p50", "1st p99")
+    table = make_table("batching", "tok/s", "±", "×", "req/s", "p50", "p90", "p99", "1st p50", "p99")
     for outcome in done:
         found, speeds = outcome.figures, outcome.tokens_per_second
         half = (max(speeds) - min(speeds)) / 2 / found.tokens_per_second
@@ -77,7 +79,7 @@ def _speeds(done: list[Outcome]) -> Table:
 
 
 def _waste(done: list[Outcome]) -> Table:
-    table = make_table("batching", "padded", "idle", "KV used", "held", "reserved", "of held", "of reserved")
+    table = make_table("batching", "padded", "idle", "KV used", "held", "of it", "reserved", "of it")
     for outcome in done:
         found = outcome.figures
         table.add_row(
@@ -86,16 +88,16 @@ def _waste(done: list[Outcome]) -> Table:
             f"{found.idle:.1%}",
             f"{found.used:,.0f}",
             f"{found.held:,.0f}",
-            f"{found.reserved:,.0f}",
             f"{found.used_of_held:.0%}",
+            f"{found.reserved:,.0f}",
             f"{found.used_of_reserved:.0%}",
         )
     return table
 
 
 def _short(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+    """`0.08`, `4.20`, `17.0`, `1,234`."""
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def _print_notes(result: Result, done: list[Outcome], console: Console) -> None:
@@ -104,8 +106,8 @@ def _print_notes(result: Result, done: list[Outcome], console: Console) -> None:
             console,
             "p50, p90, p99: seconds from arrival to the answer; 1st: to the first token. padded: of the "
             "prompts' positions; idle: of the decoding slots, by sequences that were done. KV: tokens in the "
-            "cache, the slots held for them, those that a cache of fixed size reserves, averaged over the "
-            "computed time",
+            "cache, the slots held for them, and those that a cache of fixed size reserves, averaged over "
+            "the computed time",
         )
     slack = [outcome.strategy for outcome in done if outcome.figures.busy < IDLE_MACHINE]
     if slack:
@@ -130,6 +132,8 @@ def draw(result: Result, figure: Figure) -> None:
 
     figure: an empty one, 720 × 360 points or more, made under `drawing.theme()`.
     """
+    from quantkit.evaluation.comparison.drawing import FAINT, MUTED, SERIES
+
     done = [outcome for outcome in result.outcomes if outcome.replay is not None]
     left, right = figure.subplots(1, 2)
     for place, outcome in enumerate(done):
@@ -143,8 +147,8 @@ def draw(result: Result, figure: Figure) -> None:
         right.barh(place, found.used, color=colour, alpha=SHADES[0], height=0.7)
     for share in (0.5, 0.9, 0.99):
         left.axhline(share, color=MUTED, ls="--", lw=0.7)
-        left.annotate(f"p{share * 100:g}", (1, share), xycoords=("axes fraction", "data"), color=MUTED,
-                      ha="right", va="bottom", size=10)  # fmt: skip
+        left.annotate(f"p{share * 100:g}", (1.01, share), xycoords=("axes fraction", "data"), color=MUTED,
+                      va="center", size=10)  # fmt: skip
     left.set_title("Requests answered", loc="left", color=MUTED)
     left.set_xlabel("seconds after arrival", loc="right")
     left.set(xlim=(0, None), ylim=(0, 1.05))

@@ -75,8 +75,8 @@ class Settings:
         found = sorted(set(self.lengths))
         if (over := [n for n in found if n > longest]) and context is not None and not self.beyond:
             raise QuantkitError(
-                f"prompts of {name_all(over)} and {self.steps} decoded tokens are longer than the model's "
-                f"context of {context}",
+                f"prompts of {name_all(map(str, over))} and {self.steps} decoded tokens are longer than the "
+                f"model's context of {context}",
                 f"choose {longest} or less, or ask for what lies beyond: its speed is real, its text is not",
                 USAGE,
             )
@@ -143,6 +143,7 @@ def measure(
     lengths = settings.plan(checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.steps)
+    gc.collect()
     bench = _Bench(checkpoint, loaded.model, settings, device)
     rows: list[Row] = []
     for done, length in enumerate(lengths):
@@ -220,12 +221,12 @@ class _Bench:
         """A short run unmeasured, then the same one watched for which kernel runs."""
         ids = self.draw(SHORT)
         self._time(name, ids, _Runs())
-        with torch.no_grad(), Operators() as seen:  # in inference mode torch does not take sdpa apart
+        with torch.no_grad(), Operators() as seen:
             self._forward(ids)
         ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
         self.kernels[name] = describe(seen.names) + (f" ({ran})" if ran != name else "")
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _weigh(self, ids: Tensor, runs: _Runs) -> None:
         """The peaks; of a second run, since the first at a length fills caches of the libraries."""
         for _ in range(2):
@@ -239,7 +240,7 @@ class _Bench:
                 runs.decode_bytes = self.peak.nbytes()
                 del cache, token
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _time(self, name: str, ids: Tensor, runs: _Runs) -> None:
         began = self._now()
         cache, token = self._forward(ids)
