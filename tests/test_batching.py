@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import far_device
 import jsonschema
 import numpy as np
 import pytest
@@ -263,3 +264,18 @@ def test_settings_that_make_no_sense_are_refused(values):
     with pytest.raises(QuantkitError) as error:
         batching.Settings(**values).check()
     assert error.value.exit_code == 2
+
+
+def test_it_runs_on_an_accelerator(folder, monkeypatch):
+    """On the double without streams: transformers' own order of streams is not ours to prove."""
+    monkeypatch.setattr(torch.far, "__name__", "torch.far", raising=False)
+    checkpoint = open_checkpoint(str(folder), None, True, False)
+    settings = batching.Settings(size=2, repeats=1, page=4)
+    with far_device.present() as device:
+        device.streams = False
+        made = batching.measure(
+            checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, far_device.FAR
+        )
+        assert device.launches
+    assert [outcome.refused for outcome in made.outcomes] == [""] * 3
+    assert [found.alike for found in made.proofs] == [3, 3]

@@ -31,7 +31,7 @@ from quantkit.serving.engines import transformers as engine
 STRATEGIES = ("static", "dynamic", "continuous")
 PADDED = {"static": static.next_batch, "dynamic": dynamic.next_batch}
 WARM_TOKENS = 4  # of every answer of the unmeasured round
-REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError, KeyError, MemoryError)
+REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, MemoryError)
 
 
 @dataclass(frozen=True)
