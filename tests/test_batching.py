@@ -271,11 +271,13 @@ def test_it_runs_on_an_accelerator(folder, monkeypatch):
     monkeypatch.setattr(torch.far, "__name__", "torch.far", raising=False)
     checkpoint = open_checkpoint(str(folder), None, True, False)
     settings = batching.Settings(size=2, repeats=1, page=4)
+    torch.get_device_module.cache_clear()  # torch remembers that there was none
     with far_device.present() as device:
         device.streams = False
         made = batching.measure(
             checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, far_device.FAR
         )
         assert device.launches
+    torch.get_device_module.cache_clear()
     assert [outcome.refused for outcome in made.outcomes] == [""] * 3
     assert [found.alike for found in made.proofs] == [3, 3]
