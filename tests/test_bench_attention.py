@@ -93,14 +93,17 @@ def test_operators_have_names(operators, told):
     ("backend", "told"),
     [
         (torch.nn.attention.SDPBackend.FLASH_ATTENTION, "flash, torch's own for CPUs"),
-        (torch.nn.attention.SDPBackend.MATH, "scores written out (matmul, softmax, matmul)"),
+        (
+            torch.nn.attention.SDPBackend.MATH,
+            "torch's math fallback: scores written out (matmul, softmax, matmul)",
+        ),
     ],
 )
 def test_the_backend_that_torch_was_told_to_take_is_seen(backend, told):
     query = torch.randn(1, 2, 8, 16)
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend), Operators() as seen:
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    assert describe(seen.names) == told
+    assert describe(seen.names, "sdpa") == told
 
 
 def test_a_peak_is_what_was_held_and_given_back():

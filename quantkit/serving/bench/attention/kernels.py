@@ -35,8 +35,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def describe(operators: Collection[str]) -> str:
-    """The attention among a forward's operators, in words.
+def describe(operators: Collection[str], implementation: str = "") -> str:
+    """The attention among a forward's operators, in words; implementation: what transformers calls it.
 
     Where no fused kernel is found, the scores `softmax(Q Kᵀ) [heads, N, N]` were written out: that is
     `eager`, and the `math` fallback of sdpa. A router of experts has a softmax,
@@ -47,5 +47,6 @@ def describe(operators: Collection[str]) -> str:
     if fused or own:
         return ", ".join(dict.fromkeys(fused + own))
     if any(name in operators for name in SOFTMAX):
-        return "scores written out (matmul, softmax, matmul)"
+        math = "torch's math fallback: " if implementation == "sdpa" else ""
+        return f"{math}scores written out (matmul, softmax, matmul)"
     return "not known: torch's dispatcher showed no attention"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import inspect
 import statistics
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from quantkit.tables import megabytes
 LONGEST = 4096  # tokens of the longest prompt, unless asked for: a CPU should be done in minutes
 STEPS_DOWN = 4  # default lengths: halves of halves of the longest
 WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax in float32 (twice the bytes)
+REASON = 180  # characters of why one is refused
 SHORT = 16  # tokens of the first, unmeasured run
 # Why a kernel does not run: not installed, not for this dtype or device or length, out of memory.
 REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, KeyError)
@@ -146,8 +148,8 @@ def measure(
     gc.collect()
     bench = _Bench(checkpoint, loaded.model, settings, device)
     rows: list[Row] = []
-    for done, length in enumerate(lengths):
-        progress.counting("measuring prompt lengths", done, len(lengths))
+    for place, length in enumerate(lengths):  # long prompts take long
+        progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
         rows += bench.at(length)
     result = Result(
         model=checkpoint.source,
@@ -211,9 +213,9 @@ class _Bench:
             engine.set_attention(self.checkpoint, self.model, name)
             work()
         except QuantkitError as error:
-            self.refused[name] = first_line(error.__cause__ or error)
+            self.refused[name] = _reason(error.__cause__ or error)
         except REFUSALS as error:
-            self.refused[name] = first_line(error)
+            self.refused[name] = _reason(error)
             gc.collect()
             give_back(self.device)
 
@@ -224,7 +226,8 @@ class _Bench:
         with torch.no_grad(), Operators() as seen:
             self._forward(ids)
         ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
-        self.kernels[name] = describe(seen.names) + (f" ({ran})" if ran != name else "")
+        instead = f", for transformers took {ran}" if ran != name else ""
+        self.kernels[name] = describe(seen.names, ran) + instead
 
     @torch.no_grad()
     def _weigh(self, ids: Tensor, runs: _Runs) -> None:
@@ -289,6 +292,11 @@ class _Bench:
             prefill_bytes=runs.prefill_bytes,
             decode_bytes=runs.decode_bytes,
         )
+
+
+def _reason(error: BaseException) -> str:
+    """In the library's words; some first lines are a paragraph."""
+    return textwrap.shorten(first_line(error), REASON, placeholder=" …")
 
 
 def _fits(rows: Sequence[Row], settings: Settings, heads: int, itemsize: int) -> dict[str, Fit]:
