@@ -2,8 +2,6 @@
 
 import importlib.resources
 import json
-import re
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
 import far_device
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -20,7 +17,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from quantkit.errors import QuantkitError, first_line
 from quantkit.models.open import open_checkpoint
-from quantkit.serving.bench import attention, pictures
+from quantkit.serving.bench import attention
 from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.attention.measurement import Row, Settings
@@ -235,26 +232,6 @@ def test_plots_show_times_and_memory(result):
     if result.fits:
         drawn = [row.prefill_bytes for row in result.rows if row.attention == "eager"]
         assert list(right.lines[0].get_ydata()) == drawn and right.lines[1].get_linestyle() == "--"
-
-
-def test_pictures_and_pages_are_whole(result, tmp_path):
-    """An SVG is XML whose colours are those of a scheme; the page has what the terminal shows, escaped."""
-    named = replace(result, model="<b>model")
-    pictures.save(attention.draw, named, tmp_path / "plot.svg")
-    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
-    texts = "".join(root.itertext())
-    assert "Time of the prefill" in texts and "sdpa" in texts
-    assert "var(--s0)" in ElementTree.tostring(root).decode()
-    pictures.save(attention.draw, named, tmp_path / "plot.png")
-    assert imread(tmp_path / "plot.png").shape[:2] == (720, 1440)
-    made = pictures.page("Attention", attention.show, attention.draw, named)
-    assert "&lt;b&gt;model" in made and "<b>model" not in made and "eager ran: scores" in made
-    assert made.count("<svg") == made.count("</svg>") == 1
-    assert "http" not in re.sub(r"xmlns\S+", "", made)  # nothing is fetched
-    with pytest.raises(QuantkitError, match="plots are .svg or .png"):
-        pictures.save(attention.draw, named, tmp_path / "plot.pdf")
-    with pytest.raises(QuantkitError, match="cannot be written"):
-        pictures.save(attention.draw, named, tmp_path / "nowhere" / "plot.svg")
 
 
 def test_it_runs_on_an_accelerator(checkpoint):

@@ -42,12 +42,16 @@ def show(result: Result, console: Console) -> None:
             "memory": f"{result.memory}, above the loaded model",
         },
     )
-    table = make_table("attention", "prompt", "prefill", "±", "times", "memory", "decode", "memory")
-    done = [row for row in result.rows if not row.refused]
-    for length in sorted({row.length for row in done}):
-        rows = [row for row in done if row.length == length]
+    table = make_table("attention", "prompt", "prefill", "±", "×", "memory", "decode", "memory")
+    refused: set[str] = set()  # a row each, at the length from which on
+    for length in sorted({row.length for row in result.rows}):
+        rows = [row for row in result.rows if row.length == length and row.attention not in refused]
+        first = next((row for row in rows if not row.refused), None)
         for row in rows:
-            table.add_row(*_cells(row, rows[0]))
+            table.add_row(
+                *(_cells(row, first) if not row.refused else [row.attention, f"{length:,}", "refused"])
+            )
+        refused |= {row.attention for row in rows if row.refused}
         table.add_section()
     console.print(table)
     _print_kernels(result, console)
@@ -55,8 +59,10 @@ def show(result: Result, console: Console) -> None:
     _print_longest(result, console)
 
 
-def _cells(row: Row, first: Row) -> list[str]:
-    """Of a row; `times` is how much faster than the first implementation at this length."""
+def _cells(row: Row, first: Row | None) -> list[str]:
+    """Of a row; × is how much faster it is than the first implementation that ran at this length."""
+    if row.refused or first is None:
+        return [row.attention, f"{row.length:,}", "refused"]
     middle = statistics.median(row.seconds)
     half = (max(row.seconds) - min(row.seconds)) / 2 / middle
     return [
@@ -73,7 +79,9 @@ def _cells(row: Row, first: Row) -> list[str]:
 
 def duration(seconds: float) -> str:
     """`12.3 ms`, `4.56 s`."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def _bytes(nbytes: int | None) -> str:
