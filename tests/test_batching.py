@@ -255,6 +255,25 @@ def test_a_strategy_that_cannot_serve_is_an_outcome(folder, monkeypatch):
     json.dumps(batching.record(made), allow_nan=False)
 
 
+def test_a_strategy_that_fails_midway_is_an_outcome(folder, monkeypatch):
+    """Memory that runs out after the warm-up."""
+    serve, calls = continuous.serve, []
+
+    def once(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("out of memory\nTried to allocate 20.00 GiB")
+        return serve(*arguments)
+
+    monkeypatch.setattr(continuous, "serve", once)
+    checkpoint = open_checkpoint(str(folder), None, True, False)
+    settings = batching.Settings(("continuous", "static"), size=2, repeats=2)
+    made = batching.measure(
+        checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, torch.device("cpu")
+    )
+    assert made.outcomes[0].refused == "out of memory" and made.outcomes[1].ratio == 1.0
+
+
 @pytest.mark.parametrize(
     "values",
     [{"strategies": ("static", "magic")}, {"strategies": ()}, {"size": 0}, {"page": 2}, {"repeats": 0},

@@ -30,6 +30,7 @@ from quantkit.serving.engines import transformers as engine
 
 STRATEGIES = ("static", "dynamic", "continuous")
 PADDED = {"static": static.next_batch, "dynamic": dynamic.next_batch}
+PROVEN = 2  # batches of requests, served once more in float32 where less was measured
 WARM_TOKENS = 4  # of every answer of the unmeasured round
 REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, MemoryError)
 
@@ -111,6 +112,9 @@ def measure(
     loaded = engine.load(checkpoint, dtype, device, settings.size * longest)
     prompts = draw_prompts(trace.requests, checkpoint.text_config.vocab_size, settings.seed)
     bench = _Bench(loaded.model, trace.requests, prompts, settings, device)
+    attention = loaded.attention
+    weights = loaded.kernels + (f"; {loaded.note}" if loaded.note else "")
+    del loaded  # the bench has the model, and gives it away before it takes another
     progress.phase("warming up")
     bench.warm_up()
     rounds = bench.rounds(progress)
@@ -123,14 +127,14 @@ def measure(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         context=checkpoint.context,
-        attention=loaded.attention,
-        weights=loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
+        attention=attention,
+        weights=weights,
         repeats=rounds,
         outcomes=tuple(outcomes),
         proofs=tuple(proofs),
         unproven=unproven,
     )
-    del bench, loaded
+    del bench
     gc.collect()
     give_back(device)
     return result
@@ -167,17 +171,25 @@ class _Bench:
             return padded.serve(self.model, requests, prompts, form, self.clock)
         return continuous.serve(self.model, requests, prompts, size, self.settings.page, self.clock)
 
+    def attempt(
+        self, name: str, requests: Sequence[Request], prompts: Sequence[Sequence[int]]
+    ) -> Replay | None:
+        """The same; None, and the strategy is refused from here on, where it cannot be served so."""
+        try:
+            return self.serve(name, requests, prompts)
+        except QuantkitError as error:
+            self.refused[name] = error.message
+        except REFUSALS as error:
+            self.refused[name] = first_line(error)
+        self.replays.pop(name, None)
+        return None
+
     def warm_up(self) -> None:
         """As many requests as there are slots, and a few tokens of each, by every strategy."""
         few = self.requests[: self.settings.size]
         short = [Request(0.0, request.prompt, min(WARM_TOKENS, request.output)) for request in few]
         for name in self.settings.strategies:
-            try:
-                self.serve(name, short, self.prompts[: len(short)])
-            except QuantkitError as error:
-                self.refused[name] = error.message
-            except REFUSALS as error:
-                self.refused[name] = first_line(error)
+            self.attempt(name, short, self.prompts[: len(short)])
 
     def rounds(self, progress: Progress) -> int:
         """Every strategy once a round, each round begun by another; how many rounds there were."""
@@ -185,14 +197,14 @@ class _Bench:
         began, total = time.monotonic(), self.settings.repeats * len(names)
         for round_ in range(self.settings.repeats if names else 0):
             if round_ and (time.monotonic() - began) * (round_ + 1) / round_ > self.settings.limit:
-                progress.warn(
-                    f"{round_} rounds instead of {self.settings.repeats}: more would pass the limit"
-                )
+                told = f"{round_} rounds instead of {self.settings.repeats}: more would pass the limit"
+                progress.warn(told)
                 return round_
             turn = round_ % len(names)
             for place, name in enumerate(names[turn:] + names[:turn]):
                 progress.counting("serving the trace", round_ * len(names) + place, total)
-                self.replays.setdefault(name, []).append(self.serve(name, self.requests, self.prompts))
+                if name not in self.refused and (made := self.attempt(name, self.requests, self.prompts)):
+                    self.replays.setdefault(name, []).append(made)
         return self.settings.repeats if names else 0
 
     def answers(self) -> dict[str, list[tuple[int, ...]]]:
@@ -224,7 +236,7 @@ def _outcome(name: str, bench: _Bench, names: Sequence[str]) -> Outcome:
 def _prove(
     checkpoint: Checkpoint, bench: _Bench, dtype: torch.dtype, longest: int, progress: Progress
 ) -> tuple[list[Proof], str]:
-    """That the strategies wrote the same, in float32: what was measured, or once more where that was less."""
+    """That the strategies wrote the same, in float32: what was measured, or else the first requests again."""
     if len(bench.replays) < 2:
         return [], "fewer than two strategies ran"
     progress.phase("comparing the answers in float32")
@@ -237,7 +249,8 @@ def _prove(
         loaded = engine.load(checkpoint, torch.float32, bench.device, settings.size * longest)
     except QuantkitError as error:
         return [], error.message
-    exact = _Bench(loaded.model, bench.requests, bench.prompts, settings, bench.device)
+    few = PROVEN * settings.size
+    exact = _Bench(loaded.model, bench.requests[:few], bench.prompts[:few], settings, bench.device)
     try:
         exact.replays = {name: [exact.serve(name, exact.requests, exact.prompts)] for name in names}
     except REFUSALS as error:
