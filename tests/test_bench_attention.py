@@ -20,9 +20,10 @@ from quantkit.models.open import open_checkpoint
 from quantkit.serving.bench import attention
 from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
-from quantkit.serving.bench.attention.measurement import Row, Settings
+from quantkit.serving.bench.attention.measurement import Row
 from quantkit.serving.bench.attention.peak import Peak
 from quantkit.serving.bench.attention.report import verdict
+from quantkit.serving.bench.attention.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
@@ -152,7 +153,9 @@ def test_rows_say_what_ran_and_why_not(result, folder):
     assert len(eager.seconds) == len(eager.step_seconds) == 2 and not eager.refused
     with pytest.raises(ValueError) as reason:
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="no_such_attention")
-    assert missing == Row("no_such_attention", 256, refused=first_line(reason.value))
+    words = missing.refused.removesuffix(" …")  # cut where a first line is a paragraph
+    assert missing == Row("no_such_attention", 256, refused=missing.refused)
+    assert len(words) > 80 and first_line(reason.value).startswith(words)
 
 
 def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(checkpoint):

@@ -6,7 +6,8 @@
 `peak` measures memory, `kernels` finds out what ran, `fit` separates what grows with N² from the rest.
 """
 
-from quantkit.serving.bench.attention.measurement import Result, Row, Settings, measure
+from quantkit.serving.bench.attention.measurement import Result, Row, measure
 from quantkit.serving.bench.attention.report import SCHEMA, draw, record, show
+from quantkit.serving.bench.attention.settings import Settings
 
 __all__ = ["SCHEMA", "Result", "Row", "Settings", "draw", "measure", "record", "show"]

@@ -19,70 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.capacity.kv_cache import attention_scores
-from quantkit.errors import USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import QuantkitError, first_line
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory, give_back, synchronize
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.attention.fit import Fit, fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.attention.peak import Peak
+from quantkit.serving.bench.attention.settings import Settings
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
-LONGEST = 4096  # tokens of the longest prompt, unless asked for: a CPU should be done in minutes
-STEPS_DOWN = 4  # default lengths: halves of halves of the longest
 WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax in float32 (twice the bytes)
 REASON = 180  # characters of why one is refused
-SHORT = 16  # tokens of the first, unmeasured run
+SHORT = 16  # tokens of the first, unmeasured run, or as few as the shortest prompt has
 # Why a kernel does not run: not installed, not for this dtype or device or length, out of memory.
 REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, KeyError)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """lengths: tokens of the prompts; () for halves of the longest that the model was made for. beyond:
-    longer ones are wanted. steps: tokens decoded after each. limit: seconds one prefill may be expected to
-    take."""
-
-    implementations: tuple[str, ...] = ("eager", "sdpa", "flash_attention_2")
-    lengths: tuple[int, ...] = ()
-    steps: int = 8
-    batch: int = 1
-    repeats: int = 3
-    beyond: bool = False
-    limit: float = 120.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise QuantkitError (exit code 2) for values that make no sense."""
-        if not self.implementations:
-            raise QuantkitError("--attn names no implementation", "try --attn eager,sdpa", USAGE)
-        for name, least in (("steps", 1), ("batch", 1), ("repeats", 1)):
-            if (value := getattr(self, name)) < least:
-                raise QuantkitError(f"{name} {value} makes no sense", f"choose {least} or more", USAGE)
-        if any(length < 1 for length in self.lengths):
-            raise QuantkitError("a prompt has at least one token", "choose lengths of 1 or more", USAGE)
-
-    def plan(self, context: int | None) -> list[int]:
-        """The lengths to measure, the shortest first; prompt and decoded tokens together fit `context`.
-
-        Raises QuantkitError (exit code 2) for lengths beyond it that were not asked to be.
-        """
-        longest = max(1, (context or LONGEST) - self.steps)
-        if not self.lengths:
-            top = min(longest, LONGEST)
-            rounded = 1 << (top.bit_length() - 1)
-            shorter = {rounded >> k for k in range(0 if rounded < top else 1, STEPS_DOWN)}
-            return sorted({top} | {length for length in shorter if length})
-        found = sorted(set(self.lengths))
-        if (over := [n for n in found if n > longest]) and context is not None and not self.beyond:
-            raise QuantkitError(
-                f"prompts of {name_all(map(str, over))} and {self.steps} decoded tokens are longer than the "
-                f"model's context of {context}",
-                f"choose {longest} or less, or ask for what lies beyond: its speed is real, its text is not",
-                USAGE,
-            )
-        return found
 
 
 @dataclass(frozen=True)
@@ -146,7 +98,7 @@ def measure(
     progress.phase(f"loading {checkpoint.source}")
     loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.steps)
     gc.collect()
-    bench = _Bench(checkpoint, loaded.model, settings, device)
+    bench = _Bench(checkpoint, loaded.model, settings, device, min(SHORT, lengths[0]))
     rows: list[Row] = []
     for place, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
@@ -174,7 +126,12 @@ class _Bench:
     """The loaded model, and which implementations have been refused so far, with the reason."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: nn.Module, settings: Settings, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        settings: Settings,
+        device: torch.device,
+        short: int,
     ) -> None:
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
         self.heads = getattr(checkpoint.text_config, "num_attention_heads", 1) or 1
@@ -189,7 +146,7 @@ class _Bench:
             vocabulary, (settings.batch, length), generator=generator
         ).to(device)
         for name in settings.implementations:
-            self._try(name, lambda name=name: self._warm_up(name))
+            self._try(name, lambda name=name: self._warm_up(name, short))
 
     def at(self, length: int) -> list[Row]:
         """Rows of all implementations at a length; they take turns."""
@@ -219,9 +176,9 @@ class _Bench:
             gc.collect()
             give_back(self.device)
 
-    def _warm_up(self, name: str) -> None:
+    def _warm_up(self, name: str, length: int) -> None:
         """A short run unmeasured, then the same one watched for which kernel runs."""
-        ids = self.draw(SHORT)
+        ids = self.draw(length)
         self._time(name, ids, _Runs())
         with torch.no_grad(), Operators() as seen:
             self._forward(ids)
