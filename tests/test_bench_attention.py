@@ -64,7 +64,14 @@ def test_noise_is_numpys_standard_error_and_a_line_is_no_parabola():
     found = fit(list(lengths), list(nbytes), heads=4, bytes_per_value=2)
     coefficients, covariance = np.polyfit(lengths, nbytes, 2, cov=True)
     assert (found.c, found.error) == pytest.approx((coefficients[0], covariance[0, 0] ** 0.5), rel=1e-4)
-    assert not found.quadratic and "does not grow with N²" in verdict(found)
+    assert found.told and not found.quadratic and "does not grow with N²" in verdict(found)
+
+
+def test_prompts_too_short_to_tell_are_said_to_be():
+    """As measured: up to 256 tokens something else is the peak, and the parabola bends the wrong way."""
+    found = fit((32, 64, 128, 256), [770_000, 1_300_000, 2_450_000, 4_450_000], 4, 2)
+    found = replace(found, error=3.6)
+    assert found.c < 0 and not found.told and "is not told by prompts this short" in verdict(found)
 
 
 def test_three_lengths_are_too_few():

@@ -33,6 +33,11 @@ class Fit:
         return self.c / self.scores
 
     @property
+    def told(self) -> bool:
+        """Whether the lengths tell c so well that one score matrix could not be missed."""
+        return 3 * self.error < self.scores
+
+    @property
     def quadratic(self) -> bool:
         """Whether memory grows with N²: more than the noise, and at least a quarter of one score matrix."""
         return self.c > 3 * self.error and self.matrices > 0.25

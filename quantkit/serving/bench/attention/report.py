@@ -23,7 +23,7 @@ def record(result: Result) -> dict:
     """The versioned JSON."""
     told = asdict(result) | {"fits": {}}
     fits = {
-        name: asdict(found) | {"matrices": found.matrices, "quadratic": found.quadratic}
+        name: asdict(found) | {"matrices": found.matrices, "told": found.told, "quadratic": found.quadratic}
         for name, found in result.fits.items()
     }
     return {"schema": SCHEMA} | told | {"fits": fits}
@@ -121,6 +121,8 @@ def verdict(found: Fit) -> str:
     """Whether memory grows with N², in words."""
     if found.quadratic:
         return f"writes its scores out: {found.matrices:.1f} score matrices at its peak"
+    if not found.told:
+        return "whether it grows with N² is not told by prompts this short: something else is the peak"
     return "does not grow with N²: no score matrix is written out"
 
 

@@ -114,12 +114,13 @@ def measure(
     bench = _Bench(loaded.model, trace.requests, prompts, settings, device)
     attention = loaded.attention
     weights = loaded.kernels + (f"; {loaded.note}" if loaded.note else "")
+    exact = dtype == torch.float32 and not loaded.packed
     del loaded  # the bench has the model, and gives it away before it takes another
     progress.phase("warming up")
     bench.warm_up()
     rounds = bench.rounds(progress)
     outcomes = [_outcome(name, bench, settings.strategies) for name in settings.strategies]
-    proofs, unproven = _prove(checkpoint, bench, dtype, longest, progress)
+    proofs, unproven = _prove(checkpoint, bench, exact, longest, progress)
     result = Result(
         model=checkpoint.source,
         settings=settings,
@@ -234,25 +235,27 @@ def _outcome(name: str, bench: _Bench, names: Sequence[str]) -> Outcome:
 
 
 def _prove(
-    checkpoint: Checkpoint, bench: _Bench, dtype: torch.dtype, longest: int, progress: Progress
+    checkpoint: Checkpoint, bench: _Bench, exact: bool, longest: int, progress: Progress
 ) -> tuple[list[Proof], str]:
-    """That the strategies wrote the same, in float32: what was measured, or else the first requests again."""
+    """That the strategies wrote the same, in float32. exact: what was measured was; else the first requests
+    are served again, by decoded weights: kernels of packed ones round as the size of a batch has it."""
     if len(bench.replays) < 2:
         return [], "fewer than two strategies ran"
     progress.phase("comparing the answers in float32")
-    if dtype == torch.float32:
+    if exact:
         return compare(bench.model, bench.prompts, bench.answers()), ""
     settings, names = bench.settings, tuple(bench.replays)
     bench.model = None  # both at once may not fit
     gc.collect()
     try:
-        loaded = engine.load(checkpoint, torch.float32, bench.device, settings.size * longest)
+        tokens = settings.size * longest
+        loaded = engine.load(checkpoint, torch.float32, bench.device, tokens, decoded=True)
     except QuantkitError as error:
         return [], error.message
     few = PROVEN * settings.size
-    exact = _Bench(loaded.model, bench.requests[:few], bench.prompts[:few], settings, bench.device)
+    again = _Bench(loaded.model, bench.requests[:few], bench.prompts[:few], settings, bench.device)
     try:
-        exact.replays = {name: [exact.serve(name, exact.requests, exact.prompts)] for name in names}
+        again.replays = {name: [again.serve(name, again.requests, again.prompts)] for name in names}
     except REFUSALS as error:
         return [], first_line(error)
-    return compare(exact.model, exact.prompts, exact.answers()), ""
+    return compare(again.model, again.prompts, again.answers()), ""

@@ -109,6 +109,13 @@ def _print_notes(result: Result, done: list[Outcome], console: Console) -> None:
             "cache, the slots held for them, and those that a cache of fixed size reserves, averaged over "
             "the computed time",
         )
+    if len(done) > 1:
+        first, last = done[0], done[-1]
+        times = last.figures.used_of_reserved / first.figures.used_of_reserved
+        print_line(
+            console,
+            f"of the cache it reserves {last.strategy} fills {times:.1f} times as much as {first.strategy}",
+        )
     slack = [outcome.strategy for outcome in done if outcome.figures.busy < IDLE_MACHINE]
     if slack:
         print_line(
