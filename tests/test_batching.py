@@ -255,6 +255,18 @@ def test_a_strategy_that_cannot_serve_is_an_outcome(folder, monkeypatch):
     json.dumps(batching.record(made), allow_nan=False)
 
 
+def test_where_nothing_serves_the_reasons_are_the_error(folder, monkeypatch):
+    def no(*_):
+        raise ValueError("Invalid layer type: mamba")
+
+    monkeypatch.setattr(continuous, "serve", no)
+    checkpoint = open_checkpoint(str(folder), None, True, False)
+    settings = batching.Settings(("continuous",), size=2, repeats=1)
+    with pytest.raises(QuantkitError, match="no batching ran: continuous: Invalid layer type") as error:
+        batching.measure(checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, torch.device("cpu"))
+    assert error.value.exit_code == 4
+
+
 def test_a_strategy_that_fails_midway_is_an_outcome(folder, monkeypatch):
     """Memory that runs out after the warm-up."""
     serve, calls = continuous.serve, []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.capacity.kv_cache import attention_scores
-from quantkit.errors import QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory, give_back, synchronize
 from quantkit.quantize.progress import Progress
@@ -90,7 +90,7 @@ def measure(
     """Load the model and run every implementation at every length. Bounded by `settings.limit` a prefill.
 
     Raises QuantkitError when lengths are beyond the model's context (exit code 2), or it does not fit the
-    memory (5). An implementation that does not run is a row.
+    memory (5), or none of the implementations runs (4). One that does not run is a row.
     """
     progress = progress or Progress()
     settings.check()
@@ -103,6 +103,9 @@ def measure(
     for place, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
         rows += bench.at(length)
+    if all(row.refused for row in rows):
+        said = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
+        raise QuantkitError(f"no attention ran: {said}", "eager runs everywhere", UNSUPPORTED)
     result = Result(
         model=checkpoint.source,
         settings=settings,

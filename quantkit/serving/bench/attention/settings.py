@@ -51,7 +51,7 @@ class Settings:
             raise QuantkitError(
                 f"prompts of {name_all(map(str, over))} and {self.steps} decoded tokens are longer than the "
                 f"model's context of {context}",
-                f"choose {longest} or less, or ask for what lies beyond: its speed is real, its text is not",
+                f"choose {longest} or less, or add --beyond: its speed is real, its text is not",
                 USAGE,
             )
         return found

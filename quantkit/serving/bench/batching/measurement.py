@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from quantkit.errors import USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import give_back, synchronize
 from quantkit.quantize.progress import Progress
@@ -102,8 +102,8 @@ def measure(
 ) -> Result:
     """Load the model, serve the trace with every strategy, compare the answers in float32.
 
-    Raises QuantkitError when settings make no sense (exit code 2), or the model does not fit the memory (5).
-    A strategy that the model cannot be served with is an outcome.
+    Raises QuantkitError when settings make no sense (exit code 2), the model does not fit the memory (5), or
+    none of the strategies can serve it (4). One that cannot is an outcome.
     """
     progress = progress or Progress()
     settings.check()
@@ -119,6 +119,9 @@ def measure(
     progress.phase("warming up")
     bench.warm_up()
     rounds = bench.rounds(progress)
+    if not bench.replays:
+        said = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
+        raise QuantkitError(f"no batching ran: {said}", "static runs most models", UNSUPPORTED)
     outcomes = [_outcome(name, bench, settings.strategies) for name in settings.strategies]
     proofs, unproven = _prove(checkpoint, bench, exact, longest, progress)
     result = Result(

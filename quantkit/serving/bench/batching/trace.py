@@ -136,8 +136,9 @@ def read(path: Path, context: int | None) -> Trace:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"{path} cannot be read: {first_line(error)}"
-        raise QuantkitError(reason, "give a file of JSON lines", NOT_FOUND) from error
+        reason = getattr(error, "strerror", None) or "it is no text"
+        hint = "give a file of JSON lines"
+        raise QuantkitError(f"{path} cannot be read: {reason}", hint, NOT_FOUND) from error
     made = []
     for number, line in enumerate(lines, 1):
         if line.strip():
