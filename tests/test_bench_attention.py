@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+import re
 from dataclasses import replace
 
 import far_device
@@ -222,6 +223,7 @@ def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
     attention.show(result, Console(width=80, force_terminal=True, color_system=None))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"no_such_attention +256 +refused", shown)  # on one line
     assert "eager ran: scores written out" in shown and "no_such_attention refused: " in shown
     assert "768 tokens, weights and all: eager" in shown
 

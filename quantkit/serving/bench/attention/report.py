@@ -37,12 +37,12 @@ def show(result: Result, console: Console) -> None:
         console,
         {
             "model": f"{result.model}{limit}; weights {size(result.weight_bytes)}, {result.weights}",
-            "measured": f"{result.dtype} on {result.device}, batch {settings.batch}; medians of "
-            f"{settings.repeats} runs in turn after a warm-up, ± half their range",
+            "measured": f"{result.dtype} on {result.device}, batch {settings.batch}, prompts of N tokens; "
+            f"medians of {settings.repeats} runs in turn after a warm-up, ± half their range",
             "memory": f"{result.memory}, above the loaded model",
         },
     )
-    table = make_table("attention", "prompt", "prefill", "±", "×", "memory", "decode", "memory")
+    table = make_table("attention", "N", "prefill", "±", "×", "memory", "decode", "memory")
     refused: set[str] = set()  # a row each, at the length from which on
     for length in sorted({row.length for row in result.rows}):
         rows = [row for row in result.rows if row.length == length and row.attention not in refused]
@@ -85,7 +85,10 @@ def duration(seconds: float) -> str:
 
 
 def _bytes(nbytes: int | None) -> str:
-    return "?" if nbytes is None else size(nbytes)
+    """Three digits: `14.7 MB`, `1.23 GB`."""
+    if nbytes is None:
+        return "?"
+    return f"{nbytes / 1e6:.3g} MB" if nbytes < 999.5e6 else f"{nbytes / 1e9:.3g} GB"
 
 
 def _print_kernels(result: Result, console: Console) -> None:
