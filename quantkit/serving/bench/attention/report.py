@@ -85,10 +85,13 @@ def duration(seconds: float) -> str:
 
 
 def _bytes(nbytes: int | None) -> str:
-    """Three digits: `14.7 MB`, `1.23 GB`."""
+    """Three digits: `390 kB`, `14.7 MB`, `1.23 GB`."""
     if nbytes is None:
         return "?"
-    return f"{nbytes / 1e6:.3g} MB" if nbytes < 999.5e6 else f"{nbytes / 1e9:.3g} GB"
+    unit, scale = next(
+        ((unit, scale) for unit, scale in (("kB", 1e3), ("MB", 1e6)) if nbytes < 999.5 * scale), ("GB", 1e9)
+    )
+    return f"{nbytes / scale:.3g} {unit}"
 
 
 def _print_kernels(result: Result, console: Console) -> None:
