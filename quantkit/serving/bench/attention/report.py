@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # matplotlib takes a second, which --json has no use for
     from matplotlib.figure import Figure
 
 SCHEMA = "quantkit.bench-attention/1"
+PADDING = 0.1  # inches around the panels: a browser's letters are taller than matplotlib thinks
 MARKS = "osD^v"
 
 
@@ -151,7 +152,7 @@ def draw(result: Result, figure: Figure) -> None:
 
     figure: an empty one, 720 × 360 points or more, made under `drawing.theme()`.
     """
-    from matplotlib.ticker import EngFormatter, NullLocator
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     from quantkit.evaluation.comparison.drawing import MUTED, SERIES
 
@@ -181,6 +182,9 @@ def draw(result: Result, figure: Figure) -> None:
         axes.set(xscale="log", yscale="log")
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
         axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(EngFormatter(unit))
         axes.yaxis.set_minor_locator(NullLocator())
     figure.legend(loc="outside upper left", ncols=max(1, len(result.settings.implementations)))
+    if engine := figure.get_layout_engine():
+        engine.set(h_pad=PADDING)

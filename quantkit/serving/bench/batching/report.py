@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # matplotlib takes a second, which --json has no use for
     from matplotlib.figure import Figure
 
 SCHEMA = "quantkit.bench-batching/1"
+PADDING = 0.1  # inches around the panels: a browser's letters are taller than matplotlib thinks
 IDLE_MACHINE = 0.5  # share of time that is computed below which the trace measures waiting
 SHADES = (1.0, 0.45)  # of slots used, and held without use
 
@@ -166,3 +167,5 @@ def draw(result: Result, figure: Figure) -> None:
     right.invert_yaxis()
     right.grid(visible=False, axis="y")
     figure.legend(loc="outside upper left", ncols=max(1, len(done)))
+    if engine := figure.get_layout_engine():
+        engine.set(h_pad=PADDING)
