@@ -18,8 +18,8 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _keeping = False
 
 
-def map_large_blocks() -> None:
-    """Make glibc map and unmap every allocation of `MAPPED_BYTES` or more by itself.
+def map_large_blocks(least: int = MAPPED_BYTES) -> None:
+    """Make glibc map and unmap every allocation of `least` bytes or more by itself.
 
     Left alone it raises that threshold to 32 MiB as such blocks are freed, and keeps what lies
     below in a heap that fragments. No effect where there is no glibc.
@@ -28,7 +28,7 @@ def map_large_blocks() -> None:
     _keeping = False
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(M_MMAP_MAX, MMAP_MAX)
-        _libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        _libc.mallopt(M_MMAP_THRESHOLD, least)
 
 
 def keep_freed_pages() -> None:

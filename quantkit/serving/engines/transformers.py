@@ -74,7 +74,7 @@ def load(
     if model is None:
         model = load_model(checkpoint, dtype, device, tokens)
     if attention is not None:
-        _set_attention(checkpoint, model, attention)
+        set_attention(checkpoint, model, attention)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     kernels, packed = _kernels(model)
     if checkpoint.quantized and not packed and (decoded or not note):
@@ -132,7 +132,9 @@ def _kernels(model: nn.Module) -> tuple[str, bool]:
     return (found.most_common(1)[0][0], True) if found else ("torch Linear", False)
 
 
-def _set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
+def set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
+    """Let a loaded model compute attention another way. Raises QuantkitError (exit code 4) with the library's
+    reason where it has none such."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:

@@ -1,0 +1,65 @@
+"""Memory as a function of the prompt: bytes = a + b·N + c·N², by least squares.
+
+b is what every token leaves behind (KV cache, hidden states); c is what exists for every pair of tokens:
+scores that are written out. FlashAttention (Dao et al. 2022, arXiv:2205.14135) has c = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quantkit.capacity.kv_cache import attention_scores
+
+LEAST = 4  # lengths: three would be met exactly, whatever they are
+
+
+@dataclass(frozen=True)
+class Fit:
+    """bytes = a + b·N + c·N². error: the standard error of c. scores: bytes·N⁻² of one layer's scores, all
+    sequences of the batch; matrices: how many of them c is."""
+
+    a: float
+    b: float
+    c: float
+    error: float
+    scores: int
+
+    @property
+    def matrices(self) -> float:
+        return self.c / self.scores
+
+    @property
+    def told(self) -> bool:
+        """Whether the lengths tell c so well that one score matrix could not be missed."""
+        return 3 * self.error < self.scores
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether memory grows with N²: more than the noise, and at least a quarter of one score matrix."""
+        return self.c > 3 * self.error and self.matrices > 0.25
+
+    def at(self, tokens: float) -> float:
+        """Bytes for a prompt of so many tokens."""
+        return self.a + self.b * tokens + self.c * tokens**2
+
+
+def fit(
+    lengths: Sequence[int], nbytes: Sequence[int], heads: int, bytes_per_value: int, batch: int = 1
+) -> Fit | None:
+    """The parabola nearest to `nbytes` at `lengths`; None for fewer than `LEAST` different lengths."""
+    if len(set(lengths)) < LEAST:
+        return None
+    scale = max(lengths)  # columns of like size: N² of long prompts would drown the others
+    x = np.asarray(lengths) / scale
+    design = np.stack([np.ones_like(x), x, x**2], axis=1)
+    found, *_ = np.linalg.lstsq(design, np.asarray(nbytes, dtype=float), rcond=None)
+    rest = np.asarray(nbytes) - design @ found
+    variance = float(rest @ rest) / (len(x) - 3)
+    error = math.sqrt(variance * np.linalg.inv(design.T @ design)[2, 2]) / scale**2
+    a, b, c = (float(value) for value in found)
+    scores = attention_scores(heads, 1, bytes_per_value) * batch
+    return Fit(a, b / scale, c / scale**2, error, scores)

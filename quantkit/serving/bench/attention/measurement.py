@@ -1,0 +1,270 @@
+"""Prefill and decode under each attention implementation, one loaded model, lengths from short to long.
+
+One model is loaded and switched between implementations, and they take turns at every repeat: what else the
+machine does meets all of them, so that ratios hold where seconds drift.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.capacity.kv_cache import attention_scores
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import free_memory, give_back, synchronize
+from quantkit.quantize.progress import Progress
+from quantkit.serving.bench.attention.fit import Fit, fit
+from quantkit.serving.bench.attention.kernels import Operators, describe
+from quantkit.serving.bench.attention.peak import Peak
+from quantkit.serving.bench.attention.settings import Settings
+from quantkit.serving.engines import transformers as engine
+from quantkit.tables import megabytes
+
+WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax in float32 (twice the bytes)
+REASON = 180  # characters of why one is refused
+SHORT = 16  # tokens of the first, unmeasured run, or as few as the shortest prompt has
+# Why a kernel does not run: not installed, not for this dtype or device or length, out of memory.
+REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, KeyError)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation at one length. kernel: what ran. seconds: of the prefill, a value a repeat;
+    step_seconds: of a decoded token, the median of each repeat. prefill_bytes, decode_bytes: peaks above the
+    loaded model, None where no peak is told. refused: why there are none of these."""
+
+    attention: str
+    length: int
+    kernel: str = ""
+    seconds: tuple[float, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+    prefill_bytes: int | None = None
+    decode_bytes: int | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Rows of growing length, and within one length in the order asked. fits: of the prefill's peaks."""
+
+    model: str
+    settings: Settings
+    dtype: str
+    device: str
+    context: int | None
+    weights: str
+    weight_bytes: int
+    heads: int
+    memory: str
+    rows: tuple[Row, ...]
+    fits: dict[str, Fit] = field(default_factory=dict)
+
+
+@dataclass
+class _Runs:
+    """What one row gave: seconds of every repeat, the peaks of one run apart."""
+
+    seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    prefill_bytes: int | None = None
+    decode_bytes: int | None = None
+
+
+def measure(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Result:
+    """Load the model and run every implementation at every length. Bounded by `settings.limit` a prefill.
+
+    Raises QuantkitError when lengths are beyond the model's context (exit code 2), or it does not fit the
+    memory (5), or none of the implementations runs (4). One that does not run is a row.
+    """
+    progress = progress or Progress()
+    settings.check()
+    lengths = settings.plan(checkpoint.context)
+    progress.phase(f"loading {checkpoint.source}")
+    loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.steps)
+    gc.collect()
+    bench = _Bench(checkpoint, loaded.model, settings, device, min(SHORT, lengths[0]))
+    rows: list[Row] = []
+    for place, length in enumerate(lengths):  # long prompts take long
+        progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
+        rows += bench.at(length)
+    if all(row.refused for row in rows):
+        said = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
+        raise QuantkitError(f"no attention ran: {said}", "eager runs everywhere", UNSUPPORTED)
+    result = Result(
+        model=checkpoint.source,
+        settings=settings,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        context=checkpoint.context,
+        weights=loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
+        weight_bytes=loaded.weight_bytes,
+        heads=bench.heads,
+        memory=bench.peak.how,
+        rows=tuple(rows),
+        fits=_fits(rows, settings, bench.heads, dtype.itemsize),
+    )
+    del bench, loaded
+    gc.collect()
+    give_back(device)
+    return result
+
+
+class _Bench:
+    """The loaded model, and which implementations have been refused so far, with the reason."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        settings: Settings,
+        device: torch.device,
+        short: int,
+    ) -> None:
+        self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
+        self.heads = getattr(checkpoint.text_config, "num_attention_heads", 1) or 1
+        self.peak = Peak(device)
+        self.refused: dict[str, str] = {}
+        self.kernels: dict[str, str] = {}
+        self.last: dict[str, tuple[int, float]] = {}  # length and seconds of the prefill before
+        self.last_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        generator = torch.Generator().manual_seed(settings.seed)
+        vocabulary = checkpoint.text_config.vocab_size
+        self.draw = lambda length: torch.randint(
+            vocabulary, (settings.batch, length), generator=generator
+        ).to(device)
+        for name in settings.implementations:
+            self._try(name, lambda name=name: self._warm_up(name, short))
+
+    def at(self, length: int) -> list[Row]:
+        """Rows of all implementations at a length; they take turns."""
+        ids, names = self.draw(length), self.settings.implementations
+        for name in names:
+            if name not in self.refused and (reason := self._too_much(name, length)):
+                self.refused[name] = reason
+        runs = {name: _Runs() for name in names}
+        for name in names:
+            self._try(name, lambda name=name: self._weigh(ids, runs[name]))
+        for _ in range(self.settings.repeats):
+            for name in names:
+                self._try(name, lambda name=name: self._time(name, ids, runs[name]))
+        return [self._row(name, length, runs[name]) for name in names]
+
+    def _try(self, name: str, work: Callable[[], None]) -> None:
+        """Do it, unless the implementation has been refused; note it when it is now."""
+        if name in self.refused:
+            return
+        try:
+            engine.set_attention(self.checkpoint, self.model, name)
+            work()
+        except QuantkitError as error:
+            self.refused[name] = _reason(error.__cause__ or error)
+        except REFUSALS as error:
+            self.refused[name] = _reason(error)
+            gc.collect()
+            give_back(self.device)
+
+    def _warm_up(self, name: str, length: int) -> None:
+        """A short run unmeasured, then the same one watched for which kernel runs."""
+        ids = self.draw(length)
+        self._time(name, ids, _Runs())
+        with torch.no_grad(), Operators() as seen:
+            self._forward(ids)
+        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
+        instead = f", for transformers took {ran}" if ran != name else ""
+        self.kernels[name] = describe(seen.names, ran) + instead
+
+    @torch.no_grad()
+    def _weigh(self, ids: Tensor, runs: _Runs) -> None:
+        """The peaks; of a second run, since the first at a length fills caches of the libraries."""
+        for _ in range(2):
+            with self.peak.watching():
+                self.peak.begin()
+                cache, token = self._forward(ids)
+                runs.prefill_bytes = self.peak.nbytes()
+                self.peak.restart()
+                for _ in range(self.settings.steps):
+                    cache, token = self._forward(token, cache)
+                runs.decode_bytes = self.peak.nbytes()
+                del cache, token
+
+    @torch.no_grad()
+    def _time(self, name: str, ids: Tensor, runs: _Runs) -> None:
+        began = self._now()
+        cache, token = self._forward(ids)
+        runs.seconds.append(self._now() - began)
+        steps = []
+        for _ in range(self.settings.steps):
+            began = self._now()
+            cache, token = self._forward(token, cache)
+            steps.append(self._now() - began)
+        runs.step_seconds.append(statistics.median(steps))
+        self.last[name] = ids.shape[1], runs.seconds[-1]
+
+    def _forward(self, ids: Tensor, cache: Any = None) -> tuple[Any, Tensor]:
+        """Cache and next token `[batch, 1]`. Logits of the last token only where the model can, as in
+        serving: of all, they take more memory than attention does."""
+        few = {"logits_to_keep": 1} if self.last_logits else {}
+        out = self.model(ids, past_key_values=cache, use_cache=True, **few)
+        return out.get("past_key_values"), out.logits[:, -1:].argmax(-1)
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
+
+    def _too_much(self, name: str, length: int) -> str:
+        """Why not to try this length: a CPU does not refuse memory, its processes are killed."""
+        if name in self.last:
+            before, seconds = self.last[name]
+            expected = seconds * (length / before) ** 2
+            if expected > self.settings.limit:
+                return f"would take up to {expected:.0f} s, the limit is {self.settings.limit:.0f} s"
+        if name == "eager":
+            one = attention_scores(self.heads, length, self.model.dtype.itemsize) * self.settings.batch
+            if (need := WRITTEN_OUT * one) > (free := free_memory(self.device)):
+                return f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
+        return ""
+
+    def _row(self, name: str, length: int, runs: _Runs) -> Row:
+        if name in self.refused:
+            return Row(name, length, self.kernels.get(name, ""), refused=self.refused[name])
+        return Row(
+            attention=name,
+            length=length,
+            kernel=self.kernels[name],
+            seconds=tuple(runs.seconds),
+            step_seconds=tuple(runs.step_seconds),
+            prefill_bytes=runs.prefill_bytes,
+            decode_bytes=runs.decode_bytes,
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """In the library's words; some first lines are a paragraph."""
+    return textwrap.shorten(first_line(error), REASON, placeholder=" …")
+
+
+def _fits(rows: Sequence[Row], settings: Settings, heads: int, itemsize: int) -> dict[str, Fit]:
+    found = {}
+    for name in settings.implementations:
+        mine = [row for row in rows if row.attention == name and row.prefill_bytes is not None]
+        lengths = [row.length for row in mine]
+        made = fit(lengths, [row.prefill_bytes for row in mine], heads, itemsize, settings.batch)
+        if made is not None:
+            found[name] = made
+    return found

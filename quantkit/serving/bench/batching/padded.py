@@ -1,0 +1,126 @@
+"""A batch of requests, padded on the left and run by transformers' `generate` until the longest has ended.
+
+That is what a batch is without continuous batching: who has all tokens goes on computing some that nobody
+reads, and a slot is free when the whole batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from quantkit.serving.bench.batching.accounting import Replay, Served, Step
+from quantkit.serving.bench.batching.trace import Request
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Members by their place in the trace, and when they are started together."""
+
+    members: tuple[int, ...]
+    start: float
+
+
+# (arrivals, members served so far, when the machine is free) -> the next batch; static.py, dynamic.py.
+Form = Callable[[Sequence[float], int, float], Batch]
+
+
+def serve(
+    model: nn.Module,
+    requests: Sequence[Request],
+    prompts: Sequence[Sequence[int]],
+    form: Form,
+    clock: Clock,
+) -> Replay:
+    """Batch after batch until nobody waits. requests: by time of arrival."""
+    arrivals = [request.arrival for request in requests]
+    free, served, steps = 0.0, [], []
+    while len(served) < len(requests):
+        batch = form(arrivals, len(served), free)
+        members = [requests[index] for index in batch.members]
+        longest = max(request.output for request in members)
+        written, seconds = run(model, [prompts[index] for index in batch.members], longest, clock)
+        answers, passes = account(members, batch.start, seconds, written)
+        served += answers
+        steps += passes
+        free = steps[-1].end
+    return Replay(tuple(served), tuple(steps))
+
+
+class _Ticks(transformers.StoppingCriteria):
+    """Notes the time after every token, and never stops."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.times = clock, []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_) -> Tensor:
+        self.times.append(self.clock())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def run(model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock) -> tuple[list, list]:
+    """Greedy continuations `[prompts, tokens]` as lists, and the seconds that each token took; the first of
+    them is the prefill. clock: seconds, when all the work on the device is done."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    settings = transformers.GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
+    )
+    ticks = _Ticks(clock)
+    began = clock()
+    with torch.no_grad():
+        out = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=settings,
+            stopping_criteria=transformers.StoppingCriteriaList([ticks]),
+        )
+    times = [began, *ticks.times]
+    return out[:, width:].tolist(), [b - a for a, b in zip(times, times[1:], strict=False)]
+
+
+def account(
+    requests: Sequence[Request], start: float, seconds: Sequence[float], written: Sequence[Sequence[int]]
+) -> tuple[list[Served], list[Step]]:
+    """Answers and steps of one batch that was started at `start` and whose tokens took `seconds`.
+
+    An answer is handed back with the whole batch, as `generate` does; its first token was there before. The
+    cache holds a slot a position for every member, padding and finished ones too; a cache of fixed size would
+    reserve them all at the start.
+    """
+    size, width = len(requests), max(request.prompt for request in requests)
+    longest, clock, steps = max(request.output for request in requests), start, []
+    reserved = size * (width + longest - 1)  # what was written last is never read again
+    for made, took in enumerate(seconds):  # tokens that each member has before this step
+        clock += took
+        live = [request for request in requests if request.output > made]
+        used = sum(request.prompt + made for request in live)
+        prefill = made == 0
+        steps.append(
+            Step(
+                end=clock,
+                seconds=took,
+                prompt_slots=size * width if prefill else 0,
+                prompt_tokens=used if prefill else 0,
+                sequences=0 if prefill else size,
+                finished=0 if prefill else size - len(live),
+                used=used,
+                held=size * (width + made),
+                reserved=reserved,
+            )
+        )
+    served = [
+        Served(request.arrival, start + seconds[0], clock, tuple(row[: request.output]))
+        for request, row in zip(requests, written, strict=True)
+    ]
+    return served, steps

@@ -1,0 +1,257 @@
+"""`--attn`: the fit of memory, which kernel ran, peaks against torch's own count, refusals, what is shown."""
+
+import importlib.resources
+import json
+import re
+from dataclasses import replace
+
+import far_device
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from quantkit.errors import QuantkitError, first_line
+from quantkit.models.open import open_checkpoint
+from quantkit.serving.bench import attention
+from quantkit.serving.bench.attention.fit import fit
+from quantkit.serving.bench.attention.kernels import Operators, describe
+from quantkit.serving.bench.attention.measurement import Row
+from quantkit.serving.bench.attention.peak import Peak
+from quantkit.serving.bench.attention.report import verdict
+from quantkit.serving.bench.attention.settings import Settings
+
+CPU = torch.device("cpu")
+LENGTHS = (256, 384, 512, 768)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    import families
+
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 1024}
+    place = families.save_model(tmp_path_factory.mktemp("attention") / "llama", "llama", **sizes)
+    families.save_tokenizer(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    return open_checkpoint(str(folder), None, True, False)
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint):
+    settings = Settings(("eager", "sdpa", "no_such_attention"), LENGTHS, steps=2, repeats=2)
+    return attention.measure(checkpoint, settings, torch.float32, CPU)
+
+
+def test_a_parabola_is_found_as_it_is():
+    lengths = (10, 20, 40, 80, 160)
+    found = fit(lengths, [500 + 30 * n + 24 * n**2 for n in lengths], heads=3, bytes_per_value=4, batch=2)
+    assert (found.a, found.b, found.c) == pytest.approx((500, 30, 24), rel=1e-6)
+    assert found.scores == 3 * 4 * 2 and found.matrices == pytest.approx(1) and found.quadratic
+    assert found.error < 1e-6 and found.at(100) == pytest.approx(243_500)
+
+
+def test_noise_is_numpys_standard_error_and_a_line_is_no_parabola():
+    lengths = np.array([32, 64, 128, 256, 504])
+    nbytes = 1e6 + 9_000 * lengths + np.array([3e4, -5e4, 2e4, 4e4, -1e4])
+    found = fit(list(lengths), list(nbytes), heads=4, bytes_per_value=2)
+    coefficients, covariance = np.polyfit(lengths, nbytes, 2, cov=True)
+    assert (found.c, found.error) == pytest.approx((coefficients[0], covariance[0, 0] ** 0.5), rel=1e-4)
+    assert found.told and not found.quadratic and "does not grow with N²" in verdict(found)
+
+
+def test_prompts_too_short_to_tell_are_said_to_be():
+    """As measured: up to 256 tokens something else is the peak, and the parabola bends the wrong way."""
+    found = fit((32, 64, 128, 256), [770_000, 1_300_000, 2_450_000, 4_450_000], 4, 2)
+    found = replace(found, error=3.6)
+    assert found.c < 0 and not found.told and "is not told by prompts this short" in verdict(found)
+
+
+def test_three_lengths_are_too_few():
+    assert fit((1, 2, 3, 3), [1, 4, 9, 9], heads=1, bytes_per_value=2) is None
+
+
+@pytest.mark.parametrize(
+    ("operators", "told"),
+    [
+        (["aten::bmm", "aten::_softmax"], "scores written out (matmul, softmax, matmul)"),
+        (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash, torch's own for CPUs"),
+        (["aten::_softmax", "aten::_scaled_dot_product_efficient_attention"], "memory-efficient"),
+        (["aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"],
+         "flash, cuDNN"),
+        (["flash_attn::_flash_attn_varlen_forward"], "flash_attn::_flash_attn_varlen_forward"),
+        (["aten::mm"], "not known: torch's dispatcher showed no attention"),
+    ],
+)  # fmt: skip
+def test_operators_have_names(operators, told):
+    assert describe(operators) == told
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [
+        (torch.nn.attention.SDPBackend.FLASH_ATTENTION, "flash, torch's own for CPUs"),
+        (
+            torch.nn.attention.SDPBackend.MATH,
+            "torch's math fallback: scores written out (matmul, softmax, matmul)",
+        ),
+    ],
+)
+def test_the_backend_that_torch_was_told_to_take_is_seen(backend, told):
+    query = torch.randn(1, 2, 8, 16)
+    with torch.no_grad(), torch.nn.attention.sdpa_kernel(backend), Operators() as seen:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert describe(seen.names, "sdpa") == told
+
+
+def test_a_peak_is_what_was_held_and_given_back():
+    peak = Peak(CPU)
+    if not peak.known:
+        pytest.skip("this system does not let a process reset its peak")
+    with peak.watching():
+        peak.begin()
+        torch.ones(48 << 20, dtype=torch.uint8)
+        assert peak.nbytes() == pytest.approx(48 << 20, abs=1 << 20)
+        peak.restart()
+        assert peak.nbytes() < 1 << 20
+
+
+def test_memory_is_what_torch_counts(result, folder):
+    """An independent count: every allocation that torch's profiler saw, added up in order."""
+    if result.rows[0].prefill_bytes is None:
+        pytest.skip("this system does not let a process reset its peak")
+    for name in ("eager", "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
+        ids = torch.zeros(1, 768, dtype=torch.long)
+        with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            model.eval()(ids, logits_to_keep=1, use_cache=True)
+        held = peak = 0
+        events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            held += event.nbytes()
+            peak = max(peak, held)
+        row = next(row for row in result.rows if (row.attention, row.length) == (name, 768))
+        assert row.prefill_bytes == pytest.approx(peak, rel=0.1, abs=600_000)
+
+
+def test_eager_writes_its_scores_out_and_sdpa_does_not(result):
+    """In float32 a product, what the mask makes of it, and its softmax."""
+    if not result.fits:
+        pytest.skip("this system does not let a process reset its peak")
+    eager, sdpa = result.fits["eager"], result.fits["sdpa"]
+    assert eager.scores == 4 * result.heads and 2 < eager.matrices < 5
+    assert eager.quadratic and not sdpa.quadratic and abs(sdpa.matrices) < 0.2
+
+
+def test_rows_say_what_ran_and_why_not(result, folder):
+    assert [(row.length, row.attention) for row in result.rows] == [
+        (length, name) for length in LENGTHS for name in result.settings.implementations
+    ]
+    eager, sdpa, missing = result.rows[:3]
+    assert eager.kernel == "scores written out (matmul, softmax, matmul)"
+    assert sdpa.kernel == "flash, torch's own for CPUs"
+    assert len(eager.seconds) == len(eager.step_seconds) == 2 and not eager.refused
+    with pytest.raises(ValueError) as reason:
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="no_such_attention")
+    words = missing.refused.removesuffix(" …")  # cut where a first line is a paragraph
+    assert missing == Row("no_such_attention", 256, refused=missing.refused)
+    assert len(words) > 80 and first_line(reason.value).startswith(words)
+
+
+def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(checkpoint):
+    def short(module, query, *arguments, **more):
+        if query.shape[2] > 32:
+            raise RuntimeError("headdim not supported\nmore lines")
+        return eager_attention_forward(module, query, *arguments, **more)
+
+    AttentionInterface.register("short_only", short)
+    settings = Settings(("short_only",), (24, 48, 64), steps=1, repeats=1)
+    rows = attention.measure(checkpoint, settings, torch.float32, CPU).rows
+    assert [row.refused for row in rows] == ["", *["headdim not supported"] * 2]
+    assert [bool(row.kernel) for row in rows] == [True] * 3
+
+
+def test_what_would_take_too_long_is_not_begun(checkpoint):
+    settings = Settings(("sdpa",), (16, 1000), steps=1, repeats=1, limit=1e-6)
+    with pytest.raises(QuantkitError, match="no attention ran: sdpa: would take up to") as error:
+        attention.measure(checkpoint, settings, torch.float32, CPU)
+    assert error.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("context", "steps", "planned"),
+    [(512, 8, [32, 64, 128, 256, 504]), (8192, 8, [512, 1024, 2048, 4096]),
+     (None, 8, [256, 512, 1024, 2048, 4088]), (4, 8, [1]), (40, 8, [4, 8, 16, 32])],
+)  # fmt: skip
+def test_lengths_end_where_the_model_does(context, steps, planned):
+    assert Settings(steps=steps).plan(context) == planned
+
+
+def test_lengths_beyond_the_context_are_for_those_who_ask():
+    with pytest.raises(QuantkitError, match="prompts of 505, 600 and 8 decoded tokens") as error:
+        Settings(lengths=(600, 505, 504)).plan(512)
+    assert error.value.exit_code == 2 and "504 or less, or add --beyond" in error.value.hint
+    assert Settings(lengths=(600, 8, 8), beyond=True).plan(512) == [8, 600]
+    assert Settings(lengths=(100_000,)).plan(None) == [100_000]
+
+
+@pytest.mark.parametrize("values", [{"implementations": ()}, {"steps": 0}, {"batch": 0}, {"lengths": (0,)}])
+def test_settings_that_make_no_sense_are_refused(values):
+    with pytest.raises(QuantkitError) as error:
+        Settings(**values).check()
+    assert error.value.exit_code == 2
+
+
+def test_the_record_is_what_its_schema_says(result):
+    place = importlib.resources.files("quantkit").joinpath("serving/bench/attention/bench-attention-1.json")
+    schema = json.loads(place.read_text(encoding="utf-8"))
+    record = json.loads(json.dumps(attention.record(result), allow_nan=False))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(record, schema)
+    assert record["rows"][2]["refused"] and record["rows"][0]["length"] == 256
+
+
+def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
+    attention.show(result, Console(width=80, force_terminal=True, color_system=None))
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"no_such_attention +256 +refused", shown)  # on one line
+    assert "eager ran: scores written out" in shown and "no_such_attention refused: " in shown
+    assert "768 tokens, weights and all: eager" in shown
+
+
+def test_without_a_peak_there_is_no_fit_but_times(result, capsys):
+    rows = tuple(replace(row, prefill_bytes=None, decode_bytes=None) for row in result.rows)
+    blind = replace(result, rows=rows, fits={}, memory="not told by this device")
+    attention.show(blind, Console(width=80))
+    assert "not told by this device" in (shown := capsys.readouterr().out) and "score matrices" not in shown
+    attention.draw(blind, canvas := Figure())
+    assert not canvas.axes[1].lines
+
+
+def test_plots_show_times_and_memory(result):
+    attention.draw(result, canvas := Figure())
+    left, right = canvas.axes
+    assert [line.get_label() for line in left.lines] == ["eager", "sdpa"]
+    assert list(left.lines[0].get_xdata()) == list(LENGTHS)
+    if result.fits:
+        drawn = [row.prefill_bytes for row in result.rows if row.attention == "eager"]
+        assert list(right.lines[0].get_ydata()) == drawn and right.lines[1].get_linestyle() == "--"
+
+
+def test_it_runs_on_an_accelerator(checkpoint):
+    """On the double, whose allocator tells no peak and which takes sdpa as one kernel."""
+    with far_device.present():
+        settings = Settings(("eager", "sdpa"), (8, 16), steps=1, repeats=1)
+        made = attention.measure(checkpoint, settings, torch.float32, far_device.FAR)
+    assert [row.refused for row in made.rows] == [""] * 4
+    assert made.rows[0].kernel.startswith("scores written out") and made.rows[0].prefill_bytes is None
+    assert made.memory == "not told by this device"
