@@ -23,6 +23,7 @@ OTHERS = {  # every other command than the methods, and its help
     "inspect": "What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it "
     "whole.",
     "generate": "Continue a prompt with one model or several side by side, and mark where they part.",
+    "distill": "Let a compressed model learn from its original: scales and norms, while codes stay.",
     "doctor": "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
     "recipes": "List, show and begin recipes: jobs in a YAML file.",
 }
