@@ -97,7 +97,8 @@ def _of_vector(checkpoint: Checkpoint, name: str, value: Tensor) -> Iterator[Pat
 
 def _exact(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
     info = checkpoint.infos[name]
-    data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    fresh = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.flatten())  # of stride 1
+    data = fresh.view(torch.uint8).numpy().tobytes()
     assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
     return info.file, info.offset, data
 
