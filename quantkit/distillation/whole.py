@@ -72,13 +72,15 @@ class EndToEnd:
         saved = time.monotonic()
         while descent.done < plan.epochs * count:
             epoch, place = divmod(descent.done, count)
-            progress.counting("distilling end to end", descent.done, plan.epochs * count)
+            reached = f", held-out KL {divergences[-1]:.5f}" if divergences else ""
+            progress.counting(f"end to end{reached}", descent.done, plan.epochs * count)
             batch = order(count, plan.seed, self.student.depth, epoch)[place]
             self._descend(text.train[batch], self.final.taught[batch], descent.values())
             descent.step()
             if place + 1 == count:
                 found = self._stored(descent.values())
                 divergences.append(self.divergence(text.held_out, found))
+                progress.phase(f"epoch {epoch + 1}/{plan.epochs}: held-out KL {divergences[-1]:.5f}")
                 if divergences[-1] < best:
                     best, learned = divergences[-1], (found, epoch + 1)
             if place + 1 == count or time.monotonic() - saved > SAVE_SECONDS:
