@@ -1,10 +1,10 @@
 """Regenerate the table of docs/distill.md: what compressed students learn from their teacher.
 
-    python scripts/results_distill.py [MODEL] [--text TEXT] [--ctx 256] [--limit 40960] [--work FOLDER] [--write]
+    python scripts/results_distill.py [MODEL] [--text TEXT] [--ctx 256] [--limit 40960] [--work DIR] [--write]
 
 MODEL (the bundled demo model unless given) is compressed at default options, each student distilled on 128
 sequences of 256 tokens of the shipped text, and both are measured against MODEL on TEXT, which neither has
-seen. What lies in FOLDER is not made again, so the script can be stopped and started. Fails if a student
+seen. What lies in DIR is not made again, so the script can be stopped and started. Fails if a student
 became larger, or not as much better as STUDENTS says. Smaller students: results_distill_smaller.py.
 """
 
