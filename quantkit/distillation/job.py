@@ -11,13 +11,14 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
+from quantkit.distillation import memory
 from quantkit.distillation.blocks import Text
+from quantkit.distillation.memory import Memory
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.student import Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models import headers
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
@@ -30,7 +31,6 @@ from quantkit.text.calibration import CalibrationSet
 
 BATCH_TOKENS = 2048  # of a step, unless --batch-size says otherwise
 HELD_OUT = 8  # one sequence of so many decides, and is never trained on
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,6 @@ class Request:
     trust_remote_code: bool = False
     resume: bool = False
     overwrite: bool = False
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Peak bytes above the interpreter: of the stage by blocks, and of that end to end; hold: whether all
-    codes are in memory there."""
-
-    blocks: int
-    whole: int
-    hold: bool
-
-    @property
-    def peak(self) -> int:
-        return max(self.blocks, self.whole)
 
 
 @dataclass(frozen=True)
@@ -120,7 +106,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     trained = _trained(learner, request)
     calibrated = calibrate(teacher, request, progress)
     text = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
-    memory = _memory(taught, learner, text, request.options)
+    needed = memory.plan(taught, learner, text, request.options)
     fingerprint = {}
     if not dry_run:
         plan.check_disk(staging.output.absolute(), 2 * sum(i.nbytes for i in student.infos.values()))
@@ -136,15 +122,13 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             "execution": _execution(learner, text),
         }
         _check_origin(student, fingerprint["teacher_sha256"], request, progress)
-    return Job(request, taught, learner, calibrated, text, memory, trained, staging, fingerprint)
+    return Job(request, taught, learner, calibrated, text, needed, trained, staging, fingerprint)
 
 
 def is_done(request: Request) -> bool:
-    """Whether --resume finds the output finished, by what its manifest says of text and options."""
-    suffix = ".gguf" if request.student.endswith(".gguf") else ""
-    output = request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
-    staging = Staging(output)
-    if not request.resume or request.overwrite or staging.folder.exists() or not output.exists():
+    """Whether --resume finds the output finished, by what its manifest says of the options."""
+    output = output_of(request)
+    if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
     manifest = headers.at(str(output), output).manifest or {}
     made = manifest.get("distilled") or {}
@@ -208,7 +192,7 @@ def split(tokens: Tensor, batch_size: int | None) -> Text:
 
 def _staging(request: Request, student: Checkpoint, dry_run: bool) -> Staging:
     """The place of the output. Raises QuantkitError if it may not be written."""
-    output = output_of(request, student)
+    output = output_of(request)
     if output.resolve() in (folder := student.folder.resolve(), *folder.parents):
         raise QuantkitError(f"{output} holds the student", "choose another --output", USAGE)
     if student.folder.is_file() and output.is_dir():
@@ -221,9 +205,9 @@ def _staging(request: Request, student: Checkpoint, dry_run: bool) -> Staging:
     return staging
 
 
-def output_of(request: Request, student: Checkpoint) -> Path:
-    """As asked, or beside nothing: NAME-distilled in the current folder."""
-    suffix = ".gguf" if student.folder.is_file() else ""
+def output_of(request: Request) -> Path:
+    """Where the job writes: as asked, or NAME-distilled in the current folder."""
+    suffix = ".gguf" if request.student.endswith(".gguf") else ""
     return request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
 
 
@@ -283,35 +267,3 @@ def _execution(student: Student, text: Text) -> dict:
         "batch_size": len(text.train[0]),
         "threads": torch.get_num_threads(),
     }
-
-
-def _memory(teacher: Skeleton, student: Student, text: Text, options: DistillOptions) -> Memory:
-    """What both stages take, and whether the codes of all blocks find room.
-
-    Raises QuantkitError (exit code 5) where not even one block's do.
-    """
-    element, free = teacher.dtype.itemsize, free_memory(teacher.device)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in student.skeleton.blocks]
-    inside = sum(sizes)
-    rest = sum(2 * (skeleton.parameters - inside) * element for skeleton in (teacher, student.skeleton)) // 2
-    seqlen = text.train[0].shape[1]
-    tokens = seqlen * sum(map(len, text.train))
-    held = seqlen * sum(map(len, text.held_out))
-    width = teacher.checkpoint.text_config.hidden_size * element
-    widths = [p.shape[0] + p.shape[-1] for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
-    activations = 3 * FLOAT32 * text.train[0].numel() * sum(widths)
-    block = max(sizes) * (1 + 4 * FLOAT32)  # codes, levels, weights, their gradients, products on their way
-    states = width * (2 * tokens + 3 * held)
-    by_blocks = (
-        rest + max(sizes) * element + states + (block + activations if options.block_epochs else block)
-    )
-    vocabulary = student.checkpoint.text_config.vocab_size
-    logits = 4 * FLOAT32 * 1024 * vocabulary
-    entering = width * text.train[0].numel() * (student.depth + 2)
-    whole = rest + width * (tokens + held) + block + activations + entering + min(logits, 4 << 26)
-    hold = whole + inside <= free * 0.8
-    need = max(by_blocks, whole if options.epochs else 0)
-    plan.check_memory(
-        need, free, "fewer --samples, shorter --seqlen or a smaller --batch-size", teacher.device
-    )
-    return Memory(by_blocks, (whole + inside * hold) if options.epochs else 0, hold and options.epochs > 0)
