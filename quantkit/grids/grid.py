@@ -111,10 +111,12 @@ class Grid:
         """Those of a matrix's parameters that are stored in floating point, float32 by their names, every
         stored number once: what distillation trains while codes stay.
 
-        Raises QuantkitError for a grid that is only read.
+        Raises QuantkitError for a grid that does not say.
         """
         raise QuantkitError(
-            f"{self.describe()}: such weights are read, not made", "compress it with quantkit", UNSUPPORTED
+            f"{self.describe()}: what of it is stored in floating point is not known",
+            "compress the teacher with a method of quantkit's own",
+            UNSUPPORTED,
         )
 
     def with_floats(self, params: Params, floats: Mapping[str, Tensor]) -> Params:
