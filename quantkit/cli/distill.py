@@ -52,7 +52,7 @@ OUTPUT = Annotated[
 FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns training
 HELP = {  # where training differs from what jobs say
     "dtype": "Precision of the forward passes; what is trained is float32. (auto: float32)",
-    "batch_size": "Sequences per step. (default: about 2048 tokens)",
+    "batch_size": "Sequences per step. (default: about 512 tokens)",
 }
 FIXED = (
     "dry_run", "resume", "overwrite", "eval_text", "revision", "offline", "trust_remote_code", "as_json",

@@ -29,7 +29,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
 from quantkit.text.calibration import CalibrationSet
 
-BATCH_TOKENS = 2048  # of a step, unless --batch-size says otherwise
+BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
 HELD_OUT = 8  # one sequence of so many decides, and is never trained on
 
 

@@ -13,14 +13,14 @@ from quantkit.options import option
 class DistillOptions:
     """How the floats of a compressed student are trained."""
 
-    epochs: int = option(4, "Passes over the text end to end; 0 leaves that stage out.")
+    epochs: int = option(2, "Passes over the text end to end; 0 leaves that stage out.")
     block_epochs: int = option(
-        2, "Passes over the text for each block, before that; 0 leaves that stage out."
+        1, "Passes over the text for each block, before that; 0 leaves that stage out."
     )
     lr: float = option(
-        0.005, "Learning rate end to end, at its peak: a share of the size of what is trained."
+        0.002, "Learning rate end to end, at its peak: a share of the size of what is trained."
     )
-    block_lr: float = option(0.005, "The same, block by block.")
+    block_lr: float = option(0.002, "The same, block by block.")
     temperature: float = option(
         1.0, "Of teacher and student in the loss end to end; the divergence that decides has 1."
     )
