@@ -13,12 +13,14 @@ import test_wrappers
 import torch
 from far_device import DEVICE
 
+from quantkit.distillation.student import Student
 from quantkit.grids.affine import AffineGrid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.models import held
 from quantkit.models.containers.gguf_file import read_header
 from quantkit.models.device import choose_device
 from quantkit.models.llamacpp.file_types import FILE_TYPES
+from quantkit.models.open import open_checkpoint
 from quantkit.quantize import staging
 from quantkit.quantize.solvers import rtn
 from quantkit.quantize.states import States
@@ -28,6 +30,7 @@ import bench_launches  # noqa: E402
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CALIBRATED = ["--samples", "4", "--seqlen", "32", "--batch-size", "2"]
+CPU = torch.device("cpu")
 SMALL = ["--group-size", "32"]
 
 
@@ -289,6 +292,31 @@ def test_inspect_leaves_the_device_alone(far, quantkit, source):
         for asked in (["inspect", "made", "--deep"], ["inspect", source, "made"], ["plan", source]):
             assert quantkit(*asked, "-q").code == 0
     assert not DEVICE.launches and not DEVICE.syncs
+
+
+def attention(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **_):
+    """Attention of operations that the double, too, can go backwards through."""
+    if enable_gqa:
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    scores = query @ key.transpose(-1, -2) * (scale or query.shape[-1] ** -0.5)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1).to(scores.device)
+        scores = scores.masked_fill(later, -1e30)
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("method", ["gptq full", "int8", "gguf"])
+def test_distill_learns_what_it_learns_on_the_cpu(both, make, source, text, method, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    made = "made.gguf" if method == "gguf" else "made"
+    command = ["gguf", "-t", "Q4_0", "--solver", "rtn"] if method == "gguf" else METHODS[method]
+    make(command[0], source, *command[1:], "-o", made, *(["--imatrix", "none"] if method == "gguf" else []))
+    asked = ["--text", text, "--samples", "8", "--seqlen", "32", "--epochs", "1", "--block-epochs", "1"]
+    on_cpu, on_far = both("distill", source, made, *asked)
+    found, wanted = (Student(open_checkpoint(str(path)), torch.float32, CPU) for path in (on_far, on_cpu))
+    with found.block(0) as ours, wanted.block(0) as theirs:
+        for name, value in theirs.floats.items():
+            assert torch.allclose(ours.floats[name], value, rtol=1e-3, atol=1e-6), name
 
 
 # ---- what a device can and cannot do

@@ -5,6 +5,7 @@ Scales are rounded to float16 before anything is rounded on them, since that is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -155,6 +156,14 @@ class AffineGrid(WholeLevels):
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
         """Scales times `factor [rows]`, rounded to float16."""
         return AffineParams(_storable(params.scale * factor), params.zero)
+
+    def floats(self, params: AffineParams) -> dict[str, Tensor]:
+        """The scales; zero points are stored as codes."""
+        return {"scale": params.scale.float()}
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """float16 scales above 0."""
+        return {name: _storable(scale) for name, scale in floats.items()}
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -107,6 +107,31 @@ class Grid:
         """How many parameters lie at the end of what can be stored, where weights may be lost."""
         return 0
 
+    def floats(self, params: Params) -> dict[str, Tensor]:
+        """Those of a matrix's parameters that are stored in floating point, float32 by their names, every
+        stored number once: what distillation trains while codes stay.
+
+        Raises QuantkitError for a grid that does not say.
+        """
+        raise QuantkitError(
+            f"{self.describe()}: what of it is stored in floating point is not known",
+            "compress the teacher with a method of quantkit's own",
+            UNSUPPORTED,
+        )
+
+    def with_floats(self, params: Params, floats: Mapping[str, Tensor]) -> Params:
+        """Parameters with these floats in place of theirs; autograd follows."""
+        return dataclasses.replace(params, **floats)
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Floats as they are once they have been stored: the nearest that can be."""
+        raise NotImplementedError
+
+    def traced(self, codes: Tensor, params: Params) -> Tensor:
+        """`decode` by operations that autograd follows into the parameters; the same values but for the last
+        bit of a product."""
+        return self.decode(codes, params)
+
 
 def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
     """Parameters whose every tensor is `change` of the corresponding tensors."""
@@ -208,3 +233,21 @@ class QuantizedWeight:
             columns = (self.column_group == index).nonzero()[:, 0]
             values[:, columns] = self.grid.decode(self.codes[:, columns], group(self.params, index))
         return values
+
+    def floats(self) -> dict[str, Tensor]:
+        """See `Grid.floats`."""
+        return self.grid.floats(self.params)
+
+    def with_floats(self, floats: Mapping[str, Tensor]) -> QuantizedWeight:
+        """The same codes with other floats."""
+        return dataclasses.replace(self, params=self.grid.with_floats(self.params, floats))
+
+    def traced(self) -> Tensor:
+        """`values` by operations that autograd follows into the floats."""
+        if self.column_group is None:
+            grouped = self.codes.reshape(-1, self.grid.group_size)
+            return self.grid.traced(grouped, flat(self.params)).view(self.codes.shape)
+        groups = range(int(self.column_group.max()) + 1)
+        columns = [(self.column_group == index).nonzero()[:, 0] for index in groups]
+        parts = [self.grid.traced(self.codes[:, at], group(self.params, i)) for i, at in enumerate(columns)]
+        return torch.cat(parts, 1)[:, torch.argsort(torch.cat(columns))]

@@ -7,6 +7,7 @@ runs, so what a weight costs is only known together with its inputs: `int8_matmu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,18 @@ class Int8Grid(WholeLevels):
     def clipped(self, params: Int8Params) -> int:
         """How many rows reach the end of float16's range."""
         return int((params.absmax >= HALF_MAX).sum())
+
+    def floats(self, params: Int8Params) -> dict[str, Tensor]:
+        """absmax of every row."""
+        return {"absmax": params.absmax}
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Stored in float32, but within the range of float16, in which clients restore weights."""
+        return {name: absmax.clamp(0, HALF_MAX) for name, absmax in floats.items()}
+
+    def traced(self, codes: Tensor, params: Int8Params) -> Tensor:
+        """Values, float32 `[rows, in]`."""
+        return (codes.float() - 128) * params.absmax[:, None] * INVERSE
 
 
 def _codes(rows: Tensor, absmax: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ themselves are stored in 8 bits, in blocks of 256 across the whole matrix.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -102,6 +103,32 @@ class Nf4Grid(TableLevels):
             return Nf4Params(params.absmax * factor)
         wanted = (params.absmax * factor - params.offset) * _inverse(params.nested)
         return NestedParams(_nearest_dynamic(wanted), params.nested, params.offset)
+
+    def floats(self, params: Nf4Params | NestedParams) -> dict[str, Tensor]:
+        """absmax `[out, groups]`; double-quantized, whose absmax are codes, nested absmax `[blocks]` and the
+        offset `[1]`."""
+        if isinstance(params, Nf4Params):
+            return {"absmax": params.absmax}
+        return {"nested": params.nested.flatten()[::NESTED_BLOCK], "offset": params.offset.flatten()[:1]}
+
+    def with_floats(
+        self, params: Nf4Params | NestedParams, floats: Mapping[str, Tensor]
+    ) -> Nf4Params | NestedParams:
+        """Those of the blocks go to all absmax of a block, the offset to all of the matrix."""
+        if isinstance(params, Nf4Params):
+            return Nf4Params(floats["absmax"])
+        shape = params.code.shape
+        nested = floats["nested"].repeat_interleave(NESTED_BLOCK)[: params.code.numel()].view(shape)
+        return NestedParams(params.code, nested, floats["offset"].expand(shape))
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """float32 as they are."""
+        return dict(floats)
+
+    def traced(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
+        """Values, float32 `[rows, 64]`."""
+        values = table().to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+        return values * params.absmax[:, None]
 
 
 def pack(codes: Tensor) -> Tensor:

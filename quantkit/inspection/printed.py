@@ -101,6 +101,10 @@ def _provenance(found: dict[str, Any] | None) -> str:
         )
     if found.get("error") is not None:
         parts.append(f"mean relative error {found['error']:#.2g}")
+    if taught := found.get("distilled"):
+        ends = [taught.get(key) for key in ("before", "after")]
+        told = " → ".join(f"{end:.5f}" if isinstance(end, float) else "?" for end in ends)
+        parts.append(f"distilled (held-out KL divergence {told})")
     return ", ".join(parts)
 
 

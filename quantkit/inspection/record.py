@@ -265,6 +265,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
             "options": job.get("options"),
             "calibration": job.get("calibration"),
             "error": sum(errors) / len(errors) if errors else None,
+            **({"distilled": taught} if isinstance(taught := manifest.get("distilled"), dict) else {}),
         }
     meta = contents.quantization.get("meta")
     named = meta.get("quantizer") if isinstance(meta, dict) else None

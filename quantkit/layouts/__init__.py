@@ -72,7 +72,8 @@ class Layout(Protocol):
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
     engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
-    they make linears of a block's other matrices, such as routers, unless `beside` names them.
+    they make linears of a block's other matrices, such as routers, unless `beside` names them. floats: of the
+    suffixes, those whose tensors hold what is stored in floating point.
     """
 
     marker: str
@@ -80,6 +81,7 @@ class Layout(Protocol):
     fused = True
     experts_note = ""
     takes_matrices = False
+    floats: tuple[str, ...] = ()
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
@@ -104,6 +106,15 @@ class Layout(Protocol):
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         """The weight that the stored tensors hold."""
+
+    def refilled(
+        self, tensors: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """A linear's stored tensors with other `floats`, by the names of its grid, rounded to what can
+        be stored; all else stays byte for byte, and nothing changes its size."""
+        weight = self.decode(tensors)
+        encoded = self.encode(weight.with_floats(weight.grid.storable(floats)))
+        return {part: encoded[part] if part in self.floats else tensors[part] for part in tensors}
 
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The dequantized weight, float32 `[out, in]`: `decode(tensors).values()`, or the same faster."""

@@ -43,6 +43,7 @@ class AwqLayout(Layout):
     bits: int = BITS
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales")
+    floats = ("scales",)
 
     def check_model(self, model_type: str) -> str | None:
         """Refuses the families in which transformers looks for scales of an activation."""

@@ -56,6 +56,7 @@ class GptqLayout(Layout):
     rules: tuple[Rule, ...] | None = field(default=None, compare=False)
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
+    floats = ("scales",)
 
     @property
     def zero_min(self) -> int:

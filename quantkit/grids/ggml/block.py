@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -150,3 +151,19 @@ class BlockGrid(WholeLevels):
     def clipped(self, params: Any) -> int:
         """Of the float16 parameters."""
         return stored.clipped(params)
+
+    def floats(self, params: Any) -> dict[str, Tensor]:
+        """d, dmin and m of every block; the scales and mins of sub-blocks are integers."""
+        return stored.floats(params)
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """float16."""
+        return {
+            name: stored.half(part.clamp(-stored.HALF_MAX, stored.HALF_MAX)) for name, part in floats.items()
+        }
+
+    def traced(self, codes: Tensor, params: Any) -> Tensor:
+        """Values, float32 `[rows, group_size]`."""
+        step, low = params.steps()
+        level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))
+        return (level * step[..., None] - low[..., None]).flatten(1)

@@ -78,5 +78,10 @@ def clipped(params: Any) -> int:
     return sum(int(((size >= HALF_MAX) | (size == HALF_MIN)).sum()) for size in sizes)
 
 
+def floats(params: Any) -> dict[str, Tensor]:
+    """d, dmin and m, those there are."""
+    return dict(_halves(params))
+
+
 def _halves(params: Any) -> list[tuple[str, Tensor]]:
     return [(name, getattr(params, name)) for name in ("d", "dmin", "m") if hasattr(params, name)]

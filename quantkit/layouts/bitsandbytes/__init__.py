@@ -41,6 +41,7 @@ class Int8Layout(Layout):
     threshold: float = 6.0
     marker = "SCB"
     suffixes = ("weight", "SCB", "weight_format")
+    floats = ("SCB",)
 
     def check(self, spec: LinearSpec) -> str | None:
         """Every linear fits."""
@@ -110,6 +111,7 @@ class Nf4Layout(Layout):
     double_quant: bool = True
     marker = STATE
     suffixes = ("weight", *OF_4_BIT, *NESTED, STATE)
+    floats = ("weight.absmax", "weight.nested_absmax", STATE)
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -155,6 +157,13 @@ class Nf4Layout(Layout):
             tensors["weight.absmax"] = params.absmax.flatten()
         text = _state(*weight.codes.shape, offset)
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+
+    def refilled(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The offset of nested scales is a number in a text, whose length stays."""
+        found = super().refilled(tensors, floats)
+        if "offset" in floats:
+            found[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
+        return found
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit or another table."""
@@ -249,6 +258,21 @@ def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
     if offset is not None:
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
     return json.dumps(state).encode()
+
+
+def _with_offset(text: Tensor, offset: float) -> Tensor:
+    """The stored text with another offset: as it is where that is the old one; else in as many digits as tell
+    its float32 and find room, spaces after the text."""
+    import torch
+
+    state, stored = json.loads(bytes(text.tolist())), torch.tensor(offset)
+    if torch.equal(torch.tensor(float(state["nested_offset"])), stored):
+        return text
+    for digits in range(9, 0, -1):
+        state["nested_offset"] = float(f"{offset:.{digits}g}")
+        if len(told := json.dumps(state).encode()) <= len(text):
+            return torch.frombuffer(bytearray(told.ljust(len(text))), dtype=torch.uint8).to(text.device)
+    return text  # no digit has room
 
 
 def _read_state(tensor: Tensor) -> dict:

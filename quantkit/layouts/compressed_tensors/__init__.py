@@ -48,6 +48,7 @@ class CompressedTensorsLayout(Layout):
         "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
         "input_scale", "input_zero_point",
     )  # fmt: skip
+    floats = ("weight_scale",)
 
     def at(self, linear: str) -> CompressedTensorsLayout:
         """With the scheme of one linear, where a stored configuration gives it one."""

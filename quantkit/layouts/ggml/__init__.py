@@ -30,6 +30,7 @@ class GgmlLayout(Layout):
 
     marker = "ggml"
     suffixes = ("ggml", "ggml_type")
+    floats = ("ggml",)
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:

@@ -44,6 +44,29 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
     return math.prod(shape) // block * size
 
 
+def spans(path: Path) -> tuple[dict[str, tuple[int, int]], int, int]:
+    """Where the key and value of every entry of the metadata lie in the file; where the header ends, and
+    where the tensors begin. For a file that `read_header` has read."""
+    metadata, _ = read_header(path)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        cursor = _Cursor(path, memoryview(mapped)[:MAX_HEADER_BYTES], len(mapped))
+        try:
+            cursor.take(8)
+            tensors, pairs = cursor.unpack("<QQ")
+            found = {}
+            for _ in range(pairs):
+                start = cursor.place
+                key = cursor.text()
+                cursor.value()
+                found[key] = start, cursor.place
+            for _ in range(tensors):
+                _info(cursor)
+        finally:
+            cursor.data.release()
+    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    return found, cursor.place, cursor.place + -cursor.place % alignment
+
+
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
     """Metadata and the place of every tensor, from the header alone; shapes are `[out, in]` as in torch.
 

@@ -7,6 +7,7 @@ has no empty arrays, hence this one.
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from gguf import GGUF_DEFAULT_ALIGNMENT as ALIGNMENT
 from gguf import GGUF_VERSION, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
+from quantkit.models.containers import gguf_file
 from quantkit.models.containers.gguf_file import MAGIC, NUMBERS, tensor_bytes
 
 MAX_NAME_BYTES = 63  # of a tensor; ggml's buffer holds 64 with the terminator
@@ -98,6 +100,29 @@ class GgufWriter:
             self._file.close()  # flushes, and fails on a full disk
         finally:
             self._partial.unlink(missing_ok=True)
+
+
+def with_text(source: Path, place: Path, key: str, text: str) -> int:
+    """Copy a GGUF file with another text under `key` of its metadata, added where there was none; all else,
+    tensors above all, keeps its bytes. Returns by how many bytes the tensors lie further back."""
+    found, end, tensors = gguf_file.spans(source)
+    with open(source, "rb") as old:
+        head = old.read(end)
+    alignment = gguf_file.read_header(source)[0].get("general.alignment", ALIGNMENT)
+    entry = _packed(key) + _value(text)
+    if key in found:
+        start, stop = found[key]
+        head = head[:start] + entry + head[stop:]
+    else:
+        last = max((stop for _, stop in found.values()), default=24)
+        counts = struct.pack("<Q", len(found) + 1)
+        head = head[:16] + counts + head[24:last] + entry + head[last:]
+    head += bytes(-len(head) % alignment)
+    with open(source, "rb") as old, open(place, "wb") as new:
+        new.write(head)
+        old.seek(tensors)
+        shutil.copyfileobj(old, new, 1 << 22)
+    return len(head) - tensors
 
 
 def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:

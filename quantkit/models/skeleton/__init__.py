@@ -10,12 +10,13 @@ stay on the meta device (`towers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from quantkit.layouts import Layout
 from quantkit.models import meta_model
@@ -107,6 +108,15 @@ class Skeleton:
         with torch.no_grad():
             return self._recorder.run(index, self.blocks[index], hidden)
 
+    def trace_block(self, index: int, hidden: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """`run_block` with these values in place of the block's parameters, by their names in it; autograd
+        follows into both."""
+
+        def block(*args, **kwargs):
+            return functional_call(self.blocks[index], dict(values), args, kwargs)
+
+        return self._recorder.run(index, block, hidden)
+
     def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
         """`run(0)`, `run(1)` … up to `count`, each of which runs block `index`: one after another, or some at
         a time where the block's experts are streamed, so that these are read once for all of them."""
@@ -123,6 +133,11 @@ class Skeleton:
         The model's own code runs what follows the blocks: norm, head, soft-capping, scaling.
         """
         return self._recorder.logits(hidden)
+
+    def trace_logits(self, hidden: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """`logits` with these values in place of parameters outside the blocks, by their names in the model;
+        autograd follows into both."""
+        return self._recorder.logits(hidden, values)
 
     def fetch_block(
         self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False

@@ -6,13 +6,14 @@ which a block is run by itself. What flows from one to the next may be more than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
@@ -73,7 +74,7 @@ class Recorder:
         self._keep(tuple(ids.shape), calls)
         return self._flow.pack(0, hidden, ids, ())
 
-    def run(self, index: int, block: nn.Module, flow: Tensor) -> Tensor:
+    def run(self, index: int, block: Callable[..., object], flow: Tensor) -> Tensor:
         """The flow behind block `index`. Raises QuantkitError where a block leaves what cannot be kept."""
         hidden, ids, left = self._flow.unpack(index, flow)
         calls = self._recorded(flow.shape[:2], ids)
@@ -100,13 +101,17 @@ class Recorder:
         except ValueError as error:
             raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
 
-    def logits(self, flow: Tensor) -> Tensor:
-        """Logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`."""
+    def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`; autograd follows
+        where `values` are given, which take the place of parameters."""
         hidden, ids, _ = self._flow.unpack(len(self._stubs), flow[None].to(self._device))
         ids = torch.zeros(1, len(flow), dtype=torch.long) if ids is None else ids
         self._stubs[-1].replacement = hidden
         try:
-            return self._run(ids).logits[0]
+            if values is None:
+                return self._run(ids).logits[0]
+            arguments = {"input_ids": ids.to(self._device), "use_cache": False}
+            return functional_call(self._model, dict(values), (), arguments).logits[0]
         finally:
             self._stubs[-1].replacement = None
 

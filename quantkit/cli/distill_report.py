@@ -1,0 +1,75 @@
+"""What users read of a distillation: facts and stages on stdout."""
+
+from __future__ import annotations
+
+import json
+from shlex import quote
+from typing import Any
+
+from rich.console import Console
+
+from quantkit.errors import count
+from quantkit.evaluation.comparison.table import print_comparison
+from quantkit.tables import make_table, megabytes, print_facts
+
+
+def print_record(record: dict, evaluation: dict | None) -> None:
+    """What was learned or, of a dry run, what is to be."""
+    console, done = Console(highlight=False), "stages" in record
+    options, made, held_out = record["options"], record["calibration"], record["sequences"]["held_out"]
+    memory, execution, trained = record["memory"], record["execution"], record["trained"]
+    facts = {
+        "written" if done else "output": record["output"],
+        "trained": f"floats of {count(trained['linears'], 'linear')}, "
+        f"{count(trained['norms_and_biases'], 'tensor')} of norms and biases; codes stay",
+        "text": f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text; "
+        f"{held_out} held out",
+    }
+    if not done:
+        where = "above the interpreter" if execution["device"] == "cpu" else f"on {execution['device']}"
+        how = "codes of all blocks held" if memory["hold"] else "codes read again for every block"
+        whole = f", {megabytes(memory['whole'])} end to end ({how})" if options["epochs"] else ""
+        facts["stages"] = _stages(options)
+        facts["memory"] = f"about {megabytes(memory['blocks'])} block by block{whole}, {where}"
+        facts["runs"] = (
+            f"{execution['dtype']}, {execution['threads']} threads, batches of {execution['batch_size']}"
+        )
+        print_facts(console, facts)
+        return
+    seconds = record["seconds"]
+    parts = ", ".join(f"{stage} {value:.1f}" for stage, value in seconds.items() if value >= 0.05)
+    facts["seconds"] = f"{sum(seconds.values()):.1f} ({parts})"
+    print_facts(console, facts)
+    table = make_table("held-out KL divergence", "before", "after", "")
+    for stage in record["stages"]:
+        verdict = "kept" if stage["kept"] else "not kept"
+        table.add_row(stage["name"], f"{stage['before']:.5f}", f"{stage['after']:.5f}", verdict)
+    console.print(table)
+    if record["improved"]:
+        share = 1 - record["after"] / record["before"]
+        console.print(
+            f"divergence from the teacher: {record['before']:.5f} → {record['after']:.5f} (-{share:.1%})"
+        )
+    else:
+        console.print("nothing was better than the student as it is: its tensors were copied unchanged")
+    if evaluation:
+        print_comparison(evaluation)
+    else:
+        names = " ".join(quote(record[key]) for key in ("teacher", "student", "output"))
+        console.print(f"\nnext: quantkit eval {names} --text TEXT", markup=False, soft_wrap=True)
+
+
+def _stages(options: dict) -> str:
+    """`2 passes for each block, then 4 end to end`."""
+    each = [f"{count(options['block_epochs'], 'epoch')} for each block"] * bool(options["block_epochs"])
+    whole = [f"{count(options['epochs'], 'epoch')} end to end"] * bool(options["epochs"])
+    return ", then ".join(each + whole)
+
+
+def print_finished(request: Any, as_json: bool) -> None:
+    """The answer to --resume where nothing is left to do."""
+    output = str(request.output) if request.output else "the output"
+    if as_json:
+        print(json.dumps({"schema": "quantkit.distill/1", "output": output, "finished": True}, indent=2))
+    else:
+        print(f"{output} is finished: nothing to do")

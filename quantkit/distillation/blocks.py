@@ -1,0 +1,160 @@
+"""Block by block: each student block learns to give what the teacher's block gives, in constant memory.
+
+    for each block:
+        teacher's states ▶ its block: the target      student's states ▶ its block, trained, rounded, staged
+
+A block of each is in memory, and the hidden states of all tokens on their way through both. The student's
+input is what its own blocks before have given, so each block also makes up for what those have lost; the
+target is the teacher's own output (docs/distill.md has what the other choice measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.distillation.descent import Descent, order
+from quantkit.distillation.student import Floats, Student, TracedBlock
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import load as load_staged
+from quantkit.quantize.states import States, embedded
+from quantkit.quantize.timings import Timings
+
+SMALLEST = 1e-12  # mean square of a token's states below which its error is not magnified
+
+
+@dataclass(frozen=True)
+class Text:
+    """Batches of ids `[batch, tokens]` to train on, and those held out to decide on."""
+
+    train: list[Tensor]
+    held_out: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Final:
+    """Final hidden states: the teacher's, of the training text, too; the student's as it was, and as its
+    blocks became; what each block became."""
+
+    taught: States
+    teacher: States
+    before: States
+    after: States
+    floats: list[Floats]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """epochs: over the text for each block; 0: the blocks stay as they are."""
+
+    epochs: int
+    lr: float
+    seed: int
+
+
+def walk(
+    teacher: Skeleton,
+    student: Student,
+    text: Text,
+    plan: Plan,
+    staging: Staging,
+    timings: Timings,
+    progress: Progress,
+) -> Final:
+    """Both models side by side, block by block; what lies outside the blocks is loaded. Blocks that an
+    earlier run has staged are only run."""
+    done = [staging.is_done(index) for index in range(student.depth)]
+    progress.start(student.depth, sum(done))
+    taught, theirs = (_enter(teacher, ids) for ids in (text.train, text.held_out))
+    before, after = (_enter(student.skeleton, text.held_out) for _ in range(2))
+    ours = _enter(student.skeleton, text.train) if plan.epochs else None
+    floats = []
+    for index in range(student.depth):
+        with timings("teacher"):
+            teacher.load_block(index)
+            for states in (taught, theirs):
+                states.advance(list(teacher.outputs(index, states)))
+            teacher.free_block(index)
+        with student.block(index) as block:
+            _advance(student, block, before, block.floats)
+            if done[index]:
+                found = _staged(staging, block)
+            elif plan.epochs:
+                with timings("blocks"):
+                    found = _improved(student, block, (ours, taught), (after, theirs), plan)
+                staging.write_block(index, _named(found), [])
+            else:
+                found = block.floats
+            _advance(student, block, after, found)
+            if ours is not None:
+                _advance(student, block, ours, found)
+            floats.append({name: value.cpu() for name, value in found.items()})
+        progress.block(index, replayed=done[index])
+    staging.wait()
+    return Final(taught, theirs, before, after, floats)
+
+
+def _improved(
+    student: Student,
+    block: TracedBlock,
+    train: tuple[Sequence[Tensor], Sequence[Tensor]],
+    held_out: tuple[Sequence[Tensor], Sequence[Tensor]],
+    plan: Plan,
+) -> Floats:
+    """The block's floats after training, as they will be stored; the old ones where those are nearer to the
+    teacher on text held out. train, held_out: what enters the block, and what is to leave it."""
+    inputs, targets = train
+    steps = plan.epochs * len(inputs)
+    descent = Descent(block.floats, block.floats.keys() - block.dtypes.keys(), plan.lr, steps)
+    for epoch in range(plan.epochs):
+        for batch in order(len(inputs), plan.seed, block.index, epoch):
+            with torch.enable_grad():
+                found = student.run(block, inputs[batch], descent.values())
+                error(found, targets[batch]).mean().backward()
+            descent.step()
+    found = block.stored({name: value.detach() for name, value in descent.values().items()})
+    improved = _mean_error(student, block, held_out, found) < _mean_error(
+        student, block, held_out, block.floats
+    )
+    return found if improved else block.floats
+
+
+def error(found: Tensor, target: Tensor) -> Tensor:
+    """Squared error of each token's states as a share of the target's square, `[batch, tokens]`: a few
+    tokens, the first above all, are a thousand times as large as the others in many models."""
+    wanted = target.float()
+    return (found.float() - wanted).square().mean(-1) / wanted.square().mean(-1).clamp(min=SMALLEST)
+
+
+def _mean_error(
+    student: Student, block: TracedBlock, pair: tuple[Sequence[Tensor], Sequence[Tensor]], floats: Floats
+) -> float:
+    total, tokens = 0.0, 0
+    inputs, targets = pair
+    for found, target in zip(student.outputs(block, inputs, floats), targets, strict=True):
+        each = error(found, target)
+        total, tokens = total + each.sum().item(), tokens + each.numel()
+    return total / tokens
+
+
+def _enter(skeleton: Skeleton, batches: Sequence[Tensor]) -> States:
+    return embedded(batches, skeleton.embed, skeleton.device)
+
+
+def _advance(student: Student, block: TracedBlock, states: States, floats: Floats) -> None:
+    states.advance(student.outputs(block, states, floats))
+
+
+def _named(floats: Floats) -> dict[str, Tensor]:
+    return {name: value.detach().cpu().contiguous() for name, value in floats.items()}
+
+
+def _staged(staging: Staging, block: TracedBlock) -> Floats:
+    """A block's floats as an earlier run has staged them."""
+    infos = staging.infos(block.index)
+    return {name: load_staged(infos[name]).to(value.device) for name, value in block.floats.items()}

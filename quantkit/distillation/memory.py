@@ -1,0 +1,58 @@
+"""What distillation takes in memory, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.distillation.blocks import Text
+from quantkit.distillation.divergence import CHUNK_TOKENS
+from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.student import Student
+from quantkit.evaluation.stream import CHUNK_BYTES
+from quantkit.models.device import free_memory
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.plan import check_memory
+
+FLOAT32 = 4
+TRACED = 1 + 4 * FLOAT32  # bytes a weight of the block that runs: code, level, value, and two gradients
+HELD = 2  # bytes a weight of all blocks: its code, and less than that for what is trained and its moments
+ROOM = 0.8  # share of the free memory beyond which codes are read again instead of held
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes above the interpreter: of the stage by blocks, and of that end to end, 0 where it is left
+    out; hold: whether the codes of all blocks are in memory there."""
+
+    blocks: int
+    whole: int
+    hold: bool
+
+
+def plan(teacher: Skeleton, student: Student, text: Text, options: DistillOptions) -> Memory:
+    """What both stages take, and whether the codes of all blocks find room.
+
+    Raises QuantkitError (exit code 5) where not even one block's do.
+    """
+    element, free = teacher.dtype.itemsize, free_memory(teacher.device)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in student.skeleton.blocks]
+    inside, largest = sum(sizes), max(sizes)
+    outside = sum(one.parameters - inside for one in (teacher, student.skeleton)) * element
+    batch = text.train[0].numel()
+    train, held_out = (sum(part.numel() for part in parts) for parts in (text.train, text.held_out))
+    width = teacher.checkpoint.text_config.hidden_size * element
+    matrices = [p.shape for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
+    tracing = largest * TRACED + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
+    states = width * (2 * train + 3 * held_out)
+    by_blocks = (
+        outside + largest * element + states + (tracing if options.block_epochs else largest * FLOAT32)
+    )
+    vocabulary = student.checkpoint.text_config.vocab_size
+    logits = 4 * min(FLOAT32 * CHUNK_TOKENS * vocabulary, CHUNK_BYTES)
+    entering = width * batch * (student.depth + 2)
+    whole = outside + width * (train + held_out) + tracing + entering + logits
+    hold = bool(options.epochs) and whole + HELD * inside <= ROOM * free
+    need = max(by_blocks, whole if options.epochs else 0)
+    remedy = "fewer --samples, shorter --seqlen or a smaller --batch-size"
+    check_memory(need, free, remedy, teacher.device)
+    return Memory(by_blocks, whole + HELD * inside * hold if options.epochs else 0, hold)

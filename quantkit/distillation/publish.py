@@ -1,0 +1,165 @@
+"""The student's files with other floats in them: copied whole, changed where the floats lie, read back.
+
+No tensor changes its place or its size, so what loaded the student loads the result.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.distillation.student import Floats, Student
+from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import gguf_writer
+from quantkit.models.headers import MANIFEST
+from quantkit.models.llamacpp.coded import CodedGguf
+from quantkit.models.open import open_checkpoint
+from quantkit.quantize.finish import VERIFY_TOLERANCE
+from quantkit.quantize.outputs.folder import TIMINGS
+
+CARD = "README.md"
+IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
+Patch = tuple[Path, int, bytes]  # of a file of the student: place and bytes
+
+
+def write(student: Student, floats: Floats | None, record: dict, place: Path) -> None:
+    """The output at `place`, a folder or a GGUF file. floats: by name in the model; None leaves all tensors
+    as they are. record: what distillation did, for the manifest and the model card."""
+    checkpoint = student.checkpoint
+    changes = patches(student, floats) if floats is not None else iter(())
+    manifest = _manifest(checkpoint, record)
+    if isinstance(checkpoint, CodedGguf):
+        if manifest is None:
+            manifest = {"schema": "quantkit.manifest/1", "quantkit": __version__, "distilled": record}
+        text = json.dumps(manifest, ensure_ascii=False)
+        moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
+        with open(place, "r+b") as file:
+            _patch(file, ((start + moved, data) for _, start, data in changes))
+        return
+    place.mkdir()
+    for path in sorted(checkpoint.folder.iterdir()):
+        if path.is_file() and path.name not in (CARD, MANIFEST, TIMINGS):
+            shutil.copyfile(path, place / path.name)
+    for path, start, data in changes:
+        with open(place / path.name, "r+b") as file:
+            _patch(file, [(start, data)])
+    if manifest is not None:
+        (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    card = checkpoint.folder / CARD
+    before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    (place / CARD).write_text(before + _card(record))
+
+
+def patches(student: Student, floats: Floats) -> Iterator[Patch]:
+    """What changes in the student's files, block by block."""
+    checkpoint, names = student.checkpoint, student.skeleton.names
+    for index in range(student.depth):
+        with student.block(index) as block:
+            inside = {name: floats[names.of_block(index, name)].cpu() for name in block.floats}
+            for local, layout in block.layouts.items():
+                stored = names.stored_of(index, f"{local}.weight")
+                parts = checkpoint.parts(stored)
+                found = layout.refilled(parts, block.of_linear(local, inside))
+                yield from _of_linear(checkpoint, stored, parts, found)
+            for name in block.dtypes:
+                yield from _of_vector(checkpoint, names.stored_of(index, name), inside[name])
+    for name in student.rest_names():
+        yield from _of_vector(checkpoint, names.stored[name], floats[name])
+
+
+def _of_linear(
+    checkpoint: Checkpoint, weight: str, parts: Mapping[str, Tensor], found: Mapping[str, Tensor]
+) -> Iterator[Patch]:
+    if isinstance(checkpoint, CodedGguf):
+        yield (checkpoint.folder, *checkpoint.placed(weight, found["ggml"]))
+        return
+    stored = {
+        name.removeprefix(f"{weight.removesuffix('.weight')}."): name for name in checkpoint.stored_as(weight)
+    }
+    for part, tensor in found.items():
+        if tensor is not parts[part]:
+            yield _exact(checkpoint, stored[part], tensor)
+
+
+def _of_vector(checkpoint: Checkpoint, name: str, value: Tensor) -> Iterator[Patch]:
+    if isinstance(checkpoint, CodedGguf):
+        yield (checkpoint.folder, *checkpoint.placed(name, value))
+    else:
+        yield _exact(checkpoint, name, value.to(checkpoint.load(name).dtype))
+
+
+def _exact(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
+    info = checkpoint.infos[name]
+    fresh = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.flatten())  # of stride 1
+    data = fresh.view(torch.uint8).numpy().tobytes()
+    assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
+    return info.file, info.offset, data
+
+
+def _patch(file, changes) -> None:
+    for start, data in changes:
+        file.seek(start)
+        file.write(data)
+
+
+def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
+    """The student's own, and what was done to it; None where it has none."""
+    try:
+        stored = json.loads(checkpoint.manifest() or "null")
+    except (ValueError, RecursionError):
+        return None
+    return stored | {"distilled": record} if isinstance(stored, dict) else None
+
+
+def _card(record: dict) -> str:
+    """A section of the model card."""
+    made, stages = record["calibration"], record["stages"]
+    done = [f"{stage['name']} {'kept' if stage['kept'] else 'left out'}" for stage in stages]
+    lines = [
+        "",
+        "## Distilled",
+        "",
+        f"By quantkit {__version__} from {record['teacher']['name']}: scales, norms and biases were trained, "
+        f"codes are as they were ({'; '.join(done)}).",
+        f"KL divergence from the teacher on held-out calibration text: {record['before']:.5f} before, "
+        f"{record['after']:.5f} after.",
+        f"Text: {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text (sha256 "
+        f"{made['sha256'][:16]}…), of which {record['held_out']} were held out.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def verify(student: Student, place: Path, ids: Tensor, expected: Tensor, trust_remote_code: bool) -> None:
+    """Read the output back: the codes must be the student's, the final hidden states of `ids` those expected
+    `[batch, tokens, hidden]`.
+
+    Raises QuantkitError (exit code 6) for anything else.
+    """
+    written = open_checkpoint(str(place), trust_remote_code=trust_remote_code)
+    again = Student(written, student.skeleton.dtype, student.skeleton.device)
+    again.skeleton.load_rest()
+    hint = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
+    hidden = again.skeleton.embed(ids)
+    for index in range(again.depth):
+        with student.block(index) as before, again.block(index) as after:
+            odd = [n for n in before.weights if not before.weights[n].codes.equal(after.weights[n].codes)]
+            if odd or before.weights.keys() != after.weights.keys():
+                what = f"the checkpoint read back from {place} has other codes in block {index + 1}"
+                raise QuantkitError(what, hint, VERIFICATION)
+            (hidden,) = again.outputs(after, [hidden], after.floats)
+    difference = (hidden.float() - expected.float()).norm() / expected.float().norm()
+    dtype = str(student.skeleton.dtype).removeprefix("torch.")
+    if not difference <= VERIFY_TOLERANCE[dtype]:
+        raise QuantkitError(
+            f"the checkpoint read back from {place} computes hidden states that differ by {difference:.2g} "
+            "from those of the training",
+            hint=hint,
+            exit_code=VERIFICATION,
+        )

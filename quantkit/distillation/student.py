@@ -1,0 +1,219 @@
+"""The student: a compressed checkpoint whose blocks run on floats that are given to them.
+
+Codes stay what they are. Of every linear the layout's floats (`Grid.floats`), and of norms and biases all
+values, are handed to a block each time it runs: autograd follows from its output to them, and what is kept
+of a block is one byte a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.grid import QuantizedWeight
+from quantkit.layouts import Layout
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.loading import TORCH_DTYPES
+from quantkit.quantize.linears import linears
+
+Floats = dict[str, Tensor]  # float32, by names in a block (`mlp.up_proj.weight.scale`) or in the model
+
+
+@dataclass(frozen=True)
+class TracedBlock:
+    """A loaded block. weights: codes of its packed linears; layouts: theirs; floats: all that is trained, as
+    stored; dtypes: in which norms and biases are; rounding: linears whose clients round activations, too."""
+
+    index: int
+    weights: dict[str, QuantizedWeight]
+    layouts: dict[str, Layout]
+    floats: Floats
+    dtypes: dict[str, torch.dtype]
+    rounding: frozenset[str] = frozenset()
+
+    def of_linear(self, local: str, floats: Mapping[str, Tensor]) -> Floats:
+        """Those of one linear, by the names that its grid gives them."""
+        names = self.weights[local].floats()
+        return {name: floats[f"{local}.weight.{name}"] for name in names}
+
+    def values(self, floats: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Parameters by name, as the block computes with them; autograd follows."""
+        found = {name: floats[name].to(dtype) for name in self.dtypes}
+        for local, weight in self.weights.items():
+            traced = weight.with_floats(self.of_linear(local, floats)).traced()
+            found[f"{local}.weight"] = traced.to(dtype)
+        return found
+
+    def stored(self, floats: Mapping[str, Tensor]) -> Floats:
+        """Floats as they are once they have been stored."""
+        found = {name: floats[name].to(dtype).float() for name, dtype in self.dtypes.items()}
+        for local, weight in self.weights.items():
+            kept = weight.grid.storable(self.of_linear(local, floats))
+            found |= {f"{local}.weight.{name}": value for name, value in kept.items()}
+        return {name: found[name] for name in self.floats}
+
+    @property
+    def codes(self) -> int:
+        """Bytes of all codes in memory."""
+        return sum(weight.codes.nbytes for weight in self.weights.values())
+
+
+class Student:
+    """A compressed checkpoint, opened to be trained, in `dtype` on `device`. rows: its packed linears."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
+        if isinstance(checkpoint, GgufCheckpoint):
+            checkpoint = _coded(checkpoint, dtype, device)
+        self.skeleton = Skeleton(checkpoint, dtype, device)
+        self.skeleton.names.check_complete()
+        self.skeleton.streams = False  # a block is trained as a whole
+        self.checkpoint = self.skeleton.checkpoint
+        self.rows = [
+            row for row in linears(self.skeleton) if self.checkpoint.is_quantized(f"{row.name}.weight")
+        ]
+        self._held: dict[int, TracedBlock] = {}
+        self._checked: set[int] = set()  # blocks that were found to be stored as quantkit stores
+
+    @property
+    def depth(self) -> int:
+        return len(self.skeleton.blocks)
+
+    @contextmanager
+    def block(self, index: int, hold: bool = False) -> Iterator[TracedBlock]:
+        """A block in memory, for as long as it is looked at, or from then on where it is to be held."""
+        if index in self._held:
+            yield self._held[index]
+            return
+        loaded = self._load(index)
+        if hold:
+            self._held[index] = loaded
+        yield loaded
+        if not hold:
+            self.skeleton.free_block(index)
+
+    def _load(self, index: int) -> TracedBlock:
+        """Raises QuantkitError for a linear that could not be stored again as it is."""
+        skeleton = self.skeleton
+        fetched = skeleton.fetch_block(index)
+        module = skeleton.load_block(index, fetched=replace(fetched, parts={}))
+        plain = {name: part.float() for name, part in module.named_parameters() if not part.is_meta}
+        floats = {name: plain[name].clone() for name in vectors(module) if name in plain}
+        dtypes = {name: skeleton.stored_dtype(index, name) for name in floats}
+        weights, layouts, rounding = {}, {}, set()
+        for name, parts in fetched.parts.items():
+            local = name.removesuffix(".weight")
+            stored = fetched.stored[name].removesuffix(".weight")
+            layouts[local] = fetched.layout.at(stored)
+            if index not in self._checked:
+                refuse_unlike(layouts[local], stored, parts)
+            placed = {part: tensor.to(skeleton.device) for part, tensor in parts.items()}
+            weights[local] = layouts[local].decode(placed)
+            if layouts[local].module(placed, None) is not None:
+                rounding.add(local)
+            for kind, value in weights[local].floats().items():
+                floats[f"{local}.weight.{kind}"] = value.clone(memory_format=torch.contiguous_format)
+        self._checked.add(index)
+        return TracedBlock(index, weights, layouts, floats, dtypes, frozenset(rounding))
+
+    def run(self, block: TracedBlock, hidden: Tensor, floats: Mapping[str, Tensor]) -> Tensor:
+        """What flows out of a block that computes with `floats`; autograd follows where it is on."""
+        with _rounded_inputs(self.skeleton.blocks[block.index], block, floats):
+            return self.skeleton.trace_block(block.index, hidden, block.values(floats, self.skeleton.dtype))
+
+    def outputs(
+        self, block: TracedBlock, batches: Iterable[Tensor], floats: Mapping[str, Tensor]
+    ) -> Iterator[Tensor]:
+        """`run` of every batch, without gradients; weights are decoded once for all."""
+        with torch.no_grad():
+            values = block.values(floats, self.skeleton.dtype)
+        for hidden in batches:
+            with torch.no_grad(), _rounded_inputs(self.skeleton.blocks[block.index], block, floats):
+                found = self.skeleton.trace_block(block.index, hidden, values)
+            yield found
+
+    def rest_names(self) -> list[str]:
+        """Norms and biases outside the blocks, by their names in the model."""
+        names = self.skeleton.names
+        inside = f"{names.blocks}."
+        return [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
+
+    def rest(self) -> Floats:
+        """Their values as stored; `load_rest` comes first."""
+        named = dict(self.skeleton.model.named_parameters())
+        return {name: named[name].float().clone() for name in self.rest_names()}
+
+    def rest_stored(self, floats: Mapping[str, Tensor]) -> Floats:
+        """The same as they are once they have been stored."""
+        names = self.skeleton.names.stored
+        kinds = {name: TORCH_DTYPES[self.checkpoint.infos[names[name]].dtype] for name in floats}
+        return {name: value.to(kinds[name]).float() for name, value in floats.items()}
+
+    def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; autograd follows where it is on."""
+        values = {name: value.to(self.skeleton.dtype) for name, value in rest.items()}
+        return self.skeleton.trace_logits(hidden, values)
+
+
+def vectors(module: nn.Module) -> list[str]:
+    """Names of norms' parameters and of biases. Other vectors (decays of a state-space model, a router's
+    corrections) are no part of a layer's scale."""
+    found = []
+    for owner, part in module.named_modules():
+        for leaf, parameter in part.named_parameters(recurse=False):
+            norm = "norm" in type(part).__name__.lower()
+            if parameter.ndim == 1 and (leaf == "bias" or norm):
+                found.append(f"{owner}.{leaf}" if owner else leaf)
+    return found
+
+
+def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:
+    """Raise QuantkitError unless the layout, given a linear's own floats, stores what is stored already."""
+    again = layout.refilled(parts, layout.decode(parts).floats())
+    unlike = [n for n, old in parts.items() if old.dtype != again[n].dtype or not old.equal(again[n])]
+    if unlike:
+        raise QuantkitError(
+            f"{linear}.{unlike[0]} is stored as {parts[unlike[0]].dtype} "
+            f"{list(parts[unlike[0]].shape)} in a way that quantkit reads but does not write",
+            hint="compress the teacher with quantkit, and distill that",
+            exit_code=UNSUPPORTED,
+        )
+
+
+@contextmanager
+def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, Tensor]) -> Iterator[None]:
+    """Linears whose layout rounds activations, too, give what it computes; gradients pass straight
+    through."""
+    hooks = []
+
+    def hook(local: str) -> Callable[..., Tensor]:
+        def replaced(linear: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
+            with torch.no_grad():
+                weight, layout = block.weights[local], block.layouts[local]
+                kept = weight.grid.storable(block.of_linear(local, floats))
+                client = layout.module(layout.encode(weight.with_floats(kept)), linear.bias)
+                exact = client(inputs[0].detach())
+            return output + (exact - output).detach() if torch.is_grad_enabled() else exact
+
+        return replaced
+
+    for local in sorted(block.rounding):
+        hooks.append(module.get_submodule(local).register_forward_hook(hook(local)))
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def _coded(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
+    """The same file with the linears of its blocks left packed."""
+    from quantkit.models.llamacpp.coded import CodedGguf
+
+    return CodedGguf.of(checkpoint, [row.name for row in linears(Skeleton(checkpoint, dtype, device))])
