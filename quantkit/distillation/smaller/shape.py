@@ -7,7 +7,6 @@ shape is one that the width went into, along the axis that changed. What does no
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ from quantkit.models.skeleton import Skeleton, experts
 
 DEPTH = "num_hidden_layers"
 WIDTH_WORDS = ("intermediate_size", "ffn", "inner")  # in what families call the width of their MLPs
-NO_LISTS = ("_token_id", "_token_ids", "architectures")  # ends of keys whose lists are not of layers
 PROBE = 24  # channels of a student that is only laid beside its teacher
 
 
@@ -73,28 +71,47 @@ def check_depth(blocks: int | None, depth: int) -> int:
 
 
 def per_layer(config: transformers.PretrainedConfig) -> list[str]:
-    """Entries of a configuration that are lists with one item for each block, such as `layer_types`."""
-    depth = getattr(config, DEPTH)
-    return [
-        key
-        for key, value in config.to_dict().items()
-        if isinstance(value, (list, tuple)) and len(value) == depth and not key.endswith(NO_LISTS)
+    """Entries of a configuration that are lists with one item for each block, such as `layer_types`.
+
+    transformers is asked: without them and with a block more, it makes such a list longer. One that it makes
+    for nobody is told by its name; one that stays as long is of something else.
+    """
+    depth, resolved = getattr(config, DEPTH), config.to_dict()
+    lists = [
+        key for key, value in resolved.items() if isinstance(value, (list, tuple)) and len(value) == depth
     ]
+    if not lists:
+        return []
+    others = {key: value for key, value in resolved.items() if key not in lists}
+    try:
+        deeper = (
+            type(config).from_dict(others | {config.attribute_map.get(DEPTH, DEPTH): depth + 1}).to_dict()
+        )
+    except Exception:  # validators of configurations raise kinds of their own; then names must do
+        deeper = {}
+
+    def is_by_layer(key: str) -> bool:
+        made = deeper.get(key)
+        return len(made) == depth + 1 if isinstance(made, (list, tuple)) else "layer" in key
+
+    return [key for key in lists if is_by_layer(key)]
 
 
 def changed(checkpoint: Checkpoint, shape: Shape) -> dict:
     """config.json of the student: the teacher's with depth, lists by layer and width changed."""
+    return checkpoint.raw_config | _changes(checkpoint, shape)
+
+
+def _changes(checkpoint: Checkpoint, shape: Shape) -> dict:
     config = checkpoint.text_config
     resolved = config.to_dict()
-    raw = copy.deepcopy(checkpoint.raw_config)
-    raw[config.attribute_map.get(DEPTH, DEPTH)] = len(shape.kept)
+    found = {config.attribute_map.get(DEPTH, DEPTH): len(shape.kept)}
     for key in per_layer(config):
-        raw[key] = [resolved[key][index] for index in shape.kept]
+        found[key] = [resolved[key][index] for index in shape.kept]
     if shape.channels is not None:
-        raw[shape.name] = shape.channels
-        if isinstance(resolved.get(shape.name), (list, tuple)):
-            raw[shape.name] = [shape.channels] * len(shape.kept)
-    return raw
+        several = isinstance(resolved.get(shape.name), (list, tuple))
+        found[shape.name] = [shape.channels] * len(shape.kept) if several else shape.channels
+    return found
 
 
 def laid_beside(skeleton: Skeleton, checkpoint: Checkpoint, shape: Shape) -> dict[str, Axis]:
@@ -195,9 +212,9 @@ def _linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 def _shapes(checkpoint: Checkpoint, shape: Shape) -> dict[str, list[int]]:
     """Shapes of the student's parameters, by name in the model, as transformers builds it."""
-    raw = changed(checkpoint, shape)
+    resolved = checkpoint.config.to_dict() | _changes(checkpoint, shape)
     try:
-        config = type(checkpoint.config).from_dict(raw)
+        config = type(checkpoint.config).from_dict(resolved)
         model = meta_model.empty(config, checkpoint.source, None, checkpoint.trust_remote_code)
     except QuantkitError:
         raise

@@ -191,7 +191,6 @@ def train(
         trainer = Distiller(student, data, options, arguments)
         trainer.add_callback(_Steps(listen))
         last = last_checkpoint(folder) if resume else None
-        before = None if last else held_out(student, data)
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     told = _best(trainer.best.with_suffix(".json"))
     state = {name.removeprefix("model."): tensor for name, tensor in load_file(trainer.best).items()}
@@ -200,7 +199,7 @@ def train(
         for row in trainer.state.log_history
         if "eval_kld" in row
     ]
-    return state, {"before": before, "best": told, "curve": curve}
+    return state, {"best": told, "curve": curve}
 
 
 def last_checkpoint(folder: Path) -> Path | None:
