@@ -208,16 +208,16 @@ def test_what_depends_on_the_number_of_a_block_is_refused(tiny_model, distill):
 def test_the_loss_is_that_of_hinton():
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, 2, 5, 7, generator=generator)
+    here, there = torch.randn(2, 2, 5, 3, generator=generator)
     ids = torch.randint(7, (2, 5), generator=generator)
     T = 2.0
-    expected = kl_div(
-        log_softmax(student / T, -1).flatten(0, 1),
-        softmax(teacher / T, -1).flatten(0, 1),
-        reduction="batchmean",
-    )
-    following = -log_softmax(student[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
-    found = training.loss(student, teacher, ids, Options(temperature=T, lm_weight=0.5))
-    torch.testing.assert_close(found, T**2 * expected + 0.5 * following)
+    both = log_softmax(student / T, -1).flatten(0, 1), softmax(teacher / T, -1).flatten(0, 1)
+    expected = T**2 * kl_div(*both, reduction="batchmean")
+    tokens = zip(here.flatten(0, 1), there.flatten(0, 1), strict=True)
+    expected += 0.25 * sum((a - b).norm() ** 2 / b.norm() ** 2 for a, b in tokens) / 10
+    expected += 0.5 * -log_softmax(student[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
+    options = Options(temperature=T, hidden_weight=0.25, lm_weight=0.5)
+    torch.testing.assert_close(training.loss((student, here), (teacher, there), ids, options), expected)
 
 
 def test_a_step_is_as_many_sequences_however_many_fit_the_memory():

@@ -142,22 +142,20 @@ def prepare(
     shape.check_teacher(checkpoint, skeleton)
     wanted, axes, reader = _shape(request.options, checkpoint, skeleton)
     calibrated = calibrate(checkpoint, request, progress)
-    trained, held_out = judge.split(calibrated.tokens)
-    if request.options.self_text:
-        self_text.beginning(checkpoint)
-        trained = calibrated.tokens
     if len(calibrated.tokens) < 2:
         raise QuantkitError(
             "one sequence of text leaves none to judge by", "give more text, or a shorter --seqlen", USAGE
         )
-    vocabulary, seqlen = checkpoint.text_config.vocab_size, trained.shape[1]
-    schedule = training.Schedule.of(request.options, len(trained), seqlen, vocabulary, request.run.batch_size)
+    trained, held_out = (len(part) for part in judge.split(calibrated.tokens))
+    if request.options.self_text:
+        self_text.beginning(checkpoint)
+        trained = request.calibration.samples  # however little text there is to judge by
+    vocabulary, seqlen = checkpoint.text_config.vocab_size, calibrated.tokens.shape[1]
+    schedule = training.Schedule.of(request.options, trained, seqlen, vocabulary, request.run.batch_size)
     parameters = _parameters(skeleton, wanted, axes)
     logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
-    disk = targets.nbytes(skeleton, (len(trained) + len(held_out)) * seqlen) + parameters * (
-        BYTES_TRAINED + 12
-    )
+    disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
     plan.check_memory(
         need, free_memory(skeleton.device), "fewer --blocks or a shorter --seqlen", skeleton.device
     )

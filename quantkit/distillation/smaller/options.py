@@ -37,6 +37,9 @@ class Options:
     temperature: float = option(
         1.0, "Divides the logits of both in the loss: above 1, what is unlikely counts for more."
     )
+    hidden_weight: float = option(
+        1.0, "Weight of the relative squared distance between the last hidden states of teacher and student."
+    )
     lm_weight: float = option(
         0.0, "Weight of the usual loss on the text's own next token, beside the divergence from the teacher."
     )
@@ -56,6 +59,7 @@ class Options:
             f"--steps {self.steps}": self.steps is not None and self.steps < 1,
             f"--lr {self.lr:g}": not 0 < self.lr < 1,
             f"--temperature {self.temperature:g}": not 0 < self.temperature <= 100,
+            f"--hidden-weight {self.hidden_weight:g}": not 0 <= self.hidden_weight < float("inf"),
             f"--lm-weight {self.lm_weight:g}": not 0 <= self.lm_weight < float("inf"),
         }
         for name, is_wrong in wrong.items():
@@ -85,5 +89,6 @@ _HINTS = {
     "--steps": "choose 1 or more",
     "--lr": "choose about 0.001; less for a large model",
     "--temperature": "choose 1 to 4",
+    "--hidden-weight": "choose 0 to 10",
     "--lm-weight": "choose 0 to 1",
 }

@@ -56,5 +56,5 @@ def text(record: dict) -> str:
     made = record["calibration"]
     size = f"{made['samples']} sequences of {made['seqlen']} tokens"
     if record["options"]["self_text"]:
-        return f"{size}, written by the teacher; chosen and judged by {made['source']} text"
+        return f"written by the teacher; chosen and judged by {size} of {made['source']} text"
     return f"{size} of {made['source']} text, one in eight or fewer held out"

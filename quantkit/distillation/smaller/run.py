@@ -135,7 +135,7 @@ def _self_text(job: Job, progress: Progress) -> Tensor:
     """What the teacher writes, int64 `[sequences, tokens]`; what it wrote before the job was interrupted."""
     path = job.staging.folder / "self-text.safetensors"
     if not path.exists():
-        samples, seqlen = job.calibration.tokens.shape
+        samples, seqlen = job.request.calibration.samples, job.calibration.tokens.shape[1]
         skeleton, listen = job.skeleton, _counting(progress, "the teacher writes")
         seed = job.request.calibration.seed
         found = self_text.write(
@@ -157,6 +157,7 @@ def _train(
     stored_as = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(job.skeleton.dtype, "F32")
     state, record = training.train(
         model,
+        model.get_submodule(names.blocks)[-1],
         data,
         job.options,
         job.schedule,

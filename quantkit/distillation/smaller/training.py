@@ -1,10 +1,9 @@
-"""Training the student on the teacher's predictions, by transformers' Trainer: its loop, checkpoints and
-resume.
+"""Training the student on the teacher's predictions, by transformers' Trainer: its loop, checkpoints, resume.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
-section 2), over all tokens, and with `lm_weight` the usual one on the text's next token beside it. The
-student is trained in float32, whatever it is stored in. Of all that was tried on held-out text along the
-way, the best is kept.
+section 2), over all tokens; beside it the relative squared distance of the last hidden states, which are there
+already, and with `lm_weight` the usual loss on the text's next token. The student is trained in float32,
+whatever it is stored in. Of what was tried on held-out text along the way, the best is kept.
 """
 
 from __future__ import annotations
@@ -35,6 +34,10 @@ WARMUP = 0.1  # of the steps
 STOPS = 10  # in a run, at which held-out text is tried and a checkpoint is made
 LOGITS_BYTES = 1 << 28  # float32 logits of a forward pass: more sequences are added up over several
 STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
+
+Prediction = tuple[
+    Tensor, Tensor
+]  # logits [batch, tokens, vocabulary], last hidden states [batch, tokens, hidden]
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,23 @@ class Schedule:
 
 
 class Student(nn.Module):
-    """The model as the Trainer sees it: ids in, logits out. Its state is what is trained, tied tensors
-    once."""
+    """The model as the Trainer sees it: ids in, predictions out. Its state is what is trained, tied tensors
+    once. last: its last block."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, last: nn.Module):
         super().__init__()
         self.model = model
+        self._hidden: Tensor | None = None
+        last.register_forward_hook(self._keep)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Logits `[batch, tokens, vocabulary]`."""
-        return self.model(input_ids=ids, use_cache=False).logits
+    def _keep(self, block: nn.Module, args: tuple, out: Tensor | tuple) -> None:
+        self._hidden = out if isinstance(out, Tensor) else out[0]
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits `[batch, tokens, vocabulary]`, and the last block's output `[batch, tokens, hidden]`."""
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        hidden, self._hidden = self._hidden, None
+        return logits, hidden
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.named_parameters() if p.requires_grad}
@@ -104,8 +114,9 @@ class Distiller(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
     ) -> Tensor:
         """Of a batch {ids `[batch, tokens]`, index `[batch]`}, in nats a token."""
-        expected = self.data.targets.logits(inputs["index"]).to(inputs["ids"].device)
-        return loss(model(inputs["ids"]), expected, inputs["ids"], self.options)
+        ids, index = inputs["ids"], inputs["index"].cpu()
+        expected = self.data.targets.logits(index), self.data.targets.states[index]
+        return loss(model(ids), tuple(part.to(ids.device) for part in expected), ids, self.options)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The divergence on held-out text; a state that did better than all before is kept in a file."""
@@ -116,14 +127,20 @@ class Distiller(transformers.Trainer):
             write_json(told, {"kld": found, "step": self.state.global_step})
         metrics = {"eval_kld": found}
         self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
-def loss(student: Tensor, teacher: Tensor, ids: Tensor, options: Options) -> Tensor:
-    """Mean over tokens of logits `[batch, tokens, vocabulary]`; ids `[batch, tokens]`."""
-    found = options.temperature**2 * kl(teacher, student, options.temperature).mean()
+def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: Options) -> Tensor:
+    """Mean over tokens; ids `[batch, tokens]`."""
+    (logits, hidden), (expected, states) = student, teacher
+    found = options.temperature**2 * kl(expected, logits, options.temperature).mean()
+    if options.hidden_weight:
+        states = states.float()
+        apart = (hidden.float() - states).square().sum(-1) / states.square().sum(-1).clamp(min=1e-12)
+        found = found + options.hidden_weight * apart.mean()
     if options.lm_weight:
-        following = cross_entropy(student[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        following = cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
         found = found + options.lm_weight * following
     return found
 
@@ -135,13 +152,14 @@ def held_out(student: nn.Module, data: Data) -> float:
     device, total = next(student.parameters()).device, 0.0
     for index in range(data.trained, len(data.ids)):
         expected = data.targets.logits(torch.tensor([index])).to(device)
-        total += kl(expected, student(data.ids[index : index + 1].to(device))).mean().item()
+        total += kl(expected, student(data.ids[index : index + 1].to(device))[0]).mean().item()
     student.train()
     return total / data.held_out
 
 
 def train(
     model: nn.Module,
+    last: nn.Module,
     data: Data,
     options: Options,
     schedule: Schedule,
@@ -151,11 +169,13 @@ def train(
     resume: bool,
     listen: Callable[[int, int], None],
 ) -> tuple[dict[str, Tensor], dict]:
-    """Train in place what requires gradients. Returns the best state, by name in the model, and a record.
+    """Train in place what requires gradients; `last` is the last block. Returns the best state, by name in
+    the model, and a record.
 
-    folder: of the Trainer's checkpoints, from the last of which `resume` goes on.
+    folder: of the Trainer's checkpoints, from the last of which `resume` goes on. bfloat16: the precision of
+    the student's forward passes.
     """
-    student = Student(model)
+    student = Student(model, last)
     device = next(student.parameters()).device
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
@@ -190,8 +210,8 @@ def train(
     with deterministic(device):
         trainer = Distiller(student, data, options, arguments)
         trainer.add_callback(_Steps(listen))
-        last = last_checkpoint(folder) if resume else None
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        checkpoint = last_checkpoint(folder) if resume else None
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     told = _best(trainer.best.with_suffix(".json"))
     state = {name.removeprefix("model."): tensor for name, tensor in load_file(trainer.best).items()}
     curve = [
