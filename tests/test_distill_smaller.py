@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import families
@@ -302,6 +303,10 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
     with pytest.raises(QuantkitError, match="holds another job; different: --steps"):
         distill(teacher, "broken", resume=True, **options | {"steps": 15})
     made = distill(teacher, "broken", resume=True, **options)
+    asked = Request(
+        str(teacher), "distill", Options(**options), CalibrationOptions(), RunOptions(), made["folder"]
+    )
+    assert job.is_done(asked) and not job.is_done(replace(asked, options=Options(**options | {"steps": 15})))
     there = made["folder"].parent
     assert [path.name for path in there.iterdir()] == ["student"]
     assert jobs.contents(made["folder"]) == jobs.contents(there.parent / "whole" / "student")

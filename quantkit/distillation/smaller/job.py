@@ -19,6 +19,7 @@ from quantkit.distillation.smaller.shape import Axis, Shape
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import windows
 from quantkit.evaluation.windows import Windows
+from quantkit.models import headers
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.open import open_checkpoint
@@ -118,6 +119,19 @@ def output_of(request: Request) -> Path:
     parts = [] if options.blocks is None else [f"b{options.blocks}"]
     parts += [] if options.width is None else [f"w{options.width.replace(' ', '').replace('%', 'pc')}"]
     return request.output or Path(f"{base_name(request.source)}-{'-'.join(parts)}")
+
+
+def is_done(request: Request) -> bool:
+    """Whether the output of this very job is there, by its manifest: of teacher, options and seed."""
+    output = output_of(request)
+    if not (output / headers.MANIFEST).is_file() or Staging(output).folder.exists():
+        return False
+    manifest = headers.at(str(output), output).manifest or {}
+    made, text = manifest.get("job") or {}, request.calibration
+    options = json.loads(json.dumps(dataclasses.asdict(request.options)))
+    told = (manifest.get("source") or {}).get("name"), made.get("method"), made.get("options")
+    seed = (made.get("calibration") or {}).get("seed")
+    return told == (Path(request.source).name, "distill", options) and seed == text.seed
 
 
 def prepare(

@@ -35,7 +35,7 @@ class Options:
         1e-3, "Highest learning rate of AdamW: up in a tenth of the steps, then a cosine to 0."
     )
     temperature: float = option(
-        1.0, "Divides the logits of both in the loss: above 1, what is unlikely counts for more."
+        2.0, "Divides the logits of both in the loss: above 1, what is unlikely counts for more."
     )
     hidden_weight: float = option(
         1.0, "Weight of the relative squared distance between the last hidden states of teacher and student."

@@ -1,9 +1,9 @@
 """Training the student on the teacher's predictions, by transformers' Trainer: its loop, checkpoints, resume.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
-section 2), over all tokens; beside it the relative squared distance of the last hidden states, which are there
-already, and with `lm_weight` the usual loss on the text's next token. The student is trained in float32,
-whatever it is stored in. Of what was tried on held-out text along the way, the best is kept.
+section 2), over all tokens; beside it the relative squared distance of the last hidden states, which are
+there already, and with `lm_weight` the usual loss on the text's next token. The student is trained in
+float32, whatever it is stored in. Of what was tried on held-out text along the way, the best is kept.
 """
 
 from __future__ import annotations
