@@ -214,8 +214,7 @@ def test_the_loss_is_that_of_hinton():
     T = 2.0
     both = log_softmax(student / T, -1).flatten(0, 1), softmax(teacher / T, -1).flatten(0, 1)
     expected = T**2 * kl_div(*both, reduction="batchmean")
-    tokens = zip(here.flatten(0, 1), there.flatten(0, 1), strict=True)
-    expected += 0.25 * sum((a - b).norm() ** 2 / b.norm() ** 2 for a, b in tokens) / 10
+    expected += 0.25 * (here - there).norm() ** 2 / there.norm() ** 2
     expected += 0.5 * -log_softmax(student[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
     options = Options(temperature=T, hidden_weight=0.25, lm_weight=0.5)
     torch.testing.assert_close(training.loss((student, here), (teacher, there), ids, options), expected)
@@ -275,6 +274,15 @@ def test_a_student_that_training_made_worse_is_not_published(tiny_model, distill
     for k, index in enumerate(kept):
         assert torch.equal(after[f"model.layers.{k}.{name}"], before[f"model.layers.{index}.{name}"])
     assert "training did not bring it closer" in (made["folder"] / "README.md").read_text()
+
+
+def test_a_student_whose_training_diverged_is_published_as_cut(tiny_model, distill, monkeypatch):
+    monkeypatch.setattr(training, "held_out", lambda student, data: math.nan)
+    made = distill(tiny_model("llama", tokenizer=True), blocks=2, steps=4)
+    assert made["published"] == "cut" and "diverged" in made["warnings"][0]
+    assert made["trained"]["curve"] == [{"step": 1, "kld": None}]
+    cut, kept = (row["metrics"]["kld"] for row in made["held_out"]["models"][1:])
+    assert cut == kept
 
 
 class Killed(Exception):

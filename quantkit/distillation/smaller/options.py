@@ -38,7 +38,7 @@ class Options:
         2.0, "Divides the logits of both in the loss: above 1, what is unlikely counts for more."
     )
     hidden_weight: float = option(
-        1.0, "Weight of the relative squared distance between the last hidden states of teacher and student."
+        1.0, "Weight of the relative squared distance between what enters the heads of teacher and student."
     )
     lm_weight: float = option(
         0.0, "Weight of the usual loss on the text's own next token, beside the divergence from the teacher."

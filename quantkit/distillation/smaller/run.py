@@ -157,7 +157,6 @@ def _train(
     stored_as = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(job.skeleton.dtype, "F32")
     state, record = training.train(
         model,
-        model.get_submodule(names.blocks)[-1],
         data,
         job.options,
         job.schedule,
@@ -167,6 +166,8 @@ def _train(
         job.request.resume,
         _counting(progress, "training"),
     )
+    if not state:
+        progress.warn("training diverged from the start: try a smaller --lr")
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one may be stored twice

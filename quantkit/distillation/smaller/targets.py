@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import plan, walk
 
 GROUP_TOKENS = 1 << 18  # whose states are in memory at a time: weights are read once for each group
+
+Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; what entered the head, [… , hidden]
 
 
 class Targets:
@@ -28,9 +31,22 @@ class Targets:
         self._skeleton = skeleton
         self.states = states
 
-    def logits(self, sequences: Tensor) -> Tensor:
-        """The teacher's logits `[batch, tokens, vocabulary]` of these sequences, `[batch]`, on its device."""
-        return torch.stack([self._skeleton.logits(self.states[index]) for index in sequences.tolist()])
+    def predictions(self, sequences: Tensor) -> Prediction:
+        """The teacher's for these sequences, `[batch]`, on its device."""
+        with entering(self._skeleton.model) as found:
+            logits = torch.stack([self._skeleton.logits(self.states[index]) for index in sequences.tolist()])
+        return logits, torch.cat(found)
+
+
+@contextmanager
+def entering(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What enters the model's head in every forward meanwhile, `[batch, tokens, hidden]`."""
+    found: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: found.append(args[0]))
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def nbytes(skeleton: Skeleton, tokens: int) -> int:

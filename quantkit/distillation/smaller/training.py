@@ -1,9 +1,9 @@
 """Training the student on the teacher's predictions, by transformers' Trainer: its loop, checkpoints, resume.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
-section 2), over all tokens; beside it the relative squared distance of the last hidden states, which are
-there already, and with `lm_weight` the usual loss on the text's next token. The student is trained in
-float32, whatever it is stored in. Of what was tried on held-out text along the way, the best is kept.
+section 2), over all tokens; beside it the squared distance of what enters the heads, relative to its size,
+and with `lm_weight` the usual loss on the text's next token. The student is trained in float32, whatever it
+is stored in. Of what was tried on held-out text along the way, the best is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from quantkit.distillation.smaller.blocks import kl
 from quantkit.distillation.smaller.options import Options
-from quantkit.distillation.smaller.targets import Targets, write_json
+from quantkit.distillation.smaller.targets import Prediction, Targets, entering, write_json
 
 BETAS = 0.9, 0.95
 CLIP = 1.0  # largest norm of a gradient
@@ -34,10 +34,6 @@ WARMUP = 0.1  # of the steps
 STOPS = 10  # in a run, at which held-out text is tried and a checkpoint is made
 LOGITS_BYTES = 1 << 28  # float32 logits of a forward pass: more sequences are added up over several
 STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
-
-Prediction = tuple[
-    Tensor, Tensor
-]  # logits [batch, tokens, vocabulary], last hidden states [batch, tokens, hidden]
 
 
 @dataclass(frozen=True)
@@ -76,22 +72,17 @@ class Schedule:
 
 class Student(nn.Module):
     """The model as the Trainer sees it: ids in, predictions out. Its state is what is trained, tied tensors
-    once. last: its last block."""
+    once."""
 
-    def __init__(self, model: nn.Module, last: nn.Module):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self._hidden: Tensor | None = None
-        last.register_forward_hook(self._keep)
 
-    def _keep(self, block: nn.Module, args: tuple, out: Tensor | tuple) -> None:
-        self._hidden = out if isinstance(out, Tensor) else out[0]
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `[batch, tokens, vocabulary]`, and the last block's output `[batch, tokens, hidden]`."""
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        hidden, self._hidden = self._hidden, None
-        return logits, hidden
+    def forward(self, ids: Tensor) -> Prediction:
+        """What it predicts for ids `[batch, tokens]`."""
+        with entering(self.model) as found:
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        return logits, found[0]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.named_parameters() if p.requires_grad}
@@ -115,19 +106,20 @@ class Distiller(transformers.Trainer):
     ) -> Tensor:
         """Of a batch {ids `[batch, tokens]`, index `[batch]`}, in nats a token."""
         ids, index = inputs["ids"], inputs["index"].cpu()
-        expected = self.data.targets.logits(index), self.data.targets.states[index]
-        return loss(model(ids), tuple(part.to(ids.device) for part in expected), ids, self.options)
+        expected = tuple(part.to(ids.device) for part in self.data.targets.predictions(index))
+        return loss(model(ids), expected, ids, self.options)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """The divergence on held-out text; a state that did better than all before is kept in a file."""
         found = held_out(self.model, self.data)
-        told = self.best.with_suffix(".json")
-        if not told.exists() or found < _best(told)["kld"]:
+        told, finite = self.best.with_suffix(".json"), math.isfinite(found)
+        if finite and (not told.exists() or found < _best(told)["kld"]):
             _save(self.best, self.model.state_dict())
             write_json(told, {"kld": found, "step": self.state.global_step})
-        metrics = {"eval_kld": found}
+        metrics = {"eval_kld": found if finite else None}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control.should_training_stop |= not finite  # nothing comes back from there
         return metrics
 
 
@@ -137,8 +129,8 @@ def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: Options
     found = options.temperature**2 * kl(expected, logits, options.temperature).mean()
     if options.hidden_weight:
         states = states.float()
-        apart = (hidden.float() - states).square().sum(-1) / states.square().sum(-1).clamp(min=1e-12)
-        found = found + options.hidden_weight * apart.mean()
+        apart = (hidden.float() - states).square().mean() / states.square().mean()
+        found = found + options.hidden_weight * apart
     if options.lm_weight:
         following = cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
         found = found + options.lm_weight * following
@@ -151,7 +143,7 @@ def held_out(student: nn.Module, data: Data) -> float:
     student.eval()
     device, total = next(student.parameters()).device, 0.0
     for index in range(data.trained, len(data.ids)):
-        expected = data.targets.logits(torch.tensor([index])).to(device)
+        expected = data.targets.predictions(torch.tensor([index]))[0].to(device)
         total += kl(expected, student(data.ids[index : index + 1].to(device))[0]).mean().item()
     student.train()
     return total / data.held_out
@@ -159,7 +151,6 @@ def held_out(student: nn.Module, data: Data) -> float:
 
 def train(
     model: nn.Module,
-    last: nn.Module,
     data: Data,
     options: Options,
     schedule: Schedule,
@@ -169,14 +160,16 @@ def train(
     resume: bool,
     listen: Callable[[int, int], None],
 ) -> tuple[dict[str, Tensor], dict]:
-    """Train in place what requires gradients; `last` is the last block. Returns the best state, by name in
-    the model, and a record.
+    """Train in place what requires gradients. Returns the best state, by name in
+    the model, and a record; an empty one where all that was tried had diverged.
 
     folder: of the Trainer's checkpoints, from the last of which `resume` goes on. bfloat16: the precision of
     the student's forward passes.
     """
-    student = Student(model, last)
+    student = Student(model)
     device = next(student.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where the Trainer goes
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=schedule.steps,
@@ -207,19 +200,23 @@ def train(
         disable_tqdm=True,
         log_level="error",
     )
+    arguments._n_gpu = 1  # one process, one device
     with deterministic(device):
         trainer = Distiller(student, data, options, arguments)
         trainer.add_callback(_Steps(listen))
         checkpoint = last_checkpoint(folder) if resume else None
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    told = _best(trainer.best.with_suffix(".json"))
-    state = {name.removeprefix("model."): tensor for name, tensor in load_file(trainer.best).items()}
-    curve = [
-        {"step": row["step"], "kld": row["eval_kld"]}
-        for row in trainer.state.log_history
-        if "eval_kld" in row
-    ]
-    return state, {"best": told, "curve": curve}
+    told = trainer.best.with_suffix(".json")
+    record = {
+        "best": _best(told) if told.exists() else {"kld": None, "step": 0},
+        "curve": [
+            {"step": row["step"], "kld": row["eval_kld"]}
+            for row in trainer.state.log_history
+            if "eval_kld" in row
+        ],
+    }
+    state = load_file(trainer.best) if told.exists() else {}
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}, record
 
 
 def last_checkpoint(folder: Path) -> Path | None:
