@@ -2,8 +2,10 @@
 
     python scripts/results_distill_smaller.py --text frankenstein.txt --more train.txt.xz
 
-Each row is a job of `quantkit distill` as a person would run it; `last` drops the last blocks instead of the
-least missed. --more: other text to train on, of which the head is taken; UTF-8 or .xz, NUL parts documents.
+All are trained for as many steps: three passes over the shipped text, or one over --samples sequences of
+other text. Each row is a job of `quantkit distill` as a person would run it; `last` drops the last blocks
+instead of the least missed. --more: other text to train on, of which the head is taken; UTF-8 or .xz, NUL
+parts documents.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from quantkit.distillation.smaller import blocks, job, run
+from quantkit.distillation.smaller import blocks, job, judge, run
 from quantkit.distillation.smaller.options import Options
 from quantkit.evaluation import windows
 from quantkit.options import CalibrationOptions, RunOptions
@@ -66,7 +68,8 @@ def rows(
         ),
     }
     if more:
-        text = CalibrationOptions(calibration=head(more, samples, folder), samples=samples, seqlen=SEQLEN)
+        enough = samples + judge.MOST  # which are held out
+        text = CalibrationOptions(calibration=head(more, enough, folder), samples=enough, seqlen=SEQLEN)
         found["4 blocks, more text"] = Options(blocks=4, epochs=1), text, False
     return found
 
@@ -76,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, required=True, help="to measure on")
     parser.add_argument("--more", type=Path, help="to train on, beside the shipped text")
-    parser.add_argument("--samples", type=int, default=1200, help="sequences of more text, and of its own")
+    parser.add_argument("--samples", type=int, default=840, help="sequences of more text, and of its own")
     parser.add_argument("--only", help="rows whose name has this in it")
     args = parser.parse_args()
     print("| student | parameters | size | perplexity | KL divergence | top-1 | seconds |")
@@ -86,7 +89,12 @@ def main() -> None:
             if args.only and args.only not in name:
                 continue
             request = Request(
-                str(MODEL), "distill", options, text, RunOptions(), Path(folder) / name.replace(" ", "-")
+                str(MODEL),
+                "distill",
+                options,
+                text,
+                RunOptions(dtype="float32"),
+                Path(folder) / name.replace(" ", "-"),
             )
             keep = tuple(range(options.blocks or 6))
             naive = patch.object(blocks, "choose", lambda *_, keep=keep: (keep, []))

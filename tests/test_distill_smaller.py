@@ -14,7 +14,18 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import kl_div, log_softmax, softmax
 
-from quantkit.distillation.smaller import blocks, channels, job, judge, run, self_text, shape, training
+from quantkit.distillation.smaller import (
+    blocks,
+    channels,
+    cut,
+    job,
+    judge,
+    run,
+    self_text,
+    shape,
+    targets,
+    training,
+)
 from quantkit.distillation.smaller.options import Options
 from quantkit.errors import QuantkitError
 from quantkit.models.open import open_checkpoint
@@ -164,8 +175,6 @@ def test_a_narrow_student_computes_what_the_teacher_does_without_the_channels(fa
     narrowed, _ = channels.narrow(
         checked.skeleton, [some_ids()], range(DEPTH), checked.reader, checked.shape.channels
     )
-    from quantkit.distillation.smaller import cut
-
     cut.write(
         checked.skeleton, checked.checkpoint, checked.shape, checked.axes, narrowed, tmp_path / "cut", 10**9
     )
@@ -371,19 +380,29 @@ def test_a_quantized_teacher_is_refused(tiny_model, distill, tmp_path):
 # ---- elsewhere
 
 
-def test_an_accelerator_chooses_and_cuts_alike(tiny_model):
+def test_an_accelerator_chooses_cuts_and_teaches_alike(tiny_model, tmp_path):
     folder, batches = tiny_model("llama"), [some_ids()]
 
-    def chosen(device: str):
+    def made(device: str):
         skeleton = opened(folder, device)
-        found = blocks.choose(skeleton, batches, 2)
-        return *found, *channels.narrow(skeleton, batches, found[0], "mlp.down_proj", 64)
+        kept, rounds = blocks.choose(skeleton, batches, 2)
+        narrowed, final = channels.narrow(skeleton, batches, kept, "mlp.down_proj", 64)
+        wanted = shape.Shape(kept, 64, 128, "intermediate_size")
+        axes = shape.laid_beside(skeleton, skeleton.checkpoint, wanted)
+        cut.write(skeleton, skeleton.checkpoint, wanted, axes, narrowed, tmp_path / device, 10**9)
+        cut.prove(skeleton, tmp_path / device, batches[0], final, "it")
+        told = targets.gather(skeleton, batches[0], tmp_path / f"{device}.bin")
+        return kept, rounds, [part.cpu() for part in told.predictions(torch.tensor([1, 0]))]
 
-    kept, rounds, narrowed, final = chosen("cpu")
+    kept, rounds, predictions = made("cpu")
     with far_device.present():
-        there = chosen("far")
-        assert there[0] == kept and there[1] == [pytest.approx(found, rel=1e-4) for found in rounds]
-        for index, one in narrowed.items():
-            assert torch.equal(there[2][index].channels, one.channels)
-            torch.testing.assert_close(there[2][index].reader, one.reader)
-        torch.testing.assert_close(there[3].cpu(), final)
+        there = made("far")
+    assert there[0] == kept and there[1] == [pytest.approx(found, rel=1e-4) for found in rounds]
+    torch.testing.assert_close(there[2], predictions)
+    ours, others = jobs.tensors(tmp_path / "cpu"), jobs.tensors(tmp_path / "far")
+    assert ours.keys() == others.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], others[name])
+    with torch.no_grad():
+        logits = theirs(folder)(some_ids().flip(0)).logits
+    torch.testing.assert_close(predictions[0], logits)
