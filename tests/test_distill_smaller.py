@@ -223,7 +223,7 @@ def test_the_loss_is_that_of_hinton():
     T = 2.0
     both = log_softmax(student / T, -1).flatten(0, 1), softmax(teacher / T, -1).flatten(0, 1)
     expected = T**2 * kl_div(*both, reduction="batchmean")
-    expected += 0.25 * (here - there).norm() ** 2 / there.norm() ** 2
+    expected += 0.25 * ((here - there).norm(dim=-1) / there.norm(dim=-1)).square().mean()
     expected += 0.5 * -log_softmax(student[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
     options = Options(temperature=T, hidden_weight=0.25, lm_weight=0.5)
     torch.testing.assert_close(training.loss((student, here), (teacher, there), ids, options), expected)
@@ -292,6 +292,20 @@ def test_a_student_whose_training_diverged_is_published_as_cut(tiny_model, disti
     assert made["trained"]["curve"] == [{"step": 1, "kld": None}]
     cut, kept = (row["metrics"]["kld"] for row in made["held_out"]["models"][1:])
     assert cut == kept
+
+
+def test_a_step_in_parts_is_the_step_as_a_whole(tiny_model, distill, monkeypatch):
+    """Sequences that do not fit one forward pass add up, to what they would have done together."""
+    teacher = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
+    once = distill(teacher, "once", blocks=1, steps=3)
+    monkeypatch.setattr(training, "LOGITS_BYTES", 1)
+    parts = distill(teacher, "parts", blocks=1, steps=3)
+    assert (once["schedule"]["together"], parts["schedule"]["together"]) == (2, 1)
+    ours, others = jobs.tensors(once["folder"]), jobs.tensors(parts["folder"])
+    before = jobs.tensors(teacher)["model.embed_tokens.weight"]
+    moved = (ours["model.embed_tokens.weight"] - before).norm()
+    apart = sum((ours[name] - others[name]).norm() for name in ours)
+    assert apart < 0.01 * moved
 
 
 class Killed(Exception):

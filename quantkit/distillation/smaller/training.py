@@ -129,8 +129,8 @@ def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: Options
     found = options.temperature**2 * kl(expected, logits, options.temperature).mean()
     if options.hidden_weight:
         states = states.float()
-        apart = (hidden.float() - states).square().mean() / states.square().mean()
-        found = found + options.hidden_weight * apart
+        apart = (hidden.float() - states).square().sum(-1) / states.square().sum(-1).clamp(min=1e-12)
+        found = found + options.hidden_weight * apart.mean()
     if options.lm_weight:
         following = cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
         found = found + options.lm_weight * following
