@@ -20,6 +20,7 @@ from quantkit.distillation.smaller import (
     cut,
     job,
     judge,
+    printed,
     run,
     self_text,
     shape,
@@ -131,6 +132,14 @@ def test_channels_are_kept_by_what_they_carry_and_fitted_to_make_up_for_the_othe
     assert torch.equal(
         channels.refit(torch.diag(H.diagonal()), W, kept), W[:, kept]
     )  # nothing to make up with
+
+
+def test_what_went_is_told_in_order():
+    rounds = [{"0": 0.9, "1": 0.2, "2": 0.1, "3": 0.8}, {"0": 1.1, "1": 0.4, "3": 0.9}]
+    told = printed.left_out({"blocks": [0, 3], "rounds": rounds}, 4)
+    assert told == "block 2 (KL divergence without it 0.100), then 1 (0.400)"
+    told = printed.left_out({"blocks": [0, 3], "rounds": rounds[:1]}, 4)
+    assert told == "block 2 (KL divergence without it 0.100), then 1 (0.200)"
 
 
 # ---- what is cut
