@@ -31,6 +31,13 @@ SEQLEN = 256
 TOKENS = 40960  # of the text to measure on, as in the README
 BYTES_PER_TOKEN = 4  # more than enough text for the sequences that are asked for
 
+LOSSES = {  # beside the default, what each part of it is worth
+    "the divergence alone, temperature 1": {"temperature": 1.0, "hidden_weight": 0.0},
+    "the divergence alone, temperature 2": {"hidden_weight": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "with the text's next token": {"lm_weight": 0.3},
+}
+
 
 class Told(Progress):
     """Warnings and stages, on stderr."""
@@ -67,6 +74,8 @@ def rows(
             False,
         ),
     }
+    for name, change in LOSSES.items():
+        found[f"loss: {name}"] = Options(blocks=4, **change), shipped, False
     if more:
         enough = samples + judge.MOST  # which are held out
         text = CalibrationOptions(calibration=head(more, enough, folder), samples=enough, seqlen=SEQLEN)
