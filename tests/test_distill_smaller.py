@@ -11,7 +11,6 @@ import jobs
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch.nn.functional import kl_div, log_softmax, softmax
 
 from quantkit.distillation.smaller import (
@@ -206,14 +205,13 @@ def test_a_list_as_long_as_the_model_is_deep_may_be_of_something_else():
     assert shape.per_layer(transformers.Gemma3TextConfig(**families.FAMILIES["gemma3"][1])) == ["layer_types"]
 
 
-def test_what_depends_on_the_number_of_a_block_is_refused(tiny_model, distill):
-    """GPT-2 that divides scores by the block's number, unless the blocks that are kept keep theirs."""
+def test_what_depends_on_the_number_of_a_block_is_refused(tiny_model, distill, monkeypatch):
+    """GPT-2 that divides scores by the block's number: its modules say so, and if they did not, it shows."""
     teacher = tiny_model("gpt2", tokenizer=True, scale_attn_by_inverse_layer_idx=True, num_hidden_layers=2)
-    weights = load_file(teacher / "model.safetensors")
-    for name in weights:  # so that the second block is worth keeping
-        if ".h.0." in name and "ln" not in name:
-            weights[name] *= 0.1
-    jobs.rewrite(teacher, lambda name, tensor: weights[name])
+    monkeypatch.setattr(blocks, "choose", lambda *_: ((1,), []))
+    with pytest.raises(QuantkitError, match="block 1: attn.scaling is 0.25 instead of 0.125"):
+        distill(teacher, blocks=1)
+    monkeypatch.setattr(shape, "_settings", lambda block: {})
     with pytest.raises(
         QuantkitError, match="differs by .* from the teacher without what was left out"
     ) as found:

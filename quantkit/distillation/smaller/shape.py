@@ -120,9 +120,8 @@ def laid_beside(skeleton: Skeleton, checkpoint: Checkpoint, shape: Shape) -> dic
     Raises QuantkitError where the changed configuration makes another model than the teacher without some of
     its blocks and channels.
     """
-    built = _shapes(checkpoint, shape)
-    names, axes = skeleton.names, {}
-    wanted = {}
+    model, names, axes, wanted = _built(checkpoint, shape), skeleton.names, {}, {}
+    built = _shapes(model)
     for name, found in names.shapes.items():
         if not name.startswith(f"{names.blocks}."):
             wanted[name] = found
@@ -138,7 +137,32 @@ def laid_beside(skeleton: Skeleton, checkpoint: Checkpoint, shape: Shape) -> dic
         axis = _axis(before, built[name], shape) if name.startswith(f"{names.blocks}.") else None
         if axis is None or axes.setdefault(local, axis) != axis:
             raise _other(checkpoint, f"{name} is {built[name]} instead of {before}")
+    for k, (index, block) in enumerate(zip(shape.kept, model.get_submodule(names.blocks), strict=True)):
+        made = _settings(block)
+        for name, before in _settings(skeleton.blocks[index]).items():
+            after = made.get(name)
+            if after != before and not _follows(before, after, index, k, shape, len(skeleton.blocks)):
+                raise _other(checkpoint, f"block {index}: {name} is {after} instead of {before}")
     return axes
+
+
+def _settings(block: nn.Module) -> dict[str, bool | int | float | str | None]:
+    """What modules of a block were told, such as a window: on few tokens some of it does not show."""
+    return {
+        f"{name}.{key}": value
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if key != "training" and not key.startswith("_")
+        if value is None or isinstance(value, (bool, int, float, str))
+    }
+
+
+def _follows(before: object, after: object, index: int, k: int, shape: Shape, depth: int) -> bool:
+    """Whether a number is that of a block, of all blocks, or of channels, so that it is to change."""
+    if type(before) is not int or type(after) is not int:
+        return False
+    numbered = before - index == after - k or (before, after) == (depth, len(shape.kept))
+    return numbered or (shape.channels is not None and before * shape.channels == after * shape.width)
 
 
 def _axis(before: Sequence[int], after: Sequence[int], shape: Shape) -> Axis | None:
@@ -168,7 +192,7 @@ def find_width(skeleton: Skeleton, checkpoint: Checkpoint) -> tuple[str, int]:
         if not any(word in name for word in WIDTH_WORDS) or "moe" in name:
             continue
         try:
-            built = _shapes(checkpoint, Shape(kept, PROBE, 0, name))
+            built = _shapes(_built(checkpoint, Shape(kept, PROBE, 0, name)))
         except QuantkitError:
             continue  # no number goes there: it is another entry
         widths = {
@@ -210,8 +234,8 @@ def _linears(block: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
 
 
-def _shapes(checkpoint: Checkpoint, shape: Shape) -> dict[str, list[int]]:
-    """Shapes of the student's parameters, by name in the model, as transformers builds it."""
+def _built(checkpoint: Checkpoint, shape: Shape) -> nn.Module:
+    """The student as transformers builds it, shapes alone."""
     resolved = checkpoint.config.to_dict() | _changes(checkpoint, shape)
     try:
         config = type(checkpoint.config).from_dict(resolved)
@@ -222,6 +246,11 @@ def _shapes(checkpoint: Checkpoint, shape: Shape) -> dict[str, list[int]]:
         raise _other(checkpoint, first_line(error)) from error
     experts.take_apart(model)
     meta_model.replace_conv1d(model)
+    return model
+
+
+def _shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Of all parameters, by name in the model."""
     return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
 
