@@ -240,8 +240,6 @@ def _built(checkpoint: Checkpoint, shape: Shape) -> nn.Module:
     try:
         config = type(checkpoint.config).from_dict(resolved)
         model = meta_model.empty(config, checkpoint.source, None, checkpoint.trust_remote_code)
-    except QuantkitError:
-        raise
     except Exception as error:  # validators of configurations raise kinds of their own
         raise _other(checkpoint, first_line(error)) from error
     experts.take_apart(model)
