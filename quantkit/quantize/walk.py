@@ -22,20 +22,22 @@ def blocks(
     skeleton: Skeleton,
     source: Callable[[int], Source],
     timings: Timings | None = None,
+    only: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Every block with its index, loaded for as long as the caller looks at it and freed then.
+    """Every block with its index, or `only` these, loaded for as long as the caller looks at it and freed
+    then.
 
     source: what `Skeleton.load_block` is to read for a block. On an accelerator the next block is read from
     the disk meanwhile, into pinned memory of the host; the copy from there takes hundredths of a second, and
     doing that ahead, too, would hold two blocks on the device.
     """
-    timings, count = timings or Timings(), len(skeleton.blocks)
+    timings, wanted = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
     with closing(_Reader(skeleton)) as reader:
-        for index in range(count):
+        for place, index in enumerate(wanted):
             with timings("load"):
                 block = skeleton.load_block(index, *source(index), reader.result())
-            if index + 1 < count:
-                reader.begin(index + 1, source(index + 1))
+            for following in wanted[place + 1 : place + 2]:
+                reader.begin(following, source(following))
             yield index, block
             skeleton.free_block(index)
 

@@ -1,0 +1,100 @@
+"""Which blocks matter: the divergence from the teacher's predictions when one is left out.
+
+Blocks are left out one after another, the least missed first, and what is left is measured again (SLEB, Song
+et al. 2024, arXiv 2402.09025, section 3: blocks look dispensable one by one that are not so together). A
+round is one walk over the weights, one block in memory at a time: the hidden states of every variant go
+through it side by side, and a new variant begins at each block, with what entered it. n blocks cost n²/2
+forwards of a block, and the states of n + 1 variants of a few thousand tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import walk
+
+TOKENS = 4096  # that blocks are judged by: the order of blocks settles long before their divergences do
+ROUNDS = 8  # at most; where more blocks than that are to go, several go in a round
+CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
+
+Counting = Callable[[int, int], None]  # rounds done, rounds in all
+
+
+def choose(
+    skeleton: Skeleton, batches: Sequence[Tensor], keep: int, listen: Counting = lambda done, total: None
+) -> tuple[tuple[int, ...], list[dict[int, float]]]:
+    """The `keep` blocks to keep, in order, and of each round the divergences, by the block left out.
+
+    batches: ids `[batch, tokens]`, all of one shape. What lies outside the blocks is loaded.
+    """
+    kept = list(range(len(skeleton.blocks)))
+    rounds: list[dict[int, float]] = []
+    teacher = list(walk.through(skeleton, batches)) if keep < len(kept) else []
+    each = math.ceil((len(kept) - keep) / ROUNDS)
+    total = math.ceil((len(kept) - keep) / each) if each else 0
+    while len(kept) > keep:
+        listen(len(rounds), total)
+        found = left_out(skeleton, batches, kept, teacher)
+        rounds.append(found)
+        for block in sorted(found, key=found.get)[: min(each, len(kept) - keep)]:
+            kept.remove(block)
+    return tuple(kept), rounds
+
+
+def left_out(
+    skeleton: Skeleton, batches: Sequence[Tensor], kept: Sequence[int], teacher: Sequence[Tensor]
+) -> dict[int, float]:
+    """Of each of the `kept` blocks, the divergence of what is left without it from the teacher.
+
+    teacher: its final hidden states `[batch, tokens, hidden]`, by batch.
+    """
+    whole = [skeleton.embed(ids) for ids in batches]
+    variants: dict[int, list[Tensor]] = {}
+    for index, _ in walk.blocks(skeleton, lambda index: (None, False), only=kept):
+        without = whole
+        for variant in variants.values():
+            variant[:] = through(skeleton, index, variant)
+        whole = through(skeleton, index, whole)
+        variants[index] = list(without)
+    return {index: divergence(skeleton, teacher, variant) for index, variant in variants.items()}
+
+
+def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Tensor]:
+    """Hidden states behind a loaded block. Raises QuantkitError if blocks pass more than these: what one
+    leaves, another needs, so none can be left out."""
+    found = list(skeleton.outputs(index, states))
+    width = skeleton.checkpoint.text_config.hidden_size
+    if any(hidden.shape[-1] != width for hidden in (*states, *found)):
+        raise QuantkitError(
+            f"{skeleton.checkpoint.source} cannot be cut: its blocks pass more than hidden states to one "
+            "another, such as keys, embeddings of the tokens or several streams",
+            hint="quantkit cuts models whose blocks stand by themselves",
+            exit_code=UNSUPPORTED,
+        )
+    return found
+
+
+def divergence(skeleton: Skeleton, teacher: Sequence[Tensor], student: Sequence[Tensor]) -> float:
+    """Mean KL divergence in nats, over all tokens, of the predictions from two sets of final hidden states
+    `[batch, tokens, hidden]`; the last of a sequence predicts, too, though nothing it is to be."""
+    size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
+    total, tokens = 0.0, 0
+    for expected, found in zip(teacher, student, strict=True):
+        for row, other in zip(expected, found, strict=True):
+            for part, now in zip(row.split(size), other.split(size), strict=True):
+                total += kl(skeleton.logits(part), skeleton.logits(now)).sum().item()
+                tokens += len(part)
+    return total / tokens
+
+
+def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL divergence in nats of each prediction, `[...]`, from logits `[..., vocabulary]`, in float32."""
+    expected = torch.log_softmax(teacher.float() / temperature, -1)
+    found = torch.log_softmax(student.float() / temperature, -1)
+    return (expected.exp() * (expected - found)).sum(-1)

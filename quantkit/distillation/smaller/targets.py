@@ -1,0 +1,95 @@
+"""What the teacher predicts: its final hidden states for all training tokens, in a file that is mapped.
+
+The teacher runs once, block by block, and is never held whole. Hidden states are hidden-size wide, not
+vocabulary-size: the teacher's logits are formed from them again where they are needed, by its own norm and
+head.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import plan, walk
+
+GROUP_TOKENS = 1 << 18  # whose states are in memory at a time: weights are read once for each group
+
+Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; what entered the head, [… , hidden]
+
+
+class Targets:
+    """states: `[sequences, tokens, hidden]` in the teacher's precision, mapped from a file."""
+
+    def __init__(self, skeleton: Skeleton, states: Tensor):
+        self._skeleton = skeleton
+        self.states = states
+
+    def predictions(self, sequences: Tensor) -> Prediction:
+        """The teacher's for these sequences, `[batch]`, on its device."""
+        with entering(self._skeleton.model) as found:
+            logits = torch.stack([self._skeleton.logits(self.states[index]) for index in sequences.tolist()])
+        return logits, torch.cat(found)
+
+
+@contextmanager
+def entering(model: nn.Module) -> Iterator[list[Tensor]]:
+    """What enters the model's head in every forward meanwhile, `[batch, tokens, hidden]`."""
+    found: list[Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: found.append(args[0]))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def nbytes(skeleton: Skeleton, tokens: int) -> int:
+    """Bytes of the file."""
+    return tokens * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
+
+
+def gather(
+    skeleton: Skeleton, ids: Tensor, path: Path, listen: Callable[[int, int], None] = lambda done, total: None
+) -> Targets:
+    """The targets for `ids [sequences, tokens]`; those that lie at `path` already are used.
+
+    What lies outside the blocks is loaded. The file appears whole or not at all.
+    """
+    shape = (*ids.shape, skeleton.checkpoint.text_config.hidden_size)
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        states, done = _mapped(temporary, shape, skeleton.dtype), 0
+        groups = ids.split(max(1, GROUP_TOKENS // ids.shape[1]))
+        blocks = len(skeleton.blocks) * len(groups)
+        for number, group in enumerate(groups):
+            batches = group.split(plan.default_batch_size(ids.shape[1]))
+            base = number * len(skeleton.blocks)
+            for hidden in walk.through(
+                skeleton, batches, entered=lambda index, base=base: listen(base + index, blocks)
+            ):
+                states[done : done + len(hidden)] = hidden.cpu()
+                done += len(hidden)
+        listen(blocks, blocks)
+        del states
+        os.replace(temporary, path)
+    return Targets(skeleton, _mapped(path, shape, skeleton.dtype))
+
+
+def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory is the file."""
+    size = torch.Size(shape).numel()
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """A small file, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2))
+    os.replace(temporary, path)
