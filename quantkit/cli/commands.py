@@ -27,7 +27,7 @@ OTHERS = {  # every other command than the methods, and its help
     "serve": "Hand a checkpoint over to an engine's own server, and prove that it answers.",
     "chat": "Talk to a model: its cache is kept between turns, speed and memory are told after each.",
     "specdec": "Does speculative decoding pay? Drafts, and how much they draft, against the target alone.",
-    "distill": "Let a compressed model learn from its original: scales and norms, while codes stay.",
+    "distill": "Train a student on its teacher: scales and norms of a compressed one, or a smaller model.",
     "doctor": "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
     "recipes": "List, show and begin recipes: jobs in a YAML file.",
 }

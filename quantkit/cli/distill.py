@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from quantkit.cli import flags, manners
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.smaller.options import Options as SmallerOptions
 from quantkit.errors import EXIT_CODES, NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
 
@@ -29,11 +31,19 @@ EPILOG = """Examples:
 
   quantkit distill ./model ./model-gptq-w2g128 --epochs 0     (block by block alone: constant memory)
 
+  quantkit distill ./model --blocks 24                        (a student of fewer blocks: ./model-b24)
+
+  quantkit distill ./model --blocks 24 --width 75% --self-text --samples 4096
+
 Never worse: what does not lower the divergence from the teacher on text held out of the training is not kept;
 the exit code is 0 all the same."""
 TEACHER = Annotated[str, typer.Argument(help="The original: checkpoint folder, GGUF file or hub id.")]
 STUDENT = Annotated[
-    str | None, typer.Argument(help="What quantkit made of it, in any layout. Its codes stay as they are.")
+    str | None,
+    typer.Argument(
+        help="What quantkit made of it, in any layout; its codes stay as they are. Without it, --blocks or "
+        "--width make a smaller student."
+    ),
 ]
 TEXT = Annotated[
     str | None,
@@ -47,13 +57,16 @@ TEXT = Annotated[
 ]
 OUTPUT = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: STUDENT-distilled)"),
+    typer.Option(
+        "--output", "-o", help="Output folder, or GGUF file. (default: STUDENT-distilled, or TEACHER-b24)"
+    ),
 ]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns training
 HELP = {  # where training differs from what jobs say
     "dtype": "Precision of the forward passes; what is trained is float32. (auto: float32)",
     "batch_size": "Sequences per step. (default: about 512 tokens)",
 }
+SHARED = DistillOptions.__dataclass_fields__.keys() & SmallerOptions.__dataclass_fields__.keys()
 FIXED = (
     "dry_run", "resume", "overwrite", "eval_text", "revision", "offline", "trust_remote_code", "as_json",
     "quiet",
@@ -65,20 +78,46 @@ def _command() -> Callable[..., None]:
 
     def invoke(context: typer.Context, **values: Any) -> None:
         typed = flags.typed(context, values)
-        if values["student"] is None:
-            raise QuantkitError(
-                "no STUDENT is given", "name what was made of the teacher; see quantkit distill --help", USAGE
-            )
-        _compressed(typed, values)
+        smaller = "blocks" in typed or "width" in typed
+        if values["student"] is None and not smaller:
+            hint = "name what was made of the teacher, or make it smaller with --blocks or --width"
+            raise QuantkitError("no STUDENT is given", hint, USAGE)
+        if values["student"] is not None and smaller:
+            hint = "leave out the student, or --blocks and --width"
+            raise QuantkitError("a STUDENT has the shape it has", hint, USAGE)
+        if smaller:
+            _refuse_others(typed, SmallerOptions, DistillOptions)
+            _smaller(typed, values)
+        else:
+            _refuse_others(typed, DistillOptions, SmallerOptions)
+            _compressed(typed, values)
 
     parameters = [flags.parameter("teacher", TEACHER), flags.parameter("student", STUDENT, None)]
-    parameters += flags.of("training", DistillOptions)
+    of_smaller = [row for row in flags.of("a smaller student", SmallerOptions) if row.name not in SHARED]
+    parameters += [_shared(row) for row in flags.of("training", DistillOptions)] + of_smaller
     parameters += [flags.parameter("calibration", TEXT, None)]
     parameters += [row for row in flags.of("text", CalibrationOptions) if row.name != "calibration"]
     parameters += [_worded(row) for row in flags.of("run", RunOptions, FORWARD)]
     parameters += [flags.parameter("output", OUTPUT, None)]
     parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
     return flags.sign(invoke, parameters)
+
+
+def _shared(row: inspect.Parameter) -> inspect.Parameter:
+    """A flag of training; one of both kinds says both defaults."""
+    if row.name in SHARED:
+        other = SmallerOptions.__dataclass_fields__[row.name].default
+        hint, described = get_type_hints(DistillOptions)[row.name], row.annotation.__metadata__[0]
+        described.help += f" (default: {row.default}; of a smaller student {other})"
+        return row.replace(default=None, annotation=Annotated[hint | None, described])
+    return row
+
+
+def _refuse_others(typed: dict[str, Any], kind: type, other: type) -> None:
+    """Raise QuantkitError for flags of the other kind of student."""
+    for name in other.__dataclass_fields__.keys() - kind.__dataclass_fields__.keys() & typed.keys():
+        whose = "smaller students (--blocks, --width)" if kind is DistillOptions else "compressed students"
+        raise QuantkitError(f"--{name.replace('_', '-')} is for {whose}", "leave it out", USAGE)
 
 
 def _worded(row: Any) -> Any:
@@ -91,12 +130,58 @@ def _worded(row: Any) -> Any:
 command = _command()
 
 
-def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
-    """A compressed student, whose floats are trained."""
+def _eval_text(values: dict[str, Any]) -> Path | None:
+    """The text of --eval. Raises QuantkitError where it is not there."""
     if (text := values["eval_text"]) and not text.is_file():
         raise QuantkitError(
             f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
         )
+    return text
+
+
+def _request(typed: dict[str, Any], values: dict[str, Any], options: type, **source: Any) -> dict[str, Any]:
+    """What the requests of both kinds have in common."""
+    asked = ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
+    return source | {
+        "options": options(**_fields(options, typed)),
+        "calibration": CalibrationOptions(**_fields(CalibrationOptions, typed)),
+        "run": RunOptions(**_fields(RunOptions, typed)),
+        **{key: values[key] for key in asked},
+    }
+
+
+def _smaller(typed: dict[str, Any], values: dict[str, Any]) -> None:
+    """A student of fewer blocks or narrower MLPs."""
+    text = _eval_text(values)
+    from quantkit.cli.progress import listener, uncollected
+
+    with listener(values["quiet"]) as progress:
+        with uncollected():
+            from quantkit.cli import distill_report
+            from quantkit.distillation.smaller import job, printed, run
+            from quantkit.quantize.job import Request
+
+        request = Request(
+            **_request(typed, values, SmallerOptions, source=values["teacher"], method="distill")
+        )
+        if values["resume"] and not values["overwrite"] and job.is_done(request):
+            progress.close()
+            distill_report.print_finished(job.SCHEMA, job.output_of(request), values["as_json"])
+            return
+        prepared = job.prepare(request, progress, text, values["dry_run"])
+        record = prepared.record()
+        if not values["dry_run"]:
+            with _resumable(prepared.staging.folder):
+                record = run.run(prepared, progress)
+    if values["as_json"]:
+        print(json.dumps(record, indent=2))
+    else:
+        printed.print_record(record)
+
+
+def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
+    """A compressed student, whose floats are trained."""
+    text = _eval_text(values)
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -105,20 +190,11 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
             from quantkit.distillation import job, run
             from quantkit.evaluation import windows as windows_of
 
-        request = job.Request(
-            teacher=values["teacher"],
-            student=values["student"],
-            options=DistillOptions(**_fields(DistillOptions, typed)),
-            calibration=CalibrationOptions(**_fields(CalibrationOptions, typed)),
-            run=RunOptions(**_fields(RunOptions, typed)),
-            **{
-                key: values[key]
-                for key in ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
-            },
-        )
+        both = {name: values[name] for name in ("teacher", "student")}
+        request = job.Request(**_request(typed, values, DistillOptions, **both))
         if job.is_done(request):
             progress.close()
-            distill_report.print_finished(request, values["as_json"])
+            distill_report.print_finished(job.SCHEMA, job.output_of(request), values["as_json"])
             return
         prepared = job.prepare(request, progress, values["dry_run"])
         evaluation = None

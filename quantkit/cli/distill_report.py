@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from rich.console import Console
 
@@ -66,10 +66,9 @@ def _stages(options: dict) -> str:
     return ", then ".join(each + whole)
 
 
-def print_finished(request: Any, as_json: bool) -> None:
+def print_finished(schema: str, output: Path, as_json: bool) -> None:
     """The answer to --resume where nothing is left to do."""
-    output = str(request.output) if request.output else "the output"
     if as_json:
-        print(json.dumps({"schema": "quantkit.distill/1", "output": output, "finished": True}, indent=2))
+        print(json.dumps({"schema": schema, "output": str(output), "finished": True}, indent=2))
     else:
         print(f"{output} is finished: nothing to do")

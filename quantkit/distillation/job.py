@@ -29,6 +29,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
 from quantkit.text.calibration import CalibrationSet
 
+SCHEMA = "quantkit.distill/1"
 BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
 HELD_OUT = 8  # one sequence of so many decides, and is never trained on
 
@@ -67,7 +68,7 @@ class Job:
     def record(self) -> dict:
         """What is known before it runs."""
         return {
-            "schema": "quantkit.distill/1",
+            "schema": SCHEMA,
             "teacher": self.request.teacher,
             "student": self.request.student,
             "output": str(self.staging.output),
@@ -199,7 +200,7 @@ def _staging(request: Request, student: Checkpoint, dry_run: bool) -> Staging:
         raise QuantkitError(
             f"{output} is a folder, the student a GGUF file", "choose another --output", USAGE
         )
-    staging = Staging(output)
+    staging = Staging(output, one_file=student.folder.is_file())
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     return staging
