@@ -407,6 +407,8 @@ def test_refusals(workplace, refuse, tiny_model):
     small = ["--text", workplace / "text.txt", "--seqlen", 32]
     assert "one sequence" in refuse(2, "distill", teacher, student, *small, "--samples", 1)[0]
     assert "holds the student" in refuse(2, "distill", teacher, student, *small, "-o", student)[0]
+    two = ["--text", "a.txt", "--calibration", "b.txt"]
+    assert "two texts" in refuse(2, "distill", teacher, student, *two)[0]
     assert "no STUDENT" in refuse(2, "distill", teacher)[0]
 
 

@@ -48,12 +48,14 @@ STUDENT = Annotated[
 TEXT = Annotated[
     str | None,
     typer.Option(
-        "--text",
-        "--calibration",
         help="Text to learn on, an eighth of it held out: a file (.txt, .jsonl, .parquet) or a dataset, as "
         "for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
         rich_help_panel="Text",
     ),
+]
+CALIBRATION = Annotated[
+    str | None,
+    typer.Option(help="The same, as jobs call it.", rich_help_panel="Text"),
 ]
 OUTPUT = Annotated[
     Path | None,
@@ -78,6 +80,10 @@ def _command() -> Callable[..., None]:
 
     def invoke(context: typer.Context, **values: Any) -> None:
         typed = flags.typed(context, values)
+        if "text" in typed:
+            if typed.get("calibration", typed["text"]) != typed["text"]:
+                raise QuantkitError("--text and --calibration name two texts", "give one of them", USAGE)
+            typed["calibration"] = typed.pop("text")
         smaller = "blocks" in typed or "width" in typed
         if values["student"] is None and not smaller:
             hint = "name what was made of the teacher, or make it smaller with --blocks or --width"
@@ -95,7 +101,7 @@ def _command() -> Callable[..., None]:
     parameters = [flags.parameter("teacher", TEACHER), flags.parameter("student", STUDENT, None)]
     of_smaller = [row for row in flags.of("a smaller student", SmallerOptions) if row.name not in SHARED]
     parameters += [_shared(row) for row in flags.of("training", DistillOptions)] + of_smaller
-    parameters += [flags.parameter("calibration", TEXT, None)]
+    parameters += [flags.parameter("text", TEXT, None), flags.parameter("calibration", CALIBRATION, None)]
     parameters += [row for row in flags.of("text", CalibrationOptions) if row.name != "calibration"]
     parameters += [_worded(row) for row in flags.of("run", RunOptions, FORWARD)]
     parameters += [flags.parameter("output", OUTPUT, None)]
