@@ -155,6 +155,8 @@ def test_tokens_that_came_while_others_were_prefilled_are_not_decoded():
     assert (found.prefill_seconds, found.prefill_tokens) == (2.0, 16)
     assert (found.decode_seconds, found.decode_tokens) == (1.5, 8 - 2 - 1)
     assert found.step_seconds == [1.0, 1.0, 1.0]  # two tokens at once took two seconds
+    with pytest.raises(QuantkitError, match="all tokens at once"):
+        llamacpp.timing(0.5, [[(1.0, 4)]], Point(1, 8), 4, None)
 
 
 def test_vllms_own_clock():
