@@ -13,6 +13,7 @@ from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.settings import Point
 from quantkit.serving.engines import llamacpp
 
+AT_ONCE = 512  # n_ubatch
 PAD = 256  # tokens by which llama.cpp rounds a sequence's cache up
 KV_DTYPE, KV_BYTES = "float16", Fraction(2)  # llama.cpp's default
 
