@@ -155,6 +155,8 @@ def test_tokens_that_came_while_others_were_prefilled_are_not_decoded():
     assert (found.prefill_seconds, found.prefill_tokens) == (2.0, 16)
     assert (found.decode_seconds, found.decode_tokens) == (1.5, 8 - 2 - 1)
     assert found.step_seconds == [1.0, 1.0, 1.0]  # two tokens at once took two seconds
+    with pytest.raises(QuantkitError, match="all tokens at once"):
+        llamacpp.timing(0.5, [[(1.0, 4)]], Point(1, 8), 4, None)
 
 
 def test_vllms_own_clock():
@@ -247,7 +249,17 @@ def test_nothing_is_loaded_that_does_not_fit(tiny_model, monkeypatch):
     events = told(folder)
     assert [event["event"] for event in events] == ["refused", "refused", "done"]
     assert "0.30 MB of memory are free" in events[0]["message"]
-    assert "of weights and" in events[0]["message"]
+    assert "of weights, " in events[0]["message"]
+
+
+def test_a_batch_is_refused_for_what_its_prefill_takes(tiny_model):
+    known = subjects.open_subject(str(tiny_model("llama", num_hidden_layers=1)))
+    point = Point(100, 50)  # hidden states of 64 and linears as wide as 128, of 5000 tokens or of 512
+    assert known.working_bytes(point, 4, 1 << 40) == 2 * 5000 * (64 + 128) * 4 + 4 * 100 * 512
+    assert known.working_bytes(point, 2, 512) == 2 * 512 * (64 + 128) * 2 + 4 * 100 * 512
+    need = known.parameters * 4 + known.cache_bytes(point, 4, 4) + known.working_bytes(point, 4, 1 << 40)
+    assert known.refusal(point, SMALL, 4, False, 1 << 40, need) is None
+    assert "to compute" in known.refusal(point, SMALL, 4, False, 1 << 40, need - 1)
 
 
 def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):

@@ -64,9 +64,12 @@ class Subject:
         return weights.read_bytes / weights.bytes if weights.read_bytes else 1.0
 
     def refusal(
-        self, point: Point, settings: Settings, value_bytes: int, packed: bool, free: int
+        self, point: Point, settings: Settings, value_bytes: int, packed: bool, at_once: int, free: int
     ) -> str | None:
-        """Why a point cannot run, None if it can. value_bytes: of a decoded weight and of the cache."""
+        """Why a point cannot run, None if it can. value_bytes: of a decoded weight and of the cache.
+
+        at_once: prompt tokens that the engine computes at a time.
+        """
         length = point.prompt + settings.tokens
         if self.context is not None and length > self.context:
             return (
@@ -74,10 +77,21 @@ class Subject:
             )
         weights = self.weight_bytes if packed else self.parameters * value_bytes
         cache = self.cache_bytes(point, settings.tokens, Fraction(value_bytes)) or 0
-        if weights + cache > free:
-            parts = f"{megabytes(weights)} of weights and {megabytes(cache)} of keys and values"
-            return f"it takes {parts}, {megabytes(free)} of memory are free"
+        working = self.working_bytes(point, value_bytes, at_once)
+        if weights + cache + working > free:
+            parts = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
+            return f"it takes {parts}, {megabytes(working)} to compute: {megabytes(free)} of memory are free"
         return None
+
+    def working_bytes(self, point: Point, value_bytes: int, at_once: int) -> int:
+        """At least, of a prefill: of `at_once` tokens the hidden states and what its widest linear makes of
+        them, twice; and a row of logits for each sequence."""
+        known = self._capacity
+        linears = ((linear.in_features, linear.out_features) for linear in known.parameters.linears)
+        hidden = known.settings.hidden
+        widest = max((max(sizes) for sizes in linears), default=hidden)
+        tokens = min(at_once, point.batch * point.prompt)
+        return 2 * tokens * (hidden + widest) * value_bytes + 4 * point.batch * self.vocab_size
 
     def prompts(self, point: Point, seed: int) -> list[list[int]]:
         """Random token ids, the same for every model of this vocabulary; none of its ends, where special

@@ -96,9 +96,9 @@ def _possible(job: Job, device: Any, emit: Emit) -> list[Point]:
     if packed or job.settings.dtype != "float32":
         value_bytes = 2
     packed = packed or (job.subject.stored not in (None, "gguf") and not job.settings.decoded)
-    found = []
+    found, at_once = [], runners.find(job.engine).AT_ONCE
     for point in job.points:
-        if why := job.subject.refusal(point, job.settings, value_bytes, packed, free):
+        if why := job.subject.refusal(point, job.settings, value_bytes, packed, at_once, free):
             emit({"event": "refused", **asdict(point), "message": why})
         else:
             found.append(point)

@@ -1,7 +1,8 @@
 """The engines that are measured, one file each, found by its name: how it loads, prefills and decodes.
 
-A file has `prepare(job)`, which imports the engine's libraries and returns torch's device or None, and
-`start(job)`, which loads the model and returns a `Runner`.
+A file has `AT_ONCE`, the prompt tokens that the engine computes at a time; `prepare(job)`, which imports the
+engine's libraries and returns torch's device or None; and `start(job)`, which loads the model and returns a
+`Runner`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.settings import Point
 
+AT_ONCE = 512  # n_ubatch
 PROGRAM = "llama-bench"
 
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from quantkit.errors import QuantkitError
 from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.settings import Point
 from quantkit.serving.engines import llamacpp
 
+AT_ONCE = 512  # n_ubatch
 PAD = 256  # tokens by which llama.cpp rounds a sequence's cache up
 KV_DTYPE, KV_BYTES = "float16", Fraction(2)  # llama.cpp's default
 
@@ -93,11 +95,13 @@ def timing(
     """From when which sequence had how many tokens.
 
     The prefill ends when the last sequence has its first token. What others have made until then is not
-    counted as decoded: only tokens after that moment are.
+    counted as decoded: only tokens after that moment are. Raises QuantkitError where there are none.
     """
     first = max(rows[0][0] for rows in arrivals)
     last = max(rows[-1][0] for rows in arrivals)
     early = sum(max(count for moment, count in rows if moment <= first) for rows in arrivals)
+    if last == first:
+        raise QuantkitError("llama.cpp sent all tokens at once: there is no step to time", "add --tokens")
     rows = arrivals[0]
     steps = [
         (after - before) / (count - counted)  # a character of several tokens arrives at once

@@ -17,6 +17,7 @@ from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.engines import transformers as engine
 
+AT_ONCE = 1 << 40  # all there are
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16"}
 
 

@@ -12,6 +12,8 @@ from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.engines import vllm
 
+AT_ONCE = 2048  # max_num_batched_tokens where a prompt is computed in chunks
+
 
 def prepare(job: Job) -> Any:
     """Import vLLM, which chooses the device itself."""
