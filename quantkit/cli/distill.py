@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import shlex
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -16,7 +13,7 @@ import typer
 from quantkit.cli import flags, manners
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.smaller.options import Options as SmallerOptions
-from quantkit.errors import EXIT_CODES, NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -177,7 +174,7 @@ def _smaller(typed: dict[str, Any], values: dict[str, Any]) -> None:
         prepared = job.prepare(request, progress, text, values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
-            with _resumable(prepared.staging.folder):
+            with manners.resumable(prepared.staging.folder, "what was learned is"):
                 record = run.run(prepared, progress)
     if values["as_json"]:
         print(json.dumps(record, indent=2))
@@ -194,6 +191,7 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import distill_report
             from quantkit.distillation import job, run
+            from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
 
         both = {name: values[name] for name in ("teacher", "student")}
@@ -209,9 +207,12 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
         else:
             if text:  # one that does not serve is noticed here
                 windows = windows_of.load(prepared.teacher.checkpoint, text, None, None, None)
-            with _resumable(prepared.staging.folder):
+            with manners.resumable(prepared.staging.folder, "what was learned is"):
                 record = run.run(prepared, progress)
-            evaluation = _evaluate(prepared, windows, progress) if text else None
+            if text:
+                made, device = [request.student, prepared.staging.output], prepared.teacher.device
+                teacher = prepared.teacher.checkpoint
+                evaluation = of_job.measure(teacher, made, windows, device, progress.evaluating)
     if values["as_json"]:
         print(json.dumps(record | ({"eval": evaluation} if evaluation else {}), indent=2))
     else:
@@ -220,38 +221,3 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:
     return {name: typed[name] for name in options.__dataclass_fields__ if name in typed}
-
-
-@contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
-    """Answer what asks to stop with the way to go on."""
-    with manners.stopping() as asked:
-        try:
-            yield
-        except BaseException as error:
-            if not asked:
-                raise
-            again = [argument for argument in sys.argv[1:] if argument != "--resume"]
-            raise QuantkitError(
-                f"{EXIT_CODES[asked[0]]}; what was learned is kept in {folder}",
-                hint=f"continue with: {shlex.join(['quantkit', *again, '--resume'])}",
-                exit_code=asked[0],
-            ) from error
-
-
-def _evaluate(prepared: Any, windows: Any, progress: Any) -> Any:
-    """Teacher, student and result on the text of --eval."""
-    import torch
-
-    from quantkit.evaluation import evaluate
-    from quantkit.evaluation.comparison.record import record
-    from quantkit.evaluation.metrics import select
-    from quantkit.models.open import open_checkpoint
-
-    request, device = prepared.request, prepared.teacher.device
-    trusted = request.trust_remote_code
-    students = [request.student, str(prepared.staging.output)]
-    checkpoints = [prepared.teacher.checkpoint]
-    checkpoints += [open_checkpoint(one, trust_remote_code=trusted) for one in students]
-    measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, progress.evaluating)
-    return record(windows.protocol, torch.float32, device, measured, select(None))

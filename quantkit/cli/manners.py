@@ -8,12 +8,14 @@ import functools
 import inspect
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NoReturn
 
@@ -133,6 +135,28 @@ def stopping() -> Iterator[list[int]]:
     finally:
         for number in heard:
             signal.signal(number, before[number])
+
+
+@contextmanager
+def resumable(folder: Path, kept: str = "finished blocks are") -> Iterator[None]:
+    """Answer what asks to stop with the way to go on. kept: what is, in `folder`."""
+    with stopping() as asked:
+        try:
+            yield
+        except BaseException as error:
+            if not asked:
+                raise
+            raise QuantkitError(
+                f"{EXIT_CODES[asked[0]]}; {kept} kept in {folder}",
+                hint=f"continue with: {_again()}",
+                exit_code=asked[0],
+            ) from error
+
+
+def _again() -> str:
+    """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
+    typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    return shlex.join(["quantkit", *typed, "--resume"])
 
 
 def _give_up_stdout() -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, manners
-from quantkit.errors import EXIT_CODES, NOT_FOUND, QuantkitError
+from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.quantize import methods, recipe
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
@@ -96,6 +92,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import job_report
+            from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
             from quantkit.quantize import job, loop
 
@@ -117,9 +114,13 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         windows = None
         if text := values["eval_text"]:  # one that does not serve is noticed here
             windows = windows_of.load(jobs[0].checkpoint, text, None, None, None)
-        with _resumable(jobs[0].staging.folder):
+        with manners.resumable(jobs[0].staging.folder):
             summaries = loop.run_all(jobs, progress)
-        results = _evaluate(jobs, windows, progress) if windows else None
+        results = None
+        if windows:
+            made = [one.staging.output for one in jobs]
+            device = jobs[0].plan.execution.torch_device
+            results = of_job.measure(jobs[0].checkpoint, made, windows, device, progress.evaluating)
     if values["as_json"]:
         _print_json([job_report.summary_record(summary, results) for summary in summaries])
     for summary in () if values["as_json"] else summaries:
@@ -160,44 +161,3 @@ def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
 def _print_json(records: list[dict]) -> None:
     """Always one object: of several outputs, one that holds theirs."""
     print(json.dumps(records[0] if len(records) == 1 else {"schema": SEVERAL, "jobs": records}, indent=2))
-
-
-@contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
-    """Answer what asks to stop with the way to go on."""
-    with manners.stopping() as asked:
-        try:
-            yield
-        except BaseException as error:
-            if not asked:
-                raise
-            raise QuantkitError(
-                f"{EXIT_CODES[asked[0]]}; finished blocks are kept in {folder}",
-                hint=f"continue with: {_again()}",
-                exit_code=asked[0],
-            ) from error
-
-
-def _again() -> str:
-    """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
-    typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    return shlex.join(["quantkit", *typed, "--resume"])
-
-
-def _evaluate(jobs: Sequence[Any], windows: Any, progress: Any) -> Any:
-    """Original and results on the text of --eval."""
-    import torch
-
-    from quantkit.evaluation import evaluate
-    from quantkit.evaluation.comparison.record import record
-    from quantkit.evaluation.metrics import select
-    from quantkit.models.open import open_checkpoint
-
-    first = jobs[0]
-    trusted = first.request.trust_remote_code
-    made = [open_checkpoint(str(one.staging.output), trust_remote_code=trusted) for one in jobs]
-    device = first.plan.execution.torch_device
-    measured = evaluate.evaluate(
-        [first.checkpoint, *made], windows, torch.float32, device, progress.evaluating
-    )
-    return record(windows.protocol, torch.float32, device, measured, select(None))
