@@ -37,8 +37,8 @@ class Student:
 
 STUDENTS = {
     "gptq 4 bit": Student(("gptq",), share=0.96),
-    "gptq 3 bit": Student(("gptq", "--bits", "3"), share=0.92),
-    "gptq 2 bit": Student(("gptq", "--bits", "2"), share=0.92),
+    "gptq 3 bit": Student(("gptq", "--bits", "3"), share=0.91),
+    "gptq 2 bit": Student(("gptq", "--bits", "2"), share=0.75),
     "nf4": Student(("nf4",), share=1.0),
     "Q4_K_M": Student(("gguf", "-t", "Q4_K_M"), ".gguf", share=1.0),
     "Q3_K_M": Student(("gguf", "-t", "Q3_K_M"), ".gguf", share=0.985),
