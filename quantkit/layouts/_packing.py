@@ -73,6 +73,8 @@ def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
     32 codes first the words of one plane, then those of the next. A single plane is what `pack` makes."""
     import torch
 
+    if len(widths) == 1:
+        return pack(codes, widths[0])
     planes, shift = [], 0
     for width in widths:
         words = pack(codes >> shift & (2**width - 1), width)

@@ -73,7 +73,11 @@ class GptqLayout(Layout):
         return replace(self, **found) if found else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Whole words only: `in * bits` and `out * bits` must be multiples of 32."""
+        """Whole words only: `in * bits` and `out * bits` must be multiples of 32, and of planes both sides."""
+        if len(self.planes(spec.grid.bits)) > 1:
+            for side in ("in_features", "out_features"):
+                if (size := getattr(spec, side)) % WORD:
+                    return f"{side} {size} is no multiple of 32, and {spec.grid.bits}-bit codes lie in planes"
         return no_whole_words(spec, "in_features", "out_features")
 
     def nbytes(self, spec: LinearSpec) -> int:
