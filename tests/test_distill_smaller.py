@@ -332,7 +332,7 @@ class Kill(jobs.Listener):
 
 
 def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
-    teacher = tiny_model("llama", tokenizer=True)
+    teacher = tiny_model("llama", tokenizer=True, tie_word_embeddings=True)
     options = {"blocks": 2, "width": "75%", "steps": 14, "self_text": True}
     distill(teacher, "whole", **options)
     for at, resume in ((("the teacher writes", 0), False), (("training", 5), True), (("training", 11), True)):

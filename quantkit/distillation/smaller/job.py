@@ -152,7 +152,8 @@ def prepare(
         )
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     staging = _staging(request, checkpoint, dry_run)
-    skeleton = open_skeleton(checkpoint, request.run)
+    staged = staging.stored_fingerprint() if request.resume else None
+    skeleton = open_skeleton(checkpoint, request.run, staged["execution"] if staged else {})
     shape.check_teacher(checkpoint, skeleton)
     wanted, axes, reader = _shape(request.options, checkpoint, skeleton)
     calibrated = calibrate(checkpoint, request, progress)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers.trainer_callback import PrinterCallback
 
 from quantkit.distillation.smaller.blocks import kl
@@ -86,6 +87,14 @@ class Student(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.named_parameters() if p.requires_grad}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *_: Any, **__: Any) -> _IncompatibleKeys:
+        """The inverse: nothing is missing that is tied to something else, or not trained."""
+        own = dict(self.named_parameters())
+        with torch.no_grad():
+            for name, tensor in state.items():
+                own[name].copy_(tensor)
+        return _IncompatibleKeys([], [])
 
 
 class Distiller(transformers.Trainer):
