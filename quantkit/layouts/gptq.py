@@ -73,7 +73,7 @@ class GptqLayout(Layout):
         return replace(self, **found) if found else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Whole words only: `in * bits` and `out * bits` must be multiples of 32, and of planes both sides."""
+        """Whole words only: `in * bits` and `out * bits` must be multiples of 32; of planes both sides."""
         if len(self.planes(spec.grid.bits)) > 1:
             for side in ("in_features", "out_features"):
                 if (size := getattr(spec, side)) % WORD:

@@ -1,0 +1,48 @@
+"""`quantkit distill TEACHER --blocks N`: one command for both kinds of students."""
+
+import json
+
+import jobs
+
+FEW = ("--samples", "10", "--seqlen", "16", "--steps", "12", "--dtype", "float32", "--threads", "1")
+
+
+def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
+    teacher = tiny_model("llama", tokenizer=True)
+    planned = make("distill", teacher, "--blocks", "2", "--width", "50%", *FEW, "--dry-run")
+    assert planned["student"] | {"output": ""} == {
+        "output": "", "blocks": 2, "width": 64, "parameters": 2 * (64 * (64 + 32 + 32 + 64 + 3 * 64) + 128)
+        + 2 * 512 * 64 + 64,
+    }  # fmt: skip
+    assert not (tmp_path / "llama-b2-w50pc").exists()
+    done = make(
+        "distill",
+        teacher,
+        "--blocks",
+        "2",
+        "--lr",
+        "0.002",
+        *FEW,
+        "-o",
+        "small",
+        "--text",
+        jobs.calibration(tmp_path).calibration,
+    )
+    assert [model["source"] for model in done["held_out"]["models"]] == [
+        "llama",
+        "small as cut",
+        "small trained",
+    ]
+    assert done["options"]["lr"] == 0.002 and json.loads((tmp_path / "small/config.json").read_text())
+    again = make("distill", teacher, "--blocks", "2", "--lr", "0.002", *FEW, "-o", "small", "--resume")
+    assert again == {"schema": "quantkit.distill-smaller/1", "output": "small", "finished": True}
+
+
+def test_a_student_is_named_or_shaped(tiny_model, refuse):
+    teacher = tiny_model("llama", tokenizer=True)
+    assert "no STUDENT is given" in refuse(2, "distill", teacher)[0]
+    assert "has the shape it has" in refuse(2, "distill", teacher, teacher, "--blocks", "2")[0]
+    assert (
+        "--block-epochs is for compressed students"
+        in refuse(2, "distill", teacher, "--blocks", "2", "--block-epochs", "1")[0]
+    )
