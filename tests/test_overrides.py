@@ -75,7 +75,7 @@ def test_a_pattern_that_is_no_expression_is_refused(model, tmp_path):
 @pytest.mark.parametrize(
     "text, match",
     [
-        ("q_proj=5", "--override q_proj=5: no such width"),
+        ("q_proj=9", "--override q_proj=9: no such width"),
         ("q_proj=0", "--override q_proj=0: no such width"),
         ("q_proj=4,4", "--override q_proj=4,4 makes no sense"),
         ("q_proj=4,-2", "--override q_proj=4,-2 makes no sense"),
