@@ -41,7 +41,7 @@ def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
 def test_a_student_is_named_or_shaped(tiny_model, refuse):
     teacher = tiny_model("llama", tokenizer=True)
     assert "no STUDENT is given" in refuse(2, "distill", teacher)[0]
-    assert "has the shape it has" in refuse(2, "distill", teacher, teacher, "--blocks", "2")[0]
+    assert "keeps its shape" in refuse(2, "distill", teacher, teacher, "--blocks", "2")[0]
     assert (
         "--block-epochs is for compressed students"
         in refuse(2, "distill", teacher, "--blocks", "2", "--block-epochs", "1")[0]

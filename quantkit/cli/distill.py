@@ -86,8 +86,8 @@ def _command() -> Callable[..., None]:
             hint = "name what was made of the teacher, or make it smaller with --blocks or --width"
             raise QuantkitError("no STUDENT is given", hint, USAGE)
         if values["student"] is not None and smaller:
-            hint = "leave out the student, or --blocks and --width"
-            raise QuantkitError("a STUDENT has the shape it has", hint, USAGE)
+            hint = "leave out --blocks and --width, or the student: a smaller one is made of the teacher"
+            raise QuantkitError("a compressed STUDENT keeps its shape", hint, USAGE)
         if smaller:
             _refuse_others(typed, SmallerOptions, DistillOptions)
             _smaller(typed, values)

@@ -27,13 +27,13 @@ TEXT, PROOF = "Texts", "Sampling"
 def command(
     target: Annotated[str, typer.Argument(help="The checkpoint whose text is wanted.")],
     drafts: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="DRAFT…",
             help="Checkpoints of the same vocabulary: a compressed copy of the target or a smaller model; or "
             "prompt-lookup, which copies from the text so far.",
         ),
-    ],
+    ] = None,
     k: Annotated[str, typer.Option("--k", metavar="LIST", help="Tokens drafted for each pass.")] = "1,2,4,8",
     text: Annotated[
         Path | None,
@@ -76,7 +76,12 @@ def command(
 ) -> None:
     """The function behind `quantkit specdec`."""
     from quantkit.cli.progress import listener, uncollected
+    from quantkit.errors import USAGE, QuantkitError
 
+    if not drafts:
+        raise QuantkitError(
+            "no DRAFT is given", f"for example: quantkit specdec {target} prompt-lookup", USAGE
+        )
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation.generate import shared_dtype

@@ -75,4 +75,4 @@ def refuse_empty(result: dict[str, Any]) -> None:
     if any(point["error"] is None for model in result["models"] for point in model["points"]):
         return
     why = failures(result)
-    raise QuantkitError(f"nothing ran: {why[0]}", "see the reasons in the table", RUNTIME, result)
+    raise QuantkitError(f"nothing ran: {why[0]}", "the reasons stand behind 'not run'", RUNTIME, result)

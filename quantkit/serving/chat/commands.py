@@ -16,7 +16,7 @@ HELP = f"""/reset         begin anew; the system message stays
 /save FILE     add the conversation to FILE, as --calibration reads it
 /load FILE     go on with the last conversation of FILE
 /help          this
-/exit          leave, as Ctrl-D does
+/exit, /quit   leave, as Ctrl-D does
 {BLOCK}            begins and ends a message of several lines
 //…            a message that begins with a slash
 Ctrl-C         stops the answer; what was said of it stays"""
