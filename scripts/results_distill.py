@@ -91,7 +91,9 @@ def main() -> None:
             before, after = measure(args.model, [made, out], args)
             size, grown = (model["size"]["weight_bytes"] for model in (before, after))
             kld, left = (model["metrics"]["kld"]["mean"] for model in (before, after))
-            stages = " → ".join(f"{stage['after']:.5f}" for stage in record["stages"])
+            stages = " → ".join(
+                f"{stage['after' if stage['kept'] else 'before']:.5f}" for stage in record["stages"]
+            )
             lines.append(
                 f"| {name} | {size / 1e6:.2f} MB | {kld:.5f} | {left:.5f} | {left / kld - 1:+.1%} "
                 f"| {record['before']:.5f} → {stages} |"

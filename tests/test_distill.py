@@ -232,15 +232,17 @@ def test_only_floats_have_changed(workplace, reference):
     manifest = json.loads((workplace / "reference" / "quantkit.json").read_text())
     assert manifest["distilled"]["after"] == reference["after"]
     assert manifest["linears"] == json.loads((workplace / "student" / "quantkit.json").read_text())["linears"]
-    assert "## Distilled" in (workplace / "reference" / "README.md").read_text()
+    card = (workplace / "reference" / "README.md").read_text()
+    assert "\n# reference\n" in card and "## Distilled" in card
+    assert card.endswith("`quantkit eval teacher student reference --text TEXT`.\n")
 
 
 def test_the_same_job_has_the_same_bytes_with_codes_read_again(workplace, reference, tmp_path):
     """Two runs; the other one reads every block's codes from the disk whenever it runs it."""
-    checked = job.prepare(request(workplace, tmp_path / "again"), jobs.Listener())
+    checked = job.prepare(request(workplace, tmp_path / "reference"), jobs.Listener())
     assert checked.memory.hold
     run.run(replace(checked, memory=replace(checked.memory, hold=False)), jobs.Listener())
-    assert jobs.contents(tmp_path / "again") == jobs.contents(workplace / "reference")
+    assert jobs.contents(tmp_path / "reference") == jobs.contents(workplace / "reference")
 
 
 class Killed(BaseException):
@@ -249,7 +251,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("steps", [6, 15])  # of 4 in each of two blocks, then of 4 in each of two epochs
 def test_an_interrupted_job_goes_on_to_the_same_bytes(workplace, reference, tmp_path, monkeypatch, steps):
-    asked, step, taken = request(workplace, tmp_path / "out"), Descent.step, []
+    asked, step, taken = request(workplace, tmp_path / "reference"), Descent.step, []
 
     def counted(self) -> None:
         taken.append(self)
@@ -261,12 +263,12 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(workplace, reference, tmp_
     with pytest.raises(Killed):
         distill(asked)
     monkeypatch.setattr(Descent, "step", step)
-    assert not (tmp_path / "out").exists()
-    staged = Staging(tmp_path / "out")
+    assert not (tmp_path / "reference").exists()
+    staged = Staging(tmp_path / "reference")
     assert [staged.is_done(index) for index in range(2)] == [steps > 4, steps > 8]
     assert bool(staged.rest()) == (steps > 12)
     distill(replace(asked, resume=True))
-    assert jobs.contents(tmp_path / "out") == jobs.contents(workplace / "reference")
+    assert jobs.contents(tmp_path / "reference") == jobs.contents(workplace / "reference")
 
 
 @pytest.mark.parametrize("options", [{"block_lr": 5.0, "lr": 5.0}, {"block_lr": 5.0, "epochs": 0}])

@@ -63,7 +63,7 @@ OUTPUT = Annotated[
 FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns training
 HELP = {  # where training differs from what jobs say
     "dtype": "Precision of the forward passes; what is trained is float32. (auto: float32)",
-    "batch_size": "Sequences per step. (default: about 512 tokens)",
+    "batch_size": "Sequences per step. (default: about 512 tokens; of a smaller student 2,048)",
 }
 SHARED = DistillOptions.__dataclass_fields__.keys() & SmallerOptions.__dataclass_fields__.keys()
 FIXED = (

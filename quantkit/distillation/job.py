@@ -148,7 +148,7 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
             USAGE,
         )
     if not student.quantized:
-        hint = "compress the teacher first, for example: quantkit gptq " + request.teacher
+        hint = f"compress it first (quantkit gptq {request.student}), or make a smaller student with --blocks"
         if teacher.quantized:
             hint = f"the teacher comes first: quantkit distill {request.student} {request.teacher}"
         raise QuantkitError(

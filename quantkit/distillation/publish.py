@@ -29,9 +29,10 @@ IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
 Patch = tuple[Path, int, bytes]  # of a file of the student: place and bytes
 
 
-def write(student: Student, floats: Floats | None, record: dict, place: Path) -> None:
-    """The output at `place`, a folder or a GGUF file. floats: by name in the model; None leaves all tensors
-    as they are. record: what distillation did, for the manifest and the model card."""
+def write(student: Student, floats: Floats | None, record: dict, place: Path, name: str) -> None:
+    """The output at `place`, a folder or a GGUF file, to be called `name`. floats: by name in the model; None
+    leaves all tensors as they are. record: what distillation did, for the manifest and the model card.
+    """
     checkpoint = student.checkpoint
     changes = patches(student, floats) if floats is not None else iter(())
     manifest = _manifest(checkpoint, record)
@@ -54,7 +55,8 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path) ->
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     card = checkpoint.folder / CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    (place / CARD).write_text(before + _card(record))
+    before = before.replace(f"\n# {checkpoint.name}\n", f"\n# {name}\n")
+    (place / CARD).write_text(before + _card(record, name))
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:
@@ -118,7 +120,7 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
     return stored | {"distilled": record} if isinstance(stored, dict) else None
 
 
-def _card(record: dict) -> str:
+def _card(record: dict, name: str) -> str:
     """A section of the model card."""
     made, stages = record["calibration"], record["stages"]
     done = [f"{stage['name']} {'kept' if stage['kept'] else 'left out'}" for stage in stages]
@@ -132,6 +134,8 @@ def _card(record: dict) -> str:
         f"{record['after']:.5f} after.",
         f"Text: {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text (sha256 "
         f"{made['sha256'][:16]}…), of which {record['held_out']} were held out.",
+        "What it gained: `quantkit eval "
+        f"{record['teacher']['name']} {record['student']['name']} {name} --text TEXT`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -123,7 +123,10 @@ class _Run:
         described = _described(job, stages, before, after)
         self.progress.phase("writing the checkpoint")
         with self.timings("write"):
-            place = self.staging.assemble(lambda place: publish.write(self.student, floats, described, place))
+            name = self.staging.output.name
+            place = self.staging.assemble(
+                lambda place: publish.write(self.student, floats, described, place, name)
+            )
         self.progress.phase("verifying what was written")
         with self.timings("verify"):
             ids = job.text.held_out[0]

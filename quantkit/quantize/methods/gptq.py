@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.linears import Override
 
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
+ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
 WORK = Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED)
 
 
@@ -101,7 +102,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
     solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
-    return Method("gptq", solver, stored, make_grid)
+    split = options.layout == "gptq" and options.bits in SPLIT
+    return Method("gptq", solver, stored, make_grid, notes=(ALONE,) if split else ())
 
 
 def layout(options: Options) -> Layout:

@@ -69,6 +69,7 @@ def _show_draft(console: Console, draft: Measured, made: Comparison, tokenizer: 
 
 
 def _row(row: Swept) -> Sequence[str]:
+    spread = (row.net.high - row.net.low) / 2  # of one repeat, nothing is known
     return (
         str(row.k),
         f"{row.tokens_per_step:.2f}",
@@ -78,7 +79,7 @@ def _row(row: Swept) -> Sequence[str]:
         f"{row.check:.2f}",
         f"{row.expected:.2f}x",
         f"{row.decode.median:.2f}x",
-        f"{row.net.median:.2f}x ±{(row.net.high - row.net.low) / 2:.2f}",
+        f"{row.net.median:.2f}x " + (f"±{spread:.2f}" if spread else "±?"),
         f"{row.seconds.median:.2f}",
     )
 

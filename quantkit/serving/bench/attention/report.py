@@ -174,7 +174,8 @@ def draw(result: Result, figure: Figure) -> None:
             grid = [low * (high / low) ** (step / 60) for step in range(61)]
             line = [(x, y) for x in grid if (y := found.at(x)) > 0]  # a logarithmic axis has no others
             panels[1].plot(*zip(*line, strict=True), color=style["color"], ls="--", lw=1)
-    titles = ("Time of the prefill", "Its memory, and a + b·N + c·N²")
+    fitted = ", and a + b·N + c·N²" if result.fits else ", of too few lengths to be fitted"
+    titles = ("Time of the prefill", f"Its memory{fitted}")
     lengths = sorted({row.length for row in result.rows})
     for axes, title, unit in zip(panels, titles, ("s", "B"), strict=True):
         axes.set_title(title, loc="left", color=MUTED)
