@@ -23,7 +23,7 @@ from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import plan
+from quantkit.quantize import plan, replacing
 from quantkit.quantize.job import base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
@@ -194,8 +194,7 @@ def split(tokens: Tensor, batch_size: int | None) -> Text:
 def _staging(request: Request, student: Checkpoint, dry_run: bool) -> Staging:
     """The place of the output. Raises QuantkitError if it may not be written."""
     output = output_of(request)
-    if output.resolve() in (folder := student.folder.resolve(), *folder.parents):
-        raise QuantkitError(f"{output} holds the student", "choose another --output", USAGE)
+    replacing.check_source(output, student.folder, "student")
     if student.folder.is_file() and output.is_dir():
         raise QuantkitError(
             f"{output} is a folder, the student a GGUF file", "choose another --output", USAGE

@@ -52,7 +52,7 @@ def load(
     Raises QuantkitError when the text is missing or shorter than one window, or ctx exceeds the
     model's context.
     """
-    content = _read(text)
+    content = read_text(text)
     tokenizer = checkpoint.tokenizer
     context = checkpoint.context
     ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
@@ -99,7 +99,8 @@ def load(
     return Windows(ids, first, protocol)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of --text. Raises QuantkitError for what is not there or is no UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -25,7 +25,7 @@ from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import linears, methods, plan
+from quantkit.quantize import linears, methods, plan, replacing
 from quantkit.quantize.linears import Kept
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
@@ -165,10 +165,8 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 
 def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging:
     """The place of the output. Raises QuantkitError if it may not be written."""
-    output = output_of(request)
-    if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
-        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     staging = _staging_of(request)
+    replacing.check_source(staging.output, checkpoint.folder)
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     return staging

@@ -67,6 +67,12 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         _check_folder(output)
 
 
+def check_source(output: Path, source: Path, what: str = "source") -> None:
+    """Raise QuantkitError if the output is what the job reads, or a folder around it. what: its name."""
+    if output.resolve() in (place := source.resolve(), *place.parents):
+        raise QuantkitError(f"{output} holds the {what}", ELSEWHERE, USAGE)
+
+
 def _check_file(output: Path) -> None:
     with open(output, "rb") as file:
         begin = file.read(len(MAGIC))

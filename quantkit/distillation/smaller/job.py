@@ -24,7 +24,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import plan
+from quantkit.quantize import plan, replacing
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
@@ -185,10 +185,8 @@ def prepare(
 
 def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging:
     """The place of the output. Raises QuantkitError if it may not be written."""
-    output = output_of(request)
-    if output.resolve() in (folder := checkpoint.folder.resolve(), *folder.parents):
-        raise QuantkitError(f"{output} holds the teacher", "choose another --output", USAGE)
-    staging = Staging(output)
+    staging = Staging(output_of(request))
+    replacing.check_source(staging.output, checkpoint.folder, "teacher")
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     return staging

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
+from quantkit.errors import USAGE, QuantkitError, count
+from quantkit.evaluation.windows import read_text
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
@@ -40,7 +41,10 @@ def load(checkpoint: Checkpoint, text: Path | None, prompts: int, tokens: int, s
 def _cut(checkpoint: Checkpoint, text: Path, prompts: int, tokens: int) -> Tensor:
     tokenizer = checkpoint.tokenizer
     bos = calibration.begins_with_bos(tokenizer)
-    stream, body = tokenizer(_read(text), add_special_tokens=False, verbose=False)["input_ids"], tokens - bos
+    stream, body = (
+        tokenizer(read_text(text), add_special_tokens=False, verbose=False)["input_ids"],
+        tokens - bos,
+    )
     if len(stream) < prompts * body:
         raise QuantkitError(
             f"{text} holds {count(len(stream), 'token')}; {count(prompts, 'prompt')} of {tokens} need "
@@ -51,14 +55,3 @@ def _cut(checkpoint: Checkpoint, text: Path, prompts: int, tokens: int) -> Tenso
     apart = (len(stream) - body) // max(1, prompts - 1)
     ids = torch.tensor([stream[place * apart : place * apart + body] for place in range(prompts)])
     return torch.cat([torch.full((prompts, 1), tokenizer.bos_token_id), ids], 1) if bos else ids
-
-
-def _read(text: Path) -> str:
-    try:
-        return text.read_text(encoding="utf-8")
-    except OSError as error:
-        raise QuantkitError(
-            f"text {text} cannot be read: {error.strerror}", "check the path given to --text", NOT_FOUND
-        ) from error
-    except UnicodeDecodeError as error:
-        raise QuantkitError(f"{text} is not UTF-8 text: {error}", "convert it", USAGE) from error
