@@ -27,7 +27,6 @@ CASES = {
     "4 bit": packed(),
     "4 bit, compressed": packed(loader="compressed"),
     "4 bit, asymmetric": packed(sym=False),
-    "4 bit, channel": packed(group_size=-1),
     "4 bit, channel, compressed": packed(group_size=-1, loader="compressed"),
     "4 bit, channel, asymmetric": packed(group_size=-1, sym=False),
     "8 bit": packed(bits=8),
@@ -36,7 +35,6 @@ CASES = {
     "8 bit, compressed": packed(bits=8, loader="compressed"),
     "8 bit, channel, asymmetric": packed(bits=8, group_size=-1, sym=False),
     "qwen2": packed("qwen2", group_size=32),  # biases
-    "qwen2 tied": packed("qwen2 tied", group_size=32),  # stored in bfloat16
     "qwen2 tied, compressed": packed("qwen2 tied", "compressed", group_size=32),
     "opt": packed("opt", "compressed", group_size=32),
     "gpt_neox": packed("gpt_neox", "compressed", group_size=32),  # whose head is not called lm_head
@@ -46,7 +44,6 @@ CASES = {
         packed("qwen3_moe", group_size=32, zero_point=False), method="awq"
     ),
     "shards": replace(packed(), max_shard_gb=0.002),
-    "exclude": replace(packed(), exclude=EXCLUDE),
     "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),
     "override": replace(packed(loader="compressed"), override=OVERRIDE, exclude=EXCLUDE),
 }

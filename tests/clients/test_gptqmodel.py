@@ -10,21 +10,17 @@ pytestmark = cases.MARKS
 
 CASES = {
     "4 bit": Case(),
-    "4 bit, bfloat16": Case(dtype="bfloat16"),
     "4 bit, gptqmodel": Case(loader="gptqmodel", dtype="float16"),
     "4 bit, gptqmodel, bfloat16": Case(loader="gptqmodel", dtype="bfloat16"),
     "act order": Case({"act_order": "full"}),
-    "act order, gptqmodel": Case({"act_order": "full"}, loader="gptqmodel", dtype="float16"),
     # |q - z| ≤ 2, so that every product is exact in float16
     "2 bit": Case({"bits": 2, "group_size": 64}, tolerance=1e-6),
     "3 bit": Case({"bits": 3}),
     "8 bit": Case({"bits": 8}),
     "5 bit": Case({"bits": 5}),
-    "5 bit, gptqmodel": Case({"bits": 5}, loader="gptqmodel", dtype="float16"),
     "6 bit, asymmetric, gptqmodel": Case({"bits": 6, "sym": False}, loader="gptqmodel", dtype="float16"),
     "7 bit, gptqmodel": Case({"bits": 7}, loader="gptqmodel", dtype="float16"),
     "asymmetric": Case({"sym": False}),
-    "asymmetric, gptq_v2": Case({"sym": False, "checkpoint_format": "gptq_v2"}),
     "asymmetric, gptq_v2, gptqmodel": Case(
         {"sym": False, "checkpoint_format": "gptq_v2"}, loader="gptqmodel", dtype="float16"
     ),  # which refuses asymmetric version 1 unless its own name stands in `meta.quantizer`
@@ -32,7 +28,6 @@ CASES = {
     "channel": Case({"group_size": -1}),
     "shards": Case(max_shard_gb=0.002),
     "exclude": Case(exclude=(r"layers\.0\.", r"layers\.3\.mlp\.down_proj")),
-    "exclude, gptqmodel": Case(exclude=(r"layers\.0\.",), loader="gptqmodel", dtype="float16"),
     # transformers cannot load GPT-2 here whatever the checkpoint: its _init_weights calls normal_ on
     # `c_proj.weight`, which gptqmodel's packed linears only pretend to have
     "gpt2": Case({"group_size": 32}, "gpt2", loader="gptqmodel", dtype="float16"),
@@ -42,7 +37,6 @@ CASES = {
     "mixtral": Case({"group_size": 32}, "mixtral", loader="gptqmodel", dtype="float16"),
     "qwen3_moe": Case({"group_size": 32}, "qwen3_moe", loader="gptqmodel", dtype="float16"),
     "qwen2": Case({"group_size": 32}, "qwen2"),
-    "qwen2, float16": Case({"group_size": 32}, "qwen2", dtype="float16"),
 }
 
 
