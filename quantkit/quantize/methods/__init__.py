@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout, Width
@@ -140,6 +141,43 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
             "choose groups of -1, 16, 32, 64 or 128",
             USAGE,
         )
+
+
+# ---- transforms: what --transform says, one or several parts joined by '+'
+
+TRANSFORMS = ("awq", "auto")
+TRANSFORM_HELP = (
+    "What is rewritten before rounding, so that the model computes the same: awq scales columns that meet "
+    "large activations; auto, those where the solver loses less by it; none."
+)
+
+
+def transform_option(default: str) -> Any:
+    """The field of a method's Options that says `--transform`."""
+    return option(default, TRANSFORM_HELP, names=("none", *TRANSFORMS))
+
+
+def transform_parts(value: str) -> tuple[str, ...]:
+    """The parts of `--transform VALUE`; () for none. Raises QuantkitError for one that is not known, or two
+    that exclude each other."""
+    parts = () if value == "none" else tuple(value.split("+"))
+    if unknown := [part for part in parts if part not in TRANSFORMS]:
+        hint = "choose none, " + " or ".join(TRANSFORMS)
+        raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
+    scaled = [part for part in parts if part in ("awq", "auto")]
+    if len(scaled) > 1 or len(set(parts)) < len(parts):
+        raise QuantkitError(f"--transform {value} asks for two of a kind", "choose one of them", USAGE)
+    return parts
+
+
+def block_transform(value: str, solver: Solver) -> Transform | None:
+    """What rewrites each block before `solver` is at work on it, by `--transform VALUE`."""
+    from quantkit.quantize.transforms.awq import AwqTransform
+
+    parts = transform_parts(value)
+    if "auto" in parts:
+        return AwqTransform()
+    return AwqTransform() if "awq" in parts else None
 
 
 def affine_width(
