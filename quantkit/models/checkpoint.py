@@ -63,6 +63,11 @@ class Checkpoint:
         packed = layouts.group_by_linear(layout, infos)
         return replace(self, infos=infos, layout=layout, _quantized=packed)
 
+    def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
+        """The same model with these tensors, values that are not packed, instead of its own."""
+        packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
+        return replace(self, infos=self.infos | infos, _quantized=packed)
+
     @cached_property
     def names(self) -> list[str]:
         """Names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
