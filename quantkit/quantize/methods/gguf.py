@@ -20,6 +20,7 @@ from quantkit.quantize.methods import (
     block_transform,
     check_feedback,
     refuse_override,
+    scaling,
     transform_option,
     transform_parts,
 )
@@ -106,10 +107,11 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     check_feedback(options.damp, options.refine)
-    if transform_parts(options.transform) and options.solver == "rtn":
+    transform_parts(options.transform)
+    if scaling(options.transform) and options.solver == "rtn":
         raise QuantkitError(
             f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
-            "leave it out",
+            "leave out the scaling",
             USAGE,
         )
     if options.solver == "gptq" and options.imatrix != "auto":

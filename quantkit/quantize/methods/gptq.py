@@ -18,6 +18,7 @@ from quantkit.quantize.methods import (
     block_transform,
     check_feedback,
     check_grid,
+    scaling,
     transform_option,
     transform_parts,
 )
@@ -107,7 +108,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
     feedback = GptqSolver(options.damp, options.act_order, options.refine)
-    solver = feedback if gptq else RtnSolver(weighted=bool(transform_parts(options.transform)))
+    solver = feedback if gptq else RtnSolver(weighted=bool(scaling(options.transform)))
     transform = block_transform(options.transform, solver)
     split = options.layout == "gptq" and options.bits in SPLIT
     return Method("gptq", solver, stored, make_grid, transform, notes=(ALONE,) if split else ())

@@ -14,6 +14,7 @@ from quantkit.quantize.methods import (
     block_transform,
     check_feedback,
     refuse_override,
+    scaling,
     transform_option,
     transform_parts,
 )
@@ -76,7 +77,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return Nf4Grid(options.double_quant)
 
     feedback = GptqSolver(options.damp, options.act_order, options.refine)
-    rounding = RtnSolver(weighted=bool(transform_parts(options.transform)))
+    rounding = RtnSolver(weighted=bool(scaling(options.transform)))
     solver = feedback if options.solver == "gptq" else rounding
     transform = block_transform(options.transform, solver)
     return Method("nf4", solver, layout(options), make_grid, transform, tables=WORK.tables)
