@@ -14,26 +14,28 @@ whole model computes the same is shown before the job begins, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count
 from quantkit.models.checkpoint import Checkpoint, Rewrite
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.names import Names
 from quantkit.quantize import walk
 from quantkit.quantize.capture import find_sites
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.transforms import BlockView
 from quantkit.quantize.transforms.fold import find_folds
-from quantkit.quantize.transforms.probe import probing
+from quantkit.quantize.transforms.probe import Probe, probing
 from quantkit.quantize.transforms.rotation import edits, heads, outside, proof, stream
 from quantkit.quantize.transforms.rotation.edits import Edit
-from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal, random
-from quantkit.quantize.transforms.rotation.stream import Untouchable
+from quantkit.quantize.transforms.rotation.heads import Heads
+from quantkit.quantize.transforms.rotation.orthogonal import random
+from quantkit.quantize.transforms.rotation.stream import Stream, Untouchable
 
 TOKENS = 8  # that the proofs are made with
 SAME = 1e-3  # relative difference of a whole model's logits in float32; measured: 1e-6 to 1e-5
@@ -44,8 +46,8 @@ SEED = 0
 class Kind:
     """What was found of one block, for all that are built like it. refused: why its stream does not turn."""
 
-    stream: stream.Stream | None
-    heads: list[heads.Heads]
+    stream: Stream | None
+    heads: list[Heads]
     refused: str = ""
 
 
@@ -73,8 +75,9 @@ def rotate(skeleton: Skeleton, asked: str, progress: Progress, prove: bool = Tru
         )
     progress.phase("looking for what can be rotated")
     finder = _Finder(Skeleton(checkpoint, torch.float32, skeleton.device), asked == "rotate")
-    refused = finder.refused() if finder.residual else ""
-    for residual in [True, False] if finder.residual and not refused else [False]:
+    finder.skeleton.model.to("meta")  # gives its memory back
+    refused = finder.refused
+    for residual in [True, False] if finder.rest else [False]:
         found = finder.rotated(residual, refused)
         if found and (not prove or finder.same(found, progress)):
             return found
@@ -93,24 +96,29 @@ class _Finder:
         self.skeleton, self.residual, self.seed = skeleton, residual, seed
         skeleton.load_rest()
         config = skeleton.checkpoint.text_config
-        self.width = config.hidden_size
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(config.vocab_size, (1, TOKENS), generator=generator)
-        self.turns = random(self.width, seed)
-        self.kinds = self._kinds()
+        self.turns = random(config.hidden_size, seed)
+        self.kinds = self._kinds(config.hidden_size)
         streams = [kind.stream for kind in self.kinds if kind.stream]
-        rest = outside.norms(skeleton.model, self.width)
-        if any(norm.means for found in streams for norm in found.norms.values()) or any(
-            stream.subtracts_mean(module, self.width) for module in rest.values()
-        ):
+        means = any(norm.means for found in streams for norm in found.norms.values())
+        if means or outside.subtracts_mean(skeleton.model, config.hidden_size):
             self.turns = self.turns.keeping_means()
+        refused = next((kind.refused for kind in self.kinds if kind.refused), "")
+        self.rest, self.refused = (None, refused) if refused or not residual else self._outside()
 
-    def _kinds(self) -> list[Kind]:
+    def _outside(self) -> tuple[outside.Outside | None, str]:
+        try:
+            return outside.find(self.skeleton, self.turns), ""
+        except Untouchable as reason:
+            return None, str(reason)
+
+    def _kinds(self, width: int) -> list[Kind]:
         """One of each block."""
         known: dict[tuple, Kind] = {}
         found = []
         skeleton, hidden = self.skeleton, self.skeleton.embed(self.ids)
-        plain = hidden.shape[-1] == self.width
+        plain = hidden.shape[-1] == width
         for index, block in enumerate(skeleton.blocks):
             parts = ((name, tuple(part.shape)) for name, part in block.named_parameters())
             kind = (tuple(type(module) for module in block.modules()), *parts)
@@ -131,115 +139,118 @@ class _Finder:
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
         run = partial(skeleton.run_block, index)
         sites = [site for site in find_sites(block, lambda: run(hidden)) if site.linears]
-        view = BlockView(
-            block, sites, {}, {}, lambda: run(hidden), lambda name, tensor: tensor, skeleton.away(index)
-        )
-        shapes = {name: tuple(part.shape) for name, part in block.named_parameters()}
+        away, stored = skeleton.away(index), lambda name, tensor: tensor
+        view = BlockView(block, sites, {}, {}, lambda: run(hidden), stored, away)
         with probing(view) as probe:
             folds = find_folds(probe)
-            turning = []
+            turning: dict[str, Heads] = {}
             for one in heads.candidates(probe, folds, skeleton.checkpoint.text_config):
-                by = random(one.width, self.seed)
-                known = {one.values for one in turning}
-                if one.values not in known and proof.turned_heads(
-                    probe, edits.of_heads(one, shapes, by), one.reads
-                ):
-                    turning.append(one)
+                made = edits.of_heads(one, _shapes(block), random(one.width, self.seed))
+                if one.values not in turning and proof.turned_heads(probe, made, one.reads):
+                    turning[one.values] = one
+            found = list(turning.values())
             if not self.residual:
-                return Kind(None, turning)
+                return Kind(None, found)
             try:
                 if not plain:
                     raise Untouchable("blocks pass more than hidden states to one another")
-                found = stream.find(probe, folds, run, hidden)
-                by = self.turns
-                if any(norm.means for norm in found.norms.values()):
-                    by = by.keeping_means()
-                if not proof.turned_stream(probe, edits.of_stream(found, shapes, by), run, hidden, by):
-                    raise Untouchable(
-                        "what linears write into the hidden states passes something on its way, such as a norm"
-                    )
+                return Kind(self._stream(stream.find(probe, folds, run, hidden), probe, run, hidden), found)
             except Untouchable as reason:
-                return Kind(None, turning, f"{skeleton.names.blocks}.{index}: {reason}")
-        return Kind(found, turning)
+                return Kind(None, found, f"{skeleton.names.blocks}.{index}: {reason}")
 
-    def refused(self) -> str:
-        """Why the residual stream does not turn; "" where it does."""
-        refused = next((kind.refused for kind in self.kinds if kind.refused), "")
-        return refused or outside.refused(self.skeleton, self.turns)
+    def _stream(self, found: Stream, probe: Probe, run: stream.Run, hidden: Tensor) -> Stream:
+        """The same stream. Raises Untouchable unless it turns."""
+        means = any(norm.means for norm in found.norms.values())
+        by = self.turns.keeping_means() if means else self.turns
+        if not proof.turned_stream(probe, edits.of_stream(found, _shapes(probe.block), by), run, hidden, by):
+            raise Untouchable("what linears add to the hidden states passes something else first: a norm?")
+        return found
 
     def rotated(self, residual: bool, refused: str) -> Rotated | None:
-        """The checkpoint read through what turns; None where nothing does."""
-        skeleton, found = self.skeleton, {}
-        checkpoint, names = skeleton.checkpoint, skeleton.names
-        turned = 0
+        """The checkpoint read through what turns, or through R2 alone; None where nothing does."""
+        skeleton, checkpoint = self.skeleton, self.skeleton.checkpoint
+        source, rewritten = Source(checkpoint, skeleton.names), {}
         for index, kind in enumerate(self.kinds):
-            shapes = {name: tuple(p.shape) for name, p in skeleton.blocks[index].named_parameters()}
+            shapes = _shapes(skeleton.blocks[index])
             parts = [edits.of_heads(one, shapes, random(one.width, self.seed)) for one in kind.heads]
-            turned += bool(parts)
-            if residual and kind.stream:
-                parts.append(edits.of_stream(kind.stream, shapes, self.turns))
-            for local, edit in edits.joined(*parts).items():
-                found[names.of_block(index, local)] = edit, partial(names.of_block, index)
-        untied = 0
+            parts += [edits.of_stream(kind.stream, shapes, self.turns)] if residual else []
+            full = partial(skeleton.names.of_block, index)
+            rewritten |= {
+                skeleton.names.stored[full(local)]: source.rewrite(full(local), edit, full)
+                for local, edit in edits.joined(*parts).items()
+            }
         if residual:
-            rest, checkpoint = outside.edits_of(skeleton, self.turns)
-            untied = sum(i.nbytes for n, i in checkpoint.infos.items() if n not in skeleton.checkpoint.infos)
-            found |= {name: (edit, lambda local: local) for name, edit in rest.items()}
-        if not found:
+            checkpoint, made = self.rest.checkpoint, self.rest.edits
+            for name, edit in made.items():
+                stored, of = self.rest.stored(name)
+                rewritten[stored] = source.rewrite(name, edit, str, of)
+        if not rewritten:
             return None
-        rewritten = {
-            stored: Rewrite(source, partial(self._values, name, edit, full))
-            for name, (edit, full) in found.items()
-            for stored, source in [outside.stored(skeleton, name)]
-        }
+        found = replace(checkpoint, rewritten=rewritten)
         record = {
-            "residual": self.width if residual else None,
-            "values": turned,
+            "residual": self.turns.width if residual else None,
+            "values": sum(bool(kind.heads) for kind in self.kinds),
             "seed": self.seed,
-            "untied_bytes": untied,
+            "untied_bytes": sum(i.nbytes for i in found.infos.values()) - found.stored_bytes,
         }
-        notes = [f"rotated: {', '.join(_told(record, self.turns, len(self.kinds)))}"]
-        if self.residual and not residual:
-            notes.append(f"the residual stream is not rotated: {refused}")
-        if untied:
-            notes.append(
-                f"embedding and head are no longer one tensor, because the final norm's weight goes into the "
+        return Rotated(found, record, tuple(self._notes(record, refused)))
+
+    def _notes(self, record: Mapping, refused: str) -> Iterator[str]:
+        """What the user is to know."""
+        turned = []
+        if width := record["residual"]:
+            kind = "Hadamard" if self.turns.is_hadamard else "random orthogonal"
+            turned.append(f"the residual stream of {width} channels ({kind})")
+        if blocks := record["values"]:
+            turned.append(f"attention's values in {count(blocks, 'block')} of {len(self.kinds)}")
+        yield f"rotated: {', '.join(turned)}"
+        if self.residual and not width:
+            yield f"the residual stream is not rotated: {refused}"
+        if untied := record["untied_bytes"]:
+            yield (
+                "embedding and head are no longer one tensor, because the final norm's weight goes into the "
                 f"head: {untied / 1e6:,.1f} MB more (--transform rotate-v leaves them)"
             )
-        return Rotated(replace(checkpoint, rewritten=rewritten), record, tuple(notes))
-
-    def _values(self, name: str, edit: Edit, full: Callable, exact: bool, tensor: Tensor) -> Tensor:
-        """A stored tensor's new values, in the precision it is stored in, or `exact` in float32."""
-        skeleton = self.skeleton
-        dtype = torch.float32 if exact else tensor.dtype
-
-        def get(local: str) -> Tensor:
-            return skeleton.checkpoint.read(skeleton.names.stored[full(local)], torch.float32)
-
-        if name in skeleton.names.transposed:
-            return edit.of(tensor.t(), get, dtype).t().contiguous()
-        return edit.of(tensor, get, dtype)
 
     def same(self, found: Rotated, progress: Progress) -> bool:
         """Whether the model computes the same, in float32: before and after, block by block."""
         progress.phase("proving the rotation: the model before and after")
         exact = {name: replace(one, exact=True) for name, one in found.checkpoint.rewritten.items()}
-        after = Skeleton(replace(found.checkpoint, rewritten=exact), torch.float32, self.skeleton.device)
-        after.names.check_complete()
-        after.load_rest()
         logits = []
-        for skeleton in (self.skeleton, after):
+        for checkpoint in (self.skeleton.checkpoint, replace(found.checkpoint, rewritten=exact)):
+            skeleton = Skeleton(checkpoint, torch.float32, self.skeleton.device)
+            skeleton.names.check_complete()
+            skeleton.load_rest()
             (hidden,) = walk.through(skeleton, [self.ids], decoded=True)
             logits.append(skeleton.logits(hidden[0]))
+            skeleton.model.to("meta")  # one at a time
         return proof.difference(logits[1], logits[0]) <= SAME
 
 
-def _told(record: Mapping, turns: Orthogonal, blocks: int) -> Sequence[str]:
-    """What was turned, in words."""
-    found = []
-    if record["residual"]:
-        kind = "Hadamard" if turns.is_hadamard else "random orthogonal"
-        found.append(f"the residual stream of {record['residual']} channels ({kind})")
-    if record["values"]:
-        found.append(f"attention's values in {count(record['values'], 'block')} of {blocks}")
-    return found
+@dataclass(frozen=True)
+class Source:
+    """Where values come from that are turned. `names` of the model whose checkpoint it is."""
+
+    checkpoint: Checkpoint
+    names: Names
+
+    def rewrite(self, name: str, edit: Edit, full: Callable[[str], str], source: str = "") -> Rewrite:
+        """Of the model's parameter `name`; `full` makes names in the model of those that the edit gives."""
+        return Rewrite(source or self.names.stored[name], partial(self._values, name, edit, full))
+
+    def _values(
+        self, name: str, edit: Edit, full: Callable[[str], str], exact: bool, tensor: Tensor
+    ) -> Tensor:
+        """A stored tensor's new values, in the precision it is stored in, or `exact` in float32."""
+
+        def get(other: str) -> Tensor:
+            return self.checkpoint.read(self.names.stored[full(other)], torch.float32)
+
+        dtype = torch.float32 if exact else tensor.dtype
+        if name in self.names.transposed:
+            return edit.of(tensor.t(), get, dtype).t().contiguous()
+        return edit.of(tensor, get, dtype)
+
+
+def _shapes(block: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(part.shape) for name, part in block.named_parameters()}

@@ -53,7 +53,7 @@ class Edit:
         return all(turn.axis == -1 for turn in self.turns) and (self.gain is None or self.gain[2] == -1)
 
     def of(self, tensor: Tensor, get: Get, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The parameter's new values, in `dtype`; products are float32. A large one is turned part by part."""
+        """The parameter's new values, in `dtype`; products are float32. A large one is turned in parts."""
         if self.fill is not None:
             return torch.full_like(tensor, self.fill, dtype=dtype)
         if self.over:

@@ -1,7 +1,7 @@
 """R2: heads whose values may be turned (SpinQuant, arXiv:2405.16406, section 3.2).
 
 Attention takes averages of values: if the rows of v that make a head's values are multiplied by Rᵀ, its
-outputs are, and the columns of o that read them take R. Query heads of a group share the rows of their values.
+outputs are, and the columns of o that read them take R. Query heads of a group share their values' rows.
 Which rows of which linear those are is known from AWQ's folds; whether nothing between them looks at single
 channels (as a gate does) is seen when the block is run.
 """
