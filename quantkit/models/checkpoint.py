@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,11 +42,22 @@ COMPANIONS = (  # small files that clients look for beside the weights, carried 
 
 
 @dataclass(frozen=True)
+class Rewrite:
+    """What is read in place of a tensor: `values(exact, tensor)` of the stored tensor `source`, in that one's
+    precision, or float32 if it is to be exact."""
+
+    source: str
+    values: Callable[[bool, torch.Tensor], torch.Tensor]
+    exact: bool = False
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder, opened: headers are read and checked, no tensor is loaded.
 
     `infos` maps stored names to places. `config` is the model's own configuration, without any
-    quantization. `layout` decodes quantized linears; None for a plain checkpoint.
+    quantization. `layout` decodes quantized linears; None for a plain checkpoint. rewritten: tensors that are
+    read otherwise than they are stored, by name.
     """
 
     source: str
@@ -57,11 +68,27 @@ class Checkpoint:
     layout: layouts.Layout | None
     trust_remote_code: bool = False
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    rewritten: Mapping[str, Rewrite] = field(default_factory=dict, repr=False)
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """The same model with other tensors: how a staged block is read before the output exists."""
         packed = layouts.group_by_linear(layout, infos)
-        return replace(self, infos=infos, layout=layout, _quantized=packed)
+        return replace(self, infos=infos, layout=layout, _quantized=packed, rewritten=self._rewritten(infos))
+
+    def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
+        """The same model with these tensors, values that are not packed, instead of its own."""
+        packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
+        found = self.infos | infos
+        return replace(self, infos=found, _quantized=packed, rewritten=self._rewritten(found))
+
+    def _rewritten(self, infos: Mapping[str, TensorInfo]) -> dict[str, Rewrite]:
+        """Those of tensors that lie where they did."""
+        return {name: one for name, one in self.rewritten.items() if self._is_rewritten(infos.get(name))}
+
+    def _is_rewritten(self, info: TensorInfo | None) -> bool:
+        """Whether this is one that is read otherwise, and no other of its name."""
+        known = self.infos.get(info.name) if info and info.name in self.rewritten else None
+        return known is not None and known.file == info.file
 
     @cached_property
     def names(self) -> list[str]:
@@ -82,6 +109,12 @@ class Checkpoint:
     def quantized(self) -> bool:
         """Whether some weights are stored as codes."""
         return self.layout is not None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its tensors as they lie there, none counted twice."""
+        sources = {name: one.source for name, one in self.rewritten.items()}
+        return sum(i.nbytes for name, i in self.infos.items() if sources.get(name, name) == name)
 
     @property
     def disk_bytes(self) -> int:
@@ -136,7 +169,15 @@ class Checkpoint:
         return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One stored tensor as it lies on disk, copied out of the file, optionally cast."""
+        """One stored tensor, optionally cast: as it lies on disk, or what it is rewritten to."""
+        rewrite = self.rewritten.get(name)
+        if rewrite is None:
+            return self._load(name, dtype)
+        values = rewrite.values(rewrite.exact, self._load(rewrite.source))
+        return values if dtype is None else values.to(dtype)
+
+    def _load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One stored tensor as it lies on disk, copied out of the file."""
         info = self.infos[name]
         try:
             with safe_open(info.file, framework="pt") as file:
@@ -149,11 +190,22 @@ class Checkpoint:
             ) from error
 
     def plain(self, info: TensorInfo) -> TensorInfo:
-        """How a tensor of `infos` that nothing changed lies in a safetensors file."""
+        """How a tensor of `infos` that no job changed lies in a safetensors file."""
+        if not self._is_rewritten(info):
+            return self._plain(info)
+        found = self._plain(self.infos[self.rewritten[info.name].source])
+        return TensorInfo(info.name, found.dtype, info.shape, info.file, info.offset, found.nbytes)
+
+    def _plain(self, info: TensorInfo) -> TensorInfo:
         return info
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """The bytes of what `plain` describes, piece by piece."""
+        if self._is_rewritten(info):
+            return iter([self.load(info.name).contiguous().view(torch.uint8).numpy().data])
+        return self._data(info)
+
+    def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         if isinstance(info, slices.OTHERWISE):
             return iter([self.load(info.name).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)

@@ -32,6 +32,7 @@ from quantkit.quantize.outputs import Material
 from quantkit.quantize.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
+from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
 
@@ -114,8 +115,14 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
 
     skeleton = open_skeleton(checkpoint, request.run, adopted)
+    turned = None
+    if asked := methods.rotation(request.options):
+        turned = rotation.rotate(skeleton, asked, progress, prove=not (dry_run or staged))
+        skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
     checkpoint = skeleton.checkpoint
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
+    if turned:
+        method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
     for note in method.notes:
         progress.warn(note)
     specs = _specs(skeleton, method, request)
@@ -140,6 +147,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
+        fingerprint |= {"rotation": turned.record} if turned else {}
     batches = list(tokens.split(execution.batch_size))
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,

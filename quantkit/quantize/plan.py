@@ -176,7 +176,7 @@ def plan(
         host_bytes=peak.host,
         disk_bytes=staged + sizes.total,  # staged blocks, then the merged files beside them
         output_bytes=sizes.total,
-        source_bytes=sum(info.nbytes for info in checkpoint.infos.values()),
+        source_bytes=checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
     )
 

@@ -71,14 +71,14 @@ class GgufCheckpoint(Checkpoint):
         """Size of the file."""
         return self.folder.stat().st_size
 
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def _load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor's values, in the order and orientation that transformers stores.
 
         In 16 bit where the file has 16 bit, else float32, unless `dtype` says otherwise.
         """
         info = self.infos[name]
         if info.file != self.folder:
-            return super().load(name, dtype)
+            return super()._load(name, dtype)
         if name in self.pieces:
             return self._joined(name, info.shape, dtype)
         target = self.targets[name]
@@ -97,17 +97,17 @@ class GgufCheckpoint(Checkpoint):
             target.part.of(whole).copy_(part)
         return whole
 
-    def plain(self, info: TensorInfo) -> TensorInfo:
+    def _plain(self, info: TensorInfo) -> TensorInfo:
         """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
         if info.file != self.folder:
             return info
         dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
         return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
 
-    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+    def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """The bytes of what `plain` describes."""
         if info.file != self.folder:
-            yield from super().data(info)
+            yield from super()._data(info)
         else:
             yield self.load(info.name, TORCH_DTYPES[info.dtype]).view(torch.uint8).numpy().data
 

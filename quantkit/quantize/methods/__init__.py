@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout, Width
@@ -140,6 +141,57 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
             "choose groups of -1, 16, 32, 64 or 128",
             USAGE,
         )
+
+
+# ---- transforms: what --transform says, one or several parts joined by '+'
+
+ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
+TRANSFORMS = ("awq", "auto", *ROTATIONS)
+TRANSFORM_HELP = (
+    "What is rewritten before rounding, so that the model computes the same: awq scales columns that meet "
+    "large activations; auto, those where the solver loses less by it; rotate turns the hidden states and "
+    "the values inside attention (a tied head grows the file), rotate-v the values alone; none. Two are "
+    "joined by +, such as rotate+awq."
+)
+
+
+def transform_option(default: str) -> Any:
+    """The field of a method's Options that says `--transform`."""
+    return option(default, TRANSFORM_HELP, names=("none", *TRANSFORMS))
+
+
+def transform_parts(value: str) -> tuple[str, ...]:
+    """The parts of `--transform VALUE`; () for none. Raises QuantkitError for one that is not known, or two
+    that exclude each other."""
+    parts = () if value == "none" else tuple(value.split("+"))
+    if unknown := [part for part in parts if part not in TRANSFORMS]:
+        hint = "choose none, " + " or ".join(TRANSFORMS)
+        raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
+    turned = [part for part in parts if part in ROTATIONS]
+    if len(turned) > 1 or len(parts) - len(turned) > 1:
+        raise QuantkitError(f"--transform {value} asks for two of a kind", "choose one of them", USAGE)
+    return parts
+
+
+def scaling(value: str) -> tuple[str, ...]:
+    """The parts of `--transform VALUE` that rewrite block by block."""
+    return tuple(part for part in transform_parts(value) if part not in ROTATIONS)
+
+
+def rotation(options: Any) -> str | None:
+    """The part of a method's `--transform` that turns the whole model."""
+    parts = transform_parts(getattr(options, "transform", "none"))
+    return next((part for part in parts if part in ROTATIONS), None)
+
+
+def block_transform(value: str, solver: Solver) -> Transform | None:
+    """What rewrites each block before `solver` is at work on it, by `--transform VALUE`."""
+    from quantkit.quantize.transforms.awq import AwqTransform
+
+    parts = scaling(value)
+    if "auto" in parts:
+        return AwqTransform()
+    return AwqTransform() if "awq" in parts else None
 
 
 def affine_width(

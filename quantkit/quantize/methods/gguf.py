@@ -13,7 +13,17 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose, nbytes
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, check_feedback, refuse_override
+from quantkit.quantize.methods import (
+    GPTQ_PUBLISHED,
+    Method,
+    Work,
+    block_transform,
+    check_feedback,
+    refuse_override,
+    scaling,
+    transform_option,
+    transform_parts,
+)
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
@@ -77,6 +87,7 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    transform: str = transform_option("none")
 
 
 def suffix(options: Options) -> str:
@@ -96,6 +107,13 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     check_feedback(options.damp, options.refine)
+    transform_parts(options.transform)
+    if scaling(options.transform) and options.solver == "rtn":
+        raise QuantkitError(
+            f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
+            "leave out the scaling",
+            USAGE,
+        )
     if options.solver == "gptq" and options.imatrix != "auto":
         raise QuantkitError(
             f"--imatrix {options.imatrix} is for --solver rtn: gptq gathers more than that by itself",
@@ -173,7 +191,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return named(type) if feedback and type in TYPES else None
 
     solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
-    return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
+    transform = block_transform(options.transform, solver) if feedback and encoded else None
+    return Method("gguf", solver, GgmlLayout(), make_grid, transform, output, tuple(notes))
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:

@@ -15,8 +15,12 @@ from quantkit.quantize.methods import (
     Method,
     Work,
     affine_width,
+    block_transform,
     check_feedback,
     check_grid,
+    scaling,
+    transform_option,
+    transform_parts,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ class Options:
     solver: Literal["gptq", "rtn"] = option(
         "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
     )
+    transform: str = transform_option("none")
     layout: Literal["gptq", "compressed-tensors"] = option(
         "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
     )
@@ -65,6 +70,7 @@ def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_grid(options.bits, options.group_size)
     check_feedback(options.damp, options.refine)
+    transform_parts(options.transform)
     if options.layout == "compressed-tensors":
         _check_compressed_tensors(options)
 
@@ -101,9 +107,11 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         chosen = width(options, in_features, override)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
-    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
+    feedback = GptqSolver(options.damp, options.act_order, options.refine)
+    solver = feedback if gptq else RtnSolver(weighted=bool(scaling(options.transform)))
+    transform = block_transform(options.transform, solver)
     split = options.layout == "gptq" and options.bits in SPLIT
-    return Method("gptq", solver, stored, make_grid, notes=(ALONE,) if split else ())
+    return Method("gptq", solver, stored, make_grid, transform, notes=(ALONE,) if split else ())
 
 
 def layout(options: Options) -> Layout:

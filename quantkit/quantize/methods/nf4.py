@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, check_feedback, refuse_override
+from quantkit.quantize.methods import (
+    Method,
+    Work,
+    block_transform,
+    check_feedback,
+    refuse_override,
+    scaling,
+    transform_option,
+    transform_parts,
+)
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
@@ -32,6 +41,7 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    transform: str = transform_option("none")
 
 
 def suffix(options: Options) -> str:
@@ -42,6 +52,7 @@ def suffix(options: Options) -> str:
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_feedback(options.damp, options.refine)
+    transform_parts(options.transform)
 
 
 def layout(options: Options) -> Nf4Layout:
@@ -65,6 +76,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         width(options, in_features, override)
         return Nf4Grid(options.double_quant)
 
-    gptq = options.solver == "gptq"
-    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
-    return Method("nf4", solver, layout(options), make_grid, tables=WORK.tables)
+    feedback = GptqSolver(options.damp, options.act_order, options.refine)
+    rounding = RtnSolver(weighted=bool(scaling(options.transform)))
+    solver = feedback if options.solver == "gptq" else rounding
+    transform = block_transform(options.transform, solver)
+    return Method("nf4", solver, layout(options), make_grid, transform, tables=WORK.tables)

@@ -154,7 +154,7 @@ class GgufOutput:
         material = files[0].material
         types = [one.output.types(one.material.checkpoint, one.material.specs) for one in files]
         importance = imatrix.values() if imatrix else {}
-        staged = self._staged(material)
+        staged, source = self._staged(material), self._changed(material)
         with ExitStack() as stack:
             writers = []
             for one, chosen in zip(files, types, strict=True):
@@ -169,7 +169,7 @@ class GgufOutput:
                     if part.stored and part.stored[0] in staged:
                         found = [staging.load(staged[part.stored[0]])]
                     else:
-                        found = self._encoded(part, material.checkpoint, wanted, weights[expert])
+                        found = self._encoded(part, source, wanted, weights[expert])
                     for writer, rows in zip(writers, found, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         writer.write(target.name, [moved.contiguous().numpy()])
@@ -196,6 +196,12 @@ class GgufOutput:
         """The file's metadata, and how it came to be."""
         used = imatrix.metadata(self.origin) if imatrix else {}
         return {**self.metadata, **used, "quantkit.manifest": json.dumps(manifest, ensure_ascii=False)}
+
+    def _changed(self, material: Material) -> Checkpoint:
+        """The source with what the job changed and did not encode, such as norms that scales went into."""
+        source = material.checkpoint
+        infos = {name: info for name, info in material.staging.tensors().items() if name in source.names}
+        return source.with_changed(infos) if infos else source
 
     def _staged(self, material: Material) -> dict[str, TensorInfo]:
         """Where tensors lie that are encoded already, by their stored names."""
