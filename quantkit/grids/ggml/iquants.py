@@ -16,11 +16,13 @@ from quantkit.grids.ggml import codebook
 from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
 from quantkit.grids.ggml.codebook import CodeBook
 from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
+from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
 from quantkit.grids.ggml.neighbours import nearest_neighbour
 from quantkit.grids.ggml.params import SubHalves, half
+from quantkit.grids.grid import by_rows
+from quantkit.grids.levels import usable
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
 
-SIGNS = 8  # weights whose signs share a byte
 LARGEST_SCALE = 15
 
 
@@ -64,6 +66,58 @@ class CodeBookGrid(BlockGrid):
         magnitudes = self.book.magnitudes * self.unit
         table = torch.stack([magnitudes, -magnitudes], 1).flatten().to(codes.device)
         return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+    vector_size = SIGNS
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Signed magnitudes of codes."""
+        return self._level(codes)
+
+    def codes(self, levels: Tensor, out: Tensor) -> None:
+        """Codes of signed magnitudes, into `out`."""
+        book = self.book.to(levels.device)
+        middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
+        out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
+
+    def search_in(self, metric: Tensor) -> VectorSearch:
+        """How to find the vectors nearest in the metric `[vector_size, vector_size]`."""
+        return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
+
+    def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
+        """Parameters whose sub-block k has the present scale, or one up to `reach` beside it."""
+        found = []
+        for change in range(-reach, reach + 1):
+            scales = params.scales.clone()
+            scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
+            found.append(SubHalves(params.d, scales))
+        return found
+
+    def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
+        """Parameters whose sub-block k has the scale that comes nearest to `step [rows]`."""
+        scales = params.scales.clone()
+        unit = torch.where(params.d == 0, torch.inf, params.d)
+        scales[:, k] = (step / unit).sub_(0.5).round_().clamp_(*self.scale_range).nan_to_num_(0.0)
+        return SubHalves(params.d, scales)
+
+    def chosen(self, candidates: list[SubHalves], which: Tensor) -> SubHalves:
+        """Of every row the candidate `which [rows]`."""
+        scales = torch.stack([each.scales for each in candidates])
+        index = which[None, :, None].expand(1, -1, scales.shape[2])
+        return SubHalves(candidates[0].d, scales.gather(0, index)[0])
+
+    def round(self, weight: Tensor, params: SubHalves) -> Tensor:
+        """Codes of vectors nearest by squared error, uint8 `[rows, group_size]`."""
+        search = self.search_in(torch.eye(SIGNS, device=weight.device))
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+
+        def work(rows: Tensor, step: Tensor) -> Tensor:
+            y = rows.unflatten(1, (-1, self.sub_size)) / step[..., None]
+            levels = search.nearest(y.reshape(-1, SIGNS).t(), turns=1).t().reshape(rows.shape)
+            found = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+            self.codes(levels, found)
+            return found
+
+        return by_rows(work, codes, weight, usable(params.steps()[0]))
 
     def _encode(self, blocks: Blocks) -> tuple[SubHalves, Tensor]:
         n = blocks.x.shape[1]
