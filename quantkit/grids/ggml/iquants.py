@@ -19,9 +19,9 @@ from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
 from quantkit.grids.ggml.neighbours import nearest_neighbour
 from quantkit.grids.ggml.params import SubHalves, half
+from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
 from quantkit.grids.grid import by_rows
 from quantkit.grids.levels import usable
-from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
 
 LARGEST_SCALE = 15
 

@@ -31,7 +31,9 @@ def nearest_neighbour(
     best, place = scale.new_full(scale.shape, torch.inf), around.ids[start] if most else start
     for rank, n in enumerate(left):
         if n * (most - rank) <= TAIL:
-            _compare_rest(around.ids, start[:n], count[:n], rank, best[:n], place[:n], x, weights, scale, values)
+            _compare_rest(
+                around.ids, start[:n], count[:n], rank, best[:n], place[:n], x, weights, scale, values
+            )
             break
         ids = around.ids[start[:n] + rank]
         difference = values.index_select(1, ids).mul_(scale[:n]).sub_(x[:, :n])
