@@ -199,16 +199,16 @@ def compare(library: Library, folder: Path) -> tuple[dict, list[str], int]:
         jobs += [(name, False, wishes) for name in ("Q4_K_M", "Q2_K", "Q8_0") for wishes in wished]
         rows = []
         for file_type, imatrix, wishes in jobs:
-            data = {"none": np.ones(1)} if imatrix else {}  # that there is one is what counts
+            data = {name: np.ones(_weighed(size)) for name, size in tensors(shape)} if imatrix else {}
             done = library.quantize(source, target, number(file_type), data, **wishes)
             expected = types(target) if done else None
             chosen = ours(shape, file_type, imatrix, wishes)
             if expected is None:  # it has nothing to stand in for blocks of 32, or for what a user wishes
-                assert re.search("no tensor type fallback|validation failed", library.log[-1]), library.log[
-                    -1
-                ]
+                reasons = "no tensor type fallback|validation failed|requires an imatrix"
+                assert re.search(reasons, library.log[-1]), library.log[-1]
                 stands_in = any(choice.wanted for choice in chosen.values())
-                wrong = [] if stands_in else ["refused, but not by us"]
+                needy = not imatrix and mixtures.without_importance(list(chosen.values()))
+                wrong = [] if stands_in or needy else ["refused, but not by us"]
             else:
                 assert list(chosen) == list(expected), "llama-quantize's order"
                 compared += len(expected)
@@ -239,6 +239,11 @@ def main() -> None:
     if arguments.write:
         body = ",\n".join(f"{json.dumps(title)}: {_lines(row)}" for title, row in answers.items())
         arguments.write.write_text("{\n" + body + "\n}\n")
+
+
+def _weighed(size: list[int]) -> int:
+    """How many columns an importance matrix weighs in a tensor, those of each expert by themselves."""
+    return size[-1] * (size[0] if len(size) == 3 else 1)
 
 
 def _lines(row: dict) -> str:

@@ -33,6 +33,7 @@ class Grid:
 
     group_size: int
     bits: int
+    vector_size = 1
     spans_matrix = False
     weighted = False
     clip = False

@@ -50,6 +50,17 @@ class SubScales:
 
 
 @dataclass(frozen=True)
+class SubHalves:
+    """The step is d times an unsigned scale and a half."""
+
+    d: Tensor
+    scales: Tensor
+
+    def steps(self) -> tuple[Tensor, Tensor]:
+        return (self.scales + 0.5) * self.d[..., None], torch.zeros_like(self.scales)
+
+
+@dataclass(frozen=True)
 class SubScalesAndMins:
     """The step is d times an unsigned scale; dmin times an unsigned min is subtracted from every value."""
 

@@ -212,8 +212,8 @@ def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
 
 
 def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
-    """Scale `[groups]` and codes 0 .. nmax for non-negative x (make_qp_quants): the best of nine scales, then
-    rounds as in make_q3."""
+    """Scale `[groups]` and codes 0 .. nmax (make_qp_quants): the best of nine scales, then rounds as in
+    make_q3. x is not negative, but for a few values; C has bytes for codes, so -1 is taken for 255 there."""
     largest = x.amax(0)
     zero = largest < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -222,8 +222,7 @@ def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
     for k in (0, -4, -3, -2, -1, 1, 2, 3, 4):
         factor = over(single(times(0.1, k), nmax), largest) if k else used
         code = (x * factor).round_()
-        if k:
-            code.clamp_(max=nmax)
+        code = code.clamp_(max=nmax) if k else code.remainder_(256)
         difference = x - over(1, factor) * code
         error = total(weights * difference * difference)
         if best is None:
@@ -243,6 +242,8 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     """
     weighted = weights * x
     parts = [x, weights, weighted, code, total(weighted * code), total(weights * code * code)]
+    if squares_positive:
+        code.remainder_(256)
     kept = []  # of groups that change no more: for them a further round would change nothing, either
     for _ in range(ROUNDS):
         changed = _choose_again(*parts, bounds, squares_positive).nonzero()[:, 0]
@@ -277,7 +278,7 @@ def _choose_again(
         new_l2 = (w_i * new).mul_(new).add_(rest_l2)
         better = (rest_lx > 0) & (new != l_i) & ((rest_l2 if squares_positive else new_l2) > 0)
         better &= (new_lx * new_lx).mul_(sum_l2) > (sum_lx * sum_lx).mul_(new_l2)
-        torch.where(better, new, l_i, out=l_i)
+        torch.where(better, new.remainder_(256) if squares_positive else new, l_i, out=l_i)
         torch.where(better, new_lx, sum_lx, out=sum_lx)
         torch.where(better, new_l2, sum_l2, out=sum_l2)
         changed |= better

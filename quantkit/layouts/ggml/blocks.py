@@ -6,6 +6,7 @@ BLOCKS has the parts of every type in order. Codes of a few bits share bytes so 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.block import BlockGrid
-from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubScales, SubScalesAndMins
+from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubHalves, SubScales, SubScalesAndMins
 from quantkit.grids.grid import flat, matrix
 from quantkit.grids.parallel import by_chunks
+from quantkit.layouts.ggml import vectors
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -50,14 +52,45 @@ class Bits:
         packed = parts[0] ^ self.flip
         for k, part in enumerate(parts[1:], 1):
             packed = packed | part << self.bits * k
-        return packed.flatten(1)
+        return packed.flatten(1).to(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Inverse of `pack`; bits that are stored elsewhere are 0."""
         grouped = (packed ^ self.flip).view(len(packed), -1, self.run)
+        grouped = grouped.long() if self.low >= 8 else grouped
         mask = 2**self.bits - 1
         parts = [(grouped >> self.bits * k & mask) << self.low for k in range(8 // self.bits)]
         return torch.stack(parts, 2).flatten(1)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words of so many bytes, each made of several integers, the first in its lowest bits.
+
+    integers: `(source, bit, bits, count)`, from bit `bit` on of `count` of the source's integers in a row.
+    """
+
+    nbytes: int
+    integers: tuple[tuple[str, int, int, int], ...]
+
+    def pack(self, sources: Mapping[str, Tensor]) -> Tensor:
+        """int64 `[blocks, n]` each, to bytes `[blocks, n * nbytes / count]`."""
+        word, place = 0, 0
+        for source, low, bits, count in self.integers:
+            for part in sources[source].unflatten(1, (-1, count)).unbind(2):
+                word = word | (part.long() >> low & 2**bits - 1) << place
+                place += bits
+        return word[..., None].view(torch.uint8)[..., : self.nbytes].flatten(1)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """Inverse of `pack`; bits that are stored elsewhere are 0."""
+        parts = packed.long().unflatten(1, (-1, self.nbytes)).unbind(2)
+        word, place, found = sum(part << 8 * k for k, part in enumerate(parts)), 0, {}
+        for source, low, bits, count in self.integers:
+            shifts = torch.arange(place, place + bits * count, bits, device=packed.device)
+            found[source] = ((word[..., None] >> shifts & 2**bits - 1) << low).flatten(1)
+            place += bits * count
+        return found
 
 
 @dataclass(frozen=True)
@@ -107,6 +140,23 @@ BLOCKS = {
     ),
     "IQ4_NL": (D, NIBBLES),
     "IQ4_XS": (D, Bits("scales", 4, 2, 1), Bits("scales", 0, 4, 1), NIBBLES),
+    "IQ2_XXS": (D, Words(8, (("places", 0, 8, 4), ("signs", 0, 7, 4), ("scales", 0, 4, 1)))),
+    "IQ2_XS": (D, Words(2, (("places", 0, 9, 1), ("signs", 0, 7, 1))), Bits("scales", 0, 4, 1)),
+    "IQ2_S": (
+        D,
+        Bits("places", 0, 8, 1),
+        Bits("signs", 0, 8, 1),
+        Bits("places", 8, 2, 1),
+        Bits("scales", 0, 4, 1),
+    ),
+    "IQ3_XXS": (D, Bits("places", 0, 8, 1), Words(4, (("signs", 0, 7, 4), ("scales", 0, 4, 1)))),
+    "IQ3_S": (
+        D,
+        Bits("places", 0, 8, 1),
+        Bits("places", 8, 1, 1),
+        Bits("signs", 0, 8, 1),
+        Bits("scales", 0, 4, 1),
+    ),
 }
 SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
@@ -177,18 +227,20 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
 def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
     """Bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
     params = flat(params)
-    integers = {"codes": codes.reshape(-1, grid.group_size)}
-    if isinstance(params, SubScales):
-        integers["scales"] = (params.scales + SCALE_BIAS[grid.name]).to(torch.uint8)
+    grouped = codes.reshape(-1, grid.group_size)
+    integers = vectors.integers(grid, grouped) if grid.name in vectors.TYPES else {"codes": grouped}
+    if isinstance(params, SubScales | SubHalves):
+        integers["scales"] = (params.scales + SCALE_BIAS.get(grid.name, 0)).to(torch.uint8)
     if isinstance(params, SubScalesAndMins):
         integers["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
-    blocks = [
-        getattr(params, part.name).half()[:, None].view(torch.uint8)
-        if isinstance(part, Half)
-        else part.pack(integers[part.source])
-        for part in BLOCKS[grid.name]
-    ]
+    blocks = [_packed(part, params, integers) for part in BLOCKS[grid.name]]
     return torch.cat(blocks, 1).view(len(codes), -1)
+
+
+def _packed(part: Half | Bits | Words | SixBitPairs, params: Any, integers: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(part, Half):
+        return getattr(params, part.name).half()[:, None].view(torch.uint8)
+    return part.pack(integers if isinstance(part, Words) else integers[part.source])
 
 
 def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
@@ -199,24 +251,29 @@ def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
     for part in BLOCKS[grid.name]:
         end = start + _width(part, grid)
         piece = blocks[:, start:end].contiguous()
+        start = end
         if isinstance(part, Half):
             found[part.name] = piece.view(torch.float16)[:, 0].float()
-        else:
-            found[part.source] = part.unpack(piece) | found.get(part.source, 0)
-        start = end
+            continue
+        integers = part.unpack(piece)
+        for source, value in (integers if isinstance(part, Words) else {part.source: integers}).items():
+            found[source] = value | found.get(source, 0)
+    if grid.name in vectors.TYPES:
+        found["codes"] = vectors.codes(grid, found)
     codes = found.pop("codes").view(len(encoded), -1)
     if "scales" in found:
-        found["scales"] = found["scales"].float() - SCALE_BIAS[grid.name]
+        found["scales"] = found["scales"].float() - SCALE_BIAS.get(grid.name, 0)
     if "scales_and_mins" in found:
         found["scales"], found["mins"] = found.pop("scales_and_mins").float().chunk(2, 1)
     kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
-    return codes, matrix(kinds[frozenset(found)](**found), len(encoded))
+    kind = SubHalves if grid.name in vectors.TYPES else kinds[frozenset(found)]
+    return codes, matrix(kind(**found), len(encoded))
 
 
 PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
 
 
-def _width(part: Half | Bits | SixBitPairs, grid: BlockGrid) -> int:
+def _width(part: Half | Bits | Words | SixBitPairs, grid: BlockGrid) -> int:
     """Bytes that a part of a block takes."""
     if isinstance(part, Half):
         return 2
@@ -224,6 +281,10 @@ def _width(part: Half | Bits | SixBitPairs, grid: BlockGrid) -> int:
         return 12
     sub_blocks = grid.group_size // grid.sub_size
     count = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
+    count |= vectors.counts(grid) if grid.name in vectors.TYPES else {}
+    if isinstance(part, Words):
+        source, _, _, several = part.integers[0]
+        return count[source] // several * part.nbytes
     return count[part.source] * part.bits // 8
 
 

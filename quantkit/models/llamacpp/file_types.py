@@ -28,7 +28,17 @@ BLOCKS = {  # type -> weights and bytes of a block; asking gguf would make `plan
     "Q6_K": (256, 210),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
 }
+NEED_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
@@ -88,8 +98,10 @@ def _base(at: Place) -> None:
 class FileType:
     """A file type: `base` is the type of what no rule names.
 
-    values: of attention's values, or q, k and v in one. down: of `ffn_down`. attention: of its output;
-    eight_experts: the same in models of eight experts.
+    values: of attention's values, or q, k and v in one. queries, keys: of attention's. attention: of its
+    output; eight_experts: the same in models of eight experts. down, wide: of the feed-forward's way down, and
+    of its two ways up. embedding: of one that is not the output, too; output: of the output matrix. sparing: of
+    few bits, so that eight experts get no Q8_0, and ways down are counted, not numbered by their blocks.
     """
 
     base: str
@@ -97,6 +109,12 @@ class FileType:
     down: Rule = _base
     attention: Rule = _base
     eight_experts: str | None = None
+    queries: Rule = _base
+    keys: Rule = _base
+    wide: Rule = _base
+    embedding: str | None = None
+    output: str = "Q6_K"
+    sparing: bool = False
 
 
 def _iq4(base: str) -> FileType:
@@ -110,6 +128,32 @@ def _iq4(base: str) -> FileType:
 
 def _legacy(base: str, better: str) -> FileType:
     return FileType(base, down=lambda at: better if at.early(8) and at.has_imatrix else None)
+
+
+def _two_bits(base: str, better: str, embedding: str, attention: str | None) -> FileType:
+    """The i-quants of one and two bits. better: of values and of the first ways down."""
+    return FileType(
+        base,
+        values=lambda at: "Q4_K" if at.model.grouped or at.model.experts >= 4 else better,
+        down=lambda at: better if at.early(8) else None,
+        attention=lambda at: "Q5_K" if at.model.experts == 8 else attention,
+        keys=lambda at: "Q4_K" if at.model.experts == 8 else None,
+        embedding=embedding,
+        output="Q5_K",
+        sparing=True,
+    )
+
+
+def _values_iq3_xxs(at: Place) -> str | None:
+    if at.model.grouped:
+        return "Q4_K"
+    return None if at.has_imatrix else "IQ3_S"
+
+
+def _down_iq3_xxs(at: Place) -> str | None:
+    if at.has_imatrix:
+        return None
+    return "Q4_K" if at.early(8) else "Q3_K"
 
 
 FILE_TYPES = {
@@ -161,6 +205,41 @@ FILE_TYPES = {
     "Q6_K": FileType("Q6_K"),
     "IQ4_NL": _iq4("IQ4_NL"),
     "IQ4_XS": _iq4("IQ4_XS"),
+    "IQ3_M": FileType(
+        "IQ3_S",
+        values=lambda at: "Q4_K",
+        down=lambda at: "Q4_K" if at.early(8) or at.model.experts == 8 and at.more else None,
+        attention=lambda at: None if at.falcon else "Q4_K",
+        eight_experts="Q5_K",
+    ),
+    "IQ3_S": FileType("IQ3_S", values=lambda at: "Q4_K" if at.model.grouped else None, eight_experts="Q5_K"),
+    "IQ3_XS": FileType(
+        "IQ3_S",
+        values=lambda at: "Q4_K" if at.model.grouped else None,
+        queries=lambda at: "IQ3_XXS",
+        keys=lambda at: "IQ3_XXS",
+        wide=lambda at: "IQ3_XXS" if at.count // 8 <= at.index < 7 * at.count // 8 else None,
+        eight_experts="Q5_K",
+    ),
+    "IQ3_XXS": FileType(
+        "IQ3_XXS",
+        values=_values_iq3_xxs,
+        down=_down_iq3_xxs,
+        attention=lambda at: None if at.falcon else "IQ3_S",
+        queries=lambda at: "IQ2_S",
+        keys=lambda at: "IQ2_S",
+        embedding="IQ3_S",
+        output="Q5_K",
+        eight_experts="Q5_K",
+    ),
+    "IQ2_M": _two_bits("IQ2_S", "IQ3_S", "IQ3_S", "IQ3_S"),
+    "IQ2_S": _two_bits("IQ2_XS", "IQ3_S", "IQ3_S", "IQ3_S"),
+    "IQ2_XS": _two_bits("IQ2_XS", "Q2_K", "Q2_K", None),
+    "IQ2_XXS": _two_bits("IQ2_XXS", "Q2_K", "Q2_K", None),
+    "IQ1_M": _two_bits("IQ1_M", "Q2_K", "Q2_K", "IQ2_XXS"),
+    "IQ1_S": _two_bits("IQ1_S", "Q2_K", "Q2_K", "IQ2_XXS"),
+    "TQ1_0": FileType("TQ1_0", embedding="Q4_K"),
+    "TQ2_0": FileType("TQ2_0", embedding="Q4_K"),
 }
 
 

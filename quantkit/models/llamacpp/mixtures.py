@@ -15,28 +15,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import USAGE, QuantkitError, name_all
-from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, FileType, Model, Place, parse_type
+from quantkit.models.llamacpp.file_types import (
+    BLOCKS,
+    FILE_TYPES,
+    NEED_IMPORTANCE,
+    FileType,
+    Model,
+    Place,
+    parse_type,
+)
 
 FALLBACKS = {  # where 256 does not divide the columns
-    "Q2_K": "Q4_0",
-    "Q3_K": "Q4_0",
+    **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"),
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
+    **{name: "IQ4_NL" for name, (size, _) in BLOCKS.items() if name.startswith("IQ") and size == 256},
 }
 LAST_RESORT = "F16"  # where 32 does not, either
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 FLOATS = (
     "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "ssm_conv1d.weight",
 )  # fmt: skip
-VALUES, KEYS, ATTENTION, DOWN = "values", "keys", "attention", "down"
+VALUES, KEYS, QUERIES, ATTENTION = "values", "keys", "queries", "attention"
+DOWN, UP, GATE = "down", "up", "gate"
 KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first counts
     "attn_qkv.weight": VALUES,
     "attn_kv_b.weight": VALUES,
     "attn_v.weight": VALUES,
     "attn_k.weight": KEYS,
+    "attn_q.weight": QUERIES,
     "attn_output.weight": ATTENTION,
+    "ffn_up": UP,
+    "ffn_gate": GATE,
     "ffn_down": DOWN,
 }
 
@@ -76,6 +87,11 @@ def stays_float(name: str, shape: Sequence[int]) -> bool:
     return not is_matrix or not name.endswith(".weight") or any(part in name for part in FLOATS)
 
 
+def without_importance(choices: Sequence[Choice]) -> list[Choice]:
+    """Those tensors that llama-quantize does not make without an importance matrix."""
+    return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
+
+
 def nbytes(type: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor; where blocks do not divide its rows, what it would take at their bits per weight."""
     weights, size = BLOCKS[type]
@@ -103,7 +119,7 @@ def choose(
         if stays_float(name, shape):
             choices.append(Choice(name, "F32"))
         else:
-            choices.append(_fitting(name, shape, asked.type(name) or mixture.type(name)))
+            choices.append(_fitting(name, shape, asked.type(name) or mixture.type(name, shape[-1])))
     return choices
 
 
@@ -163,34 +179,40 @@ class _Mixture:
         self.has_imatrix = has_imatrix
         self.plain = pure or BLOCKS[chosen.base][0] == 1
         self.output = OUTPUT if OUTPUT in names else EMBEDDING
-        self.count = {VALUES: sum(_kind(name) == VALUES for name in names), DOWN: model.blocks}
+        self.count = dict.fromkeys((DOWN, UP, GATE), model.blocks)
+        self.count[VALUES] = sum(_kind(name) == VALUES for name in names)
         self.seen = Counter()
 
-    def type(self, name: str) -> str:
+    def type(self, name: str, columns: int) -> str:
+        """`columns`: whether blocks fit those of the output matrix counts before its type is chosen."""
         if self.plain:
             return self.chosen.base
         if name == self.output:
             wide = self.chosen.base == "Q8_0" or self.model.architecture == "falcon"
-            return "Q8_0" if wide else "Q6_K"
+            fits = columns % BLOCKS[self.chosen.output][0] == 0
+            return "Q8_0" if wide else self.chosen.output if fits else "Q6_K"
+        if name == EMBEDDING and self.chosen.embedding:
+            return self.chosen.embedding
         return self._by_rule(name, _kind(name)) or self.chosen.base
 
     def _by_rule(self, name: str, kind: str | None) -> str | None:
-        index = self.seen[kind]
+        chosen, index = self.chosen, self.seen[kind]
         self.seen[kind] += 1
-        if kind == DOWN and self.model.experts > 1:  # one tensor per expert: only the name tells the block
-            index = int(name.split(".")[1])
+        if kind in (DOWN, UP, GATE) and self.model.experts > 1 and not chosen.sparing:
+            index = int(name.split(".")[1])  # one tensor per expert: only the name tells the block
         at = Place(index, self.count.get(kind, 0), self.model, self.has_imatrix)
-        eight = self.model.experts == 8
+        eight = self.model.experts == 8 and not chosen.sparing
         if kind == VALUES:
-            found = self.chosen.values(at)
-            if self.model.is_70b and (found or self.chosen.base) in ("Q3_K", "Q4_K"):
+            found = chosen.values(at)
+            if self.model.is_70b and not chosen.sparing and (found or chosen.base) in ("Q3_K", "Q4_K"):
                 found = "Q5_K"
             return "Q8_0" if eight else found
         if kind == KEYS:
-            return "Q8_0" if eight else None
+            return "Q8_0" if eight else chosen.keys(at)
         if kind == ATTENTION:
-            return self.chosen.eight_experts if eight and not at.falcon else self.chosen.attention(at)
-        return self.chosen.down(at) if kind == DOWN else None
+            return chosen.eight_experts if eight and not at.falcon else chosen.attention(at)
+        rules = {QUERIES: chosen.queries, DOWN: chosen.down, UP: chosen.wide, GATE: chosen.wide}
+        return rules[kind](at) if kind in rules else None
 
 
 def _kind(name: str) -> str | None:

@@ -27,6 +27,8 @@ from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
 from quantkit.quantize.solvers import SiteStatistics, Solved, site
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
+from quantkit.quantize.solvers.vectors import Vectors
+from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
 DAMP_RETRIES = 5
 
@@ -74,7 +76,7 @@ class GptqSolver:
         chosen = sweep(Wt, A, grid, fixed)
         if self.refine:
             del A
-            refine(Wt, chosen, grid, H, self.refine)
+            (refine_vectors if grid.vector_size > 1 else refine)(Wt, chosen, grid, H, self.refine)
         params, column_group = chosen.params, None
         if self.act_order == "full":
             column_group = torch.empty_like(order)
@@ -96,7 +98,7 @@ def sweep(Wt: Tensor, A: Tensor, grid: Grid, fixed: list | None = None) -> Chose
     """
     D = A.diagonal().square()
     U = A.div_(A.diagonal().clone())
-    columns = Columns(Wt, U, D, grid)
+    columns = (Vectors if grid.vector_size > 1 else Columns)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
         span = slice(start, start + grid.group_size)
         columns.update(span)

@@ -1,0 +1,118 @@
+"""Code books of the i-quants: the vectors of 8 or 4 magnitudes that a block may hold (llama.cpp,
+ggml/src/ggml-common.h), as the gguf package has them, and each vector's neighbours (iq2xs_init_impl).
+
+A vector is counted in places: digits 0, 1, 2 … of its magnitudes in ascending order. Digits make one number,
+the first the lowest, which finds a vector in the book.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 20  # distances that are looked at together
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Where to look for points that are not in the book: those of point p are `ids[start[p]:][:count[p]]`,
+    near ones first and of equals the first in the book. int64 `[points]` and `[all]`."""
+
+    start: Tensor
+    count: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class CodeBook:
+    """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, those of the
+    digits as they are stored. found: int64 `[base ** vector_size]`, by its number a vector's place in the
+    book, -1 where it is not there."""
+
+    digits: Tensor
+    magnitudes: Tensor
+    found: Tensor
+    wanted: int
+
+    @property
+    def size(self) -> int:
+        """Numbers in a vector."""
+        return len(self.digits)
+
+    @property
+    def base(self) -> int:
+        """How many magnitudes there are."""
+        return len(self.magnitudes)
+
+    def to(self, device: torch.device) -> CodeBook:
+        """The same there."""
+        return _on_device(self, device) if device.type != "cpu" else self
+
+    def number(self, digits: Tensor) -> Tensor:
+        """Numbers `[...]` of vectors `[vector_size, ...]`."""
+        number = digits[-1].clone()
+        for digit in reversed(digits[:-1].unbind()):
+            number.mul_(self.base).add_(digit)
+        return number
+
+    def neighbours(self) -> Neighbours:
+        """Of every point: the vectors in the book at the `wanted` smallest distances."""
+        return _neighbours(self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@cache
+def named(type_name: str, wanted: int = 1) -> CodeBook:
+    """The code book of a ggml type. wanted: distances from a point that are not in the book at which its
+    neighbours are looked for."""
+    from gguf import quants
+
+    kind = getattr(quants, type_name)
+    kind.init_grid()
+    values = torch.from_numpy(np.array(kind.grid)).view(kind.grid_shape).t().contiguous()
+    magnitudes = torch.tensor(kind.grid_map, dtype=torch.float32)
+    digits = torch.searchsorted(magnitudes, values)
+    book = CodeBook(digits, magnitudes, torch.empty(0, dtype=torch.int64), wanted)
+    found = torch.full((book.base**book.size,), -1)
+    found[book.number(digits)] = torch.arange(digits.shape[1])
+    return CodeBook(digits, magnitudes, found, wanted)
+
+
+@cache
+def _on_device(book: CodeBook, device: torch.device) -> CodeBook:
+    parts = (part.to(device) for part in (book.digits, book.magnitudes, book.found))
+    return CodeBook(*parts, book.wanted)
+
+
+@cache
+def _neighbours(book: CodeBook) -> Neighbours:
+    device = book.digits.device
+    book = CodeBook(book.digits.cpu(), book.magnitudes.cpu(), book.found.cpu(), book.wanted)
+    points = book.base**book.size
+    every = torch.arange(points)
+    places = torch.stack([every // book.base**k % book.base for k in range(book.size)], 1).float()
+    vectors = book.digits.float()
+    length = vectors.square().sum(0)
+    counts, ids = [], []
+    for part in places.split(max(1, AT_ONCE // vectors.shape[1])):
+        distance = torch.addmm(length, part, vectors, alpha=-2).add_(part.square().sum(1, keepdim=True))
+        reach = distance.amin(1, keepdim=True)
+        for _ in range(book.wanted - 1):  # the next larger one that occurs
+            reach = distance.masked_fill(distance <= reach, torch.inf).amin(1, keepdim=True)
+        near = distance <= reach
+        row, place = near.nonzero(as_tuple=True)
+        order = torch.argsort(row * (1 << 20) + distance[near].long(), stable=True)
+        counts.append(near.sum(1))
+        ids.append(place[order])
+    count = torch.cat(counts)
+    parts = count.cumsum(0) - count, count, torch.cat(ids)
+    return Neighbours(*(part.to(device) for part in parts))

@@ -1,0 +1,248 @@
+"""The i-quants of 2 and 3 bits: magnitudes from a code book, eight or four weights at a time, and their signs
+(quantize_row_iq2_xxs_impl to quantize_row_iq3_s_impl).
+
+A code is twice the digit of a magnitude, and one more where the weight is negative. Of eight signs in a row
+some types store seven: an even number of them is negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.ggml import codebook
+from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.codebook import CodeBook
+from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
+from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
+from quantkit.grids.ggml.neighbours import nearest_neighbour
+from quantkit.grids.ggml.params import SubHalves, half
+from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
+from quantkit.grids.grid import by_rows
+from quantkit.grids.levels import usable
+
+LARGEST_SCALE = 15
+
+
+@dataclass(frozen=True)
+class Search:
+    """How C looks for the scale of a sub-block, whose magnitudes are 1, 3, 5 … scales.
+
+    tries, step: scales with which the largest weight is `2 base - 1 + step k`, k = -tries .. tries. epsilon: a
+    sub-block without a larger weight is zero. fitted: what make_qp finds stands for the largest weight. again:
+    which vectors are chosen anew for the best scale: `all`, all where `any` was beside the book, or `each`
+    that was. power: factor of the mean square in the weights. fudge: d is stored as so many times itself.
+    """
+
+    tries: int
+    step: float
+    epsilon: float
+    again: str = "each"
+    power: float = 2.0
+    fudge: float = 1.0
+    fitted: bool = False
+
+
+@dataclass(frozen=True)
+class CodeBookGrid(BlockGrid):
+    """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: see codebook.named. even: of eight
+    signs an even number is negative. plain: ggml encodes it without importance, too."""
+
+    distances: int = 2
+    unit: float = 0.25
+    even: bool = False
+    plain: bool = True
+    search: Search = Search(9, 0.1, 1e-15)
+    scale_range = 0, LARGEST_SCALE
+
+    @property
+    def book(self) -> CodeBook:
+        """Its code book."""
+        return codebook.named(self.name, self.distances)
+
+    def _level(self, codes: Tensor) -> Tensor:
+        magnitudes = self.book.magnitudes * self.unit
+        table = torch.stack([magnitudes, -magnitudes], 1).flatten().to(codes.device)
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+    vector_size = SIGNS
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Signed magnitudes of codes."""
+        return self._level(codes)
+
+    def codes(self, levels: Tensor, out: Tensor) -> None:
+        """Codes of signed magnitudes, into `out`."""
+        book = self.book.to(levels.device)
+        middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
+        out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
+
+    def search_in(self, metric: Tensor) -> VectorSearch:
+        """How to find the vectors nearest in the metric `[vector_size, vector_size]`."""
+        return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
+
+    def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
+        """Parameters whose sub-block k has the present scale, or one up to `reach` beside it."""
+        found = []
+        for change in range(-reach, reach + 1):
+            scales = params.scales.clone()
+            scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
+            found.append(SubHalves(params.d, scales))
+        return found
+
+    def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
+        """Parameters whose sub-block k has the scale that comes nearest to `step [rows]`."""
+        scales = params.scales.clone()
+        unit = torch.where(params.d == 0, torch.inf, params.d)
+        scales[:, k] = (step / unit).sub_(0.5).round_().clamp_(*self.scale_range).nan_to_num_(0.0)
+        return SubHalves(params.d, scales)
+
+    def chosen(self, candidates: list[SubHalves], which: Tensor) -> SubHalves:
+        """Of every row the candidate `which [rows]`."""
+        scales = torch.stack([each.scales for each in candidates])
+        index = which[None, :, None].expand(1, -1, scales.shape[2])
+        return SubHalves(candidates[0].d, scales.gather(0, index)[0])
+
+    def round(self, weight: Tensor, params: SubHalves) -> Tensor:
+        """Codes of vectors nearest by squared error, uint8 `[rows, group_size]`."""
+        search = self.search_in(torch.eye(SIGNS, device=weight.device))
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+
+        def work(rows: Tensor, step: Tensor) -> Tensor:
+            y = rows.unflatten(1, (-1, self.sub_size)) / step[..., None]
+            levels = search.nearest(y.reshape(-1, SIGNS).t(), turns=1).t().reshape(rows.shape)
+            found = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+            self.codes(levels, found)
+            return found
+
+        return by_rows(work, codes, weight, usable(params.steps()[0]))
+
+    def _encode(self, blocks: Blocks) -> tuple[SubHalves, Tensor]:
+        n = blocks.x.shape[1]
+        x, weights = split(blocks.x, self.sub_size), split(self._weights(blocks), self.sub_size)
+        negative = x < 0
+        size = torch.where(negative, -x, x)
+        if self.even:
+            _make_even(size, negative, weights * x * x)
+        scale, digits, empty = _SubBlocks(self, size, weights).fit()
+        negative = (negative ^ (scale < 0)) & ~empty
+        scale = scale.abs_().view(-1, n)
+        d = scale.amax(0) / (2 * LARGEST_SCALE + 1)
+        factor = finite(over(1, d))
+        scales = (scale * factor).sub_(1).mul_(0.5).round_().clamp_(0, LARGEST_SCALE).add_(0.0)
+        return SubHalves(half(d * self.search.fudge), scales.t()), join(digits.mul_(2).add_(negative), n)
+
+    def _weights(self, blocks: Blocks) -> Tensor:
+        """What errors cost: x², or importance times the root of x² and the block's mean square."""
+        x, importance = blocks.x, blocks.importance
+        power = total(x * x).mul_(self.search.power / SUPER_BLOCK)
+        if importance is None and self.plain:
+            return x * x if self.book.size == 4 else x * x + power * 0.25
+        return error_weights(x, torch.ones_like(x) if importance is None else importance, power)
+
+
+def _make_even(size: Tensor, negative: Tensor, cost: Tensor) -> None:
+    """Of every eight weights in a column with an odd number of negative ones, the cheapest gets the other sign,
+    its `size` below 0; in place."""
+    cost, signs, sizes = (part.unflatten(0, (-1, SIGNS)) for part in (cost, negative, size))
+    odd = signs.sum(1, keepdim=True) % 2 == 1
+    cheapest = (cost == cost.amin(1, keepdim=True)).cumsum(1)
+    chosen = odd & (cheapest == 1) & (cheapest.cumsum(1) == 1)
+    signs ^= chosen
+    sizes.copy_(torch.where(chosen, -sizes, sizes))
+
+
+class _SubBlocks:
+    """Sub-blocks on their way through the search, as columns: `size` and `weights [sub_size, n]`."""
+
+    def __init__(self, grid: CodeBookGrid, size: Tensor, weights: Tensor):
+        self.search, self.book = grid.search, grid.book.to(size.device)
+        self.size, self.weights = size, weights
+        self.digits = self.book.digits.float()
+        self.odd = self.digits * 2 + 1
+        self.vectors = self._as_vectors(size)
+        self.roots = self._as_vectors(square_root(weights))
+        self.weighted = weights * size
+
+    def fit(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Signed scale `[n]` and digits `[sub_size, n]`, and which sub-blocks are zero: both are 0 there."""
+        search, book = self.search, self.book
+        largest = self.size.amax(0)
+        empty = largest < search.epsilon
+        limit = 2 * book.base - 1
+        scale = largest / limit
+        if search.fitted:
+            scale = make_qp(self.size, self.weights, book.base + 1)[0]
+            largest = scale * book.base
+            empty |= ~(largest > 0)
+        largest = largest.masked_fill(empty, 1)
+        best = torch.zeros_like(scale)
+        digits = torch.zeros_like(self.size)
+        beside = torch.full_like(self._beside(self.size), search.again != "each")
+        for k in range(-search.tries, search.tries + 1):
+            factor = over(single(limit, times(search.step, k)), largest)
+            found, off = self._choose(factor, over(1, factor))
+            sum_qx, sum_q2 = self._sums(found)
+            better = (sum_q2 > 0) & (sum_qx * sum_qx > best * sum_q2)
+            refitted = sum_qx / sum_q2
+            scale = torch.where(better, refitted, scale)
+            best = torch.where(better, refitted * sum_qx, best)
+            digits = torch.where(better, found, digits)
+            beside = torch.where(better, off, beside)
+        again = beside.any(0) if search.again != "all" else torch.ones_like(empty)
+        again &= scale > 0
+        found, _ = self._choose(over(1, scale), scale)
+        which = again & (beside if search.again == "each" else torch.ones_like(beside))
+        digits = torch.where(which.repeat_interleave(book.size, 0), found, digits)
+        sum_qx, sum_q2 = self._sums(digits)
+        scale = torch.where(again & (sum_q2 > 0), sum_qx / sum_q2, scale)
+        return scale.masked_fill_(empty, 0), digits.masked_fill_(empty, 0), empty
+
+    def _as_vectors(self, x: Tensor) -> Tensor:
+        """`[sub_size, n]` to `[vector_size, vectors of a sub-block * n]`."""
+        return split(x, self.book.size)
+
+    def _beside(self, x: Tensor) -> Tensor:
+        return x.new_empty(len(x) // self.book.size, x.shape[1], dtype=torch.bool)
+
+    def _choose(self, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Digits for sizes `factor` times as large, and which vectors are not in the book if rounded,
+        `[vectors, n]`; a neighbour in it is taken for them, at `scale`."""
+        book, count = self.book, len(self.size) // self.book.size
+        digits = (self.size * finite(factor)).sub_(1).mul_(0.5).round_().clamp_(0, book.base - 1)
+        digits = self._as_vectors(digits)
+        number = book.number(digits).long()
+        off = (book.found[number] < 0).nonzero()[:, 0]
+        x, roots = self.vectors.index_select(1, off), self.roots.index_select(1, off)
+        places = nearest_neighbour(book, self.odd, number[off], x, roots, scale.repeat(count)[off])
+        digits.index_copy_(1, off, self.digits.index_select(1, places))
+        beside = torch.zeros(len(number), dtype=torch.bool, device=number.device)
+        beside[off] = True
+        return join(digits, factor.shape[0]), beside.view(count, -1)
+
+    def _sums(self, digits: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ w q x and Σ w q² over sub-blocks, q = 1, 3, 5 …"""
+        q = digits * 2 + 1
+        return total(self.weighted * q), total((self.weights * q).mul_(q))
+
+
+GRIDS = {
+    "IQ2_XXS": CodeBookGrid(
+        "IQ2_XXS", 2, SUPER_BLOCK, even=True, plain=False,
+        search=Search(6, 0.1, 1e-15, "all", power=1.0, fitted=True),
+    ),
+    "IQ2_XS": CodeBookGrid(
+        "IQ2_XS", 2, SUPER_BLOCK, 16, even=True, plain=False, search=Search(9, 0.1, 1e-15, power=1.0)
+    ),
+    "IQ2_S": CodeBookGrid(
+        "IQ2_S", 2, SUPER_BLOCK, 16, distances=1, search=Search(9, 0.1, 1e-8, fudge=0.9875)
+    ),
+    "IQ3_XXS": CodeBookGrid(
+        "IQ3_XXS", 3, SUPER_BLOCK, even=True, unit=0.5, search=Search(15, 0.2, 1e-8, fudge=1.0125)
+    ),
+    "IQ3_S": CodeBookGrid(
+        "IQ3_S", 3, SUPER_BLOCK, distances=3, unit=2.0, search=Search(9, 0.2, 1e-45, "any", fudge=1.033)
+    ),
+}  # fmt: skip
