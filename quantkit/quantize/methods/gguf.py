@@ -13,7 +13,15 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose, nbytes
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, check_feedback, refuse_override
+from quantkit.quantize.methods import (
+    GPTQ_PUBLISHED,
+    Method,
+    Work,
+    check_feedback,
+    check_target,
+    refuse_override,
+    target_option,
+)
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
@@ -77,6 +85,7 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    target: Literal["own", "original"] = target_option()
 
 
 def suffix(options: Options) -> str:
@@ -96,6 +105,7 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     check_feedback(options.damp, options.refine)
+    check_target(options.target, options.solver)
     if options.solver == "gptq" and options.imatrix != "auto":
         raise QuantkitError(
             f"--imatrix {options.imatrix} is for --solver rtn: gptq gathers more than that by itself",
@@ -172,7 +182,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
+    sweep = GptqSolver(options.damp, "none", options.refine, options.target)
+    solver = sweep if feedback and encoded else RtnSolver()
     return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
 
 

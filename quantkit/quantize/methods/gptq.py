@@ -17,6 +17,8 @@ from quantkit.quantize.methods import (
     affine_width,
     check_feedback,
     check_grid,
+    check_target,
+    target_option,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Options:
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
     damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
+    target: Literal["own", "original"] = target_option()
     solver: Literal["gptq", "rtn"] = option(
         "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
     )
@@ -65,6 +68,7 @@ def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_grid(options.bits, options.group_size)
     check_feedback(options.damp, options.refine)
+    check_target(options.target, options.solver)
     if options.layout == "compressed-tensors":
         _check_compressed_tensors(options)
 
@@ -101,7 +105,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         chosen = width(options, in_features, override)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
-    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
+    feedback = GptqSolver(options.damp, options.act_order, options.refine, options.target)
+    solver = feedback if gptq else RtnSolver()
     split = options.layout == "gptq" and options.bits in SPLIT
     return Method("gptq", solver, stored, make_grid, notes=(ALONE,) if split else ())
 

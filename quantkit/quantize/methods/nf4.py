@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, check_feedback, refuse_override
+from quantkit.quantize.methods import (
+    Method,
+    Work,
+    check_feedback,
+    check_target,
+    refuse_override,
+    target_option,
+)
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
@@ -32,6 +39,7 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    target: Literal["own", "original"] = target_option()
 
 
 def suffix(options: Options) -> str:
@@ -42,6 +50,7 @@ def suffix(options: Options) -> str:
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_feedback(options.damp, options.refine)
+    check_target(options.target, options.solver)
 
 
 def layout(options: Options) -> Nf4Layout:
@@ -66,5 +75,6 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return Nf4Grid(options.double_quant)
 
     gptq = options.solver == "gptq"
-    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
+    feedback = GptqSolver(options.damp, options.act_order, options.refine, options.target)
+    solver = feedback if gptq else RtnSolver()
     return Method("nf4", solver, layout(options), make_grid, tables=WORK.tables)
