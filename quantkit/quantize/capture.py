@@ -103,6 +103,26 @@ def pools_of(block: nn.Module) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Meant:
+    """What a batch is in the original model. inputs: of the site, `[..., in]`; missing: float32, by how much
+    the hidden states that its linear's output is added to fall short there, `[..., out]`."""
+
+    inputs: Tensor
+    missing: Tensor | None = None
+
+
+def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
+    """`sums [2, width, in]` and `shortᵀ rows` of the first and the second half of a batch."""
+    short = short.reshape(len(rows), -1)
+    if sums is None:
+        sums = rows.new_zeros(2, short.shape[1], rows.shape[1])
+    half = len(rows) // 2
+    for total, part in zip(sums, (slice(0, half), slice(half, None)), strict=True):
+        total.addmm_(short[part].t(), rows[part])
+    return sums
+
+
 class Statistics:
     """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
 
@@ -119,8 +139,10 @@ class Statistics:
         self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
         self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
         self.squares: list[Tensor] | None = [] if "square" in needs else None  # of each batch
+        self.drift: Tensor | None = None
+        self.missing: Tensor | None = None
 
-    def add(self, inputs: Tensor) -> None:
+    def add(self, inputs: Tensor, meant: Meant | None = None) -> None:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
         rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
@@ -136,6 +158,10 @@ class Statistics:
             self.peak = torch.maximum(self.peak, rows.abs().amax(0))
         if self.squares is not None:
             self.squares.append(rows.square().sum(0))
+        if meant is not None:
+            self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float().sub_(rows), rows)
+            if meant.missing is not None:
+                self.missing = _correlate(self.missing, meant.missing, rows)
 
     def finish(self) -> SiteStatistics:
         """Symmetric and averaged; the accumulator is used up."""
@@ -147,9 +173,14 @@ class Statistics:
             lower.diagonal().copy_(diagonal.mul_(2 / tokens))
         if self.magnitude is not None:
             self.magnitude.div_(tokens)
+        for sums in (self.drift, self.missing):
+            if sums is not None:
+                sums.mul_(2 / tokens)
         square = self.square_sums()
         square = None if square is None else square.float() / tokens
-        return SiteStatistics(self.hessian, self.magnitude, self.peak, square, self.tokens)
+        return SiteStatistics(
+            self.hessian, self.magnitude, self.peak, square, self.tokens, self.drift, self.missing
+        )
 
     def square_sums(self) -> Tensor | None:
         """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""
@@ -174,14 +205,16 @@ def gather(
     needs: Collection[str],
     device: torch.device,
     forward: Callable[[], object],
+    meant: Callable[[Site], Meant | None] = lambda site: None,
 ) -> dict[Site, Statistics]:
-    """Sums over the inputs of every site while `forward` runs the block on all batches."""
+    """Sums over the inputs of every site while `forward` runs the block on all batches. meant: what the batch
+    that has come to a site is in the original model."""
     gathered = {}
     with ExitStack() as stack:
         for site in sites:
             gathered[site] = sums = Statistics(site.in_features, device, needs)
             hook = block.get_submodule(site.place).register_forward_pre_hook(
-                lambda module, args, sums=sums: sums.add(args[0])
+                lambda module, args, sums=sums, site=site: sums.add(args[0], meant(site))
             )
             stack.callback(hook.remove)
         forward()

@@ -11,7 +11,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
 from quantkit.quantize import capture, finish, plan, towers, walk
+from quantkit.quantize.beside import Beside
 from quantkit.quantize.capture import PROBE_TOKENS, Site
 from quantkit.quantize.expert_by_expert import ExpertByExpert
 from quantkit.quantize.job import Job
@@ -79,9 +80,14 @@ class _Loop:
         self.timings = Timings(job.skeleton.device)
         with self.timings("load"):
             self.skeleton.load_rest()
+            self.originals = self._entering() if "drift" in self.method.needs else None
             self.method.output.install_rest(job.material, self.method.solver, job.batches, progress)
-        entering = (self.skeleton.embed(ids) for ids in job.batches)
-        self.states = States(entering, self.skeleton.device, self.execution.states == "host")
+        self.states = self._entering()
+
+    def _entering(self) -> States:
+        """What enters the first block."""
+        entering = (self.skeleton.embed(ids) for ids in self.job.batches)
+        return States(entering, self.skeleton.device, self.execution.states == "host")
 
     def run(self) -> Summary:
         """All blocks, then what they become."""
@@ -89,11 +95,18 @@ class _Loop:
         done = [staging.is_done(index) for index in range(len(skeleton.blocks))]
         self.progress.start(len(done), sum(done))
 
+        def written(index: int) -> walk.Source:
+            return self.job.material.with_block(index), False
+
         def source(index: int) -> walk.Source:
-            return (self.job.material.with_block(index), False) if done[index] else (None, True)
+            return (None, True) if self.originals or not done[index] else written(index)
 
         for index, module in walk.blocks(skeleton, source, self.timings):
             if done[index]:  # by an earlier run: as it was written
+                if self.originals:
+                    outputs = skeleton.outputs(index, self.originals)
+                    self.originals.advance(self.timings.waiting("original", outputs))
+                    skeleton.load_block(index, *written(index))
                 self._advance(skeleton.outputs(index, self.states))
             else:
                 self._quantize_with_room(index, module)
@@ -114,7 +127,7 @@ class _Loop:
         block = self._block(index, module)
         parts = BlockParts(self.job.staging, index)
         records: list[dict] = []
-        with closing(self._measure(block, parts)) as measured:
+        with self._beside(block) as beside, closing(self._measure(block, parts, beside)) as measured:
             for site in measured.order or block.wanted:
                 statistics = measured.statistics(site)
                 if not site.linears:
@@ -128,6 +141,8 @@ class _Loop:
                     self.progress.linear(row, solved)
             self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
+            if beside:
+                self.originals.advance(beside.leaving)
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
@@ -143,7 +158,16 @@ class _Loop:
         sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
         return Block(index, module, rows, sites)
 
-    def _measure(self, block: Block, parts: BlockParts) -> Measured:
+    def _beside(self, block: Block) -> AbstractContextManager[Beside | None]:
+        """What the block's sites see in the original model, where the method asks for that."""
+        if not self.originals:
+            return nullcontext()
+        with self.timings("original"):
+            return closing(
+                Beside(self.skeleton, block.index, block.sites, block.wanted, self.originals, self.states)
+            )
+
+    def _measure(self, block: Block, parts: BlockParts, beside: Beside | None) -> Measured:
         """Gather statistics, all before a transform; without one each site's when it is asked for, behind the
         sites that were quantized before it."""
         measuring = Measuring(
@@ -153,6 +177,7 @@ class _Loop:
             self.method.needs,
             self.job.request.run.experts,
             self.timings,
+            beside,
         )
         transform = self.method.transform
         if transform is not None and self.skeleton.away(block.index):
@@ -236,6 +261,8 @@ class _Loop:
         self.timings.notes.append(note)
         self.job.staging.wait()
         self.states.move_to_host()
+        if self.originals:
+            self.originals.move_to_host()
         give_back(self.skeleton.device)
         self.execution = less
         self._quantize_with_room(index, self.skeleton.load_block(index, decoded=True))

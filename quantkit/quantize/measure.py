@@ -12,6 +12,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.models.heap import return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, experts
+from quantkit.quantize.beside import Beside
 from quantkit.quantize.capture import Site, Statistics
 from quantkit.quantize.forwards import RepeatedForward, SuspendedForward, gather_beside
 from quantkit.quantize.plan import Execution
@@ -59,8 +60,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measuring:
-    """How blocks are measured, by running `states` through them. needs: fields of SiteStatistics; choice:
-    whose tokens an expert's statistics are made of (`experts`)."""
+    """How a block is measured, by running `states` through it. needs: fields of SiteStatistics; choice: whose
+    tokens an expert's statistics are made of (`experts`); beside: the original block, if it is asked for."""
 
     skeleton: Skeleton
     states: States
@@ -68,10 +69,17 @@ class Measuring:
     needs: frozenset[str]
     choice: experts.Choice
     timings: Timings
+    beside: Beside | None = None
+
+    def run(self, block: Block) -> Callable[[int], Tensor]:
+        """How a batch goes through the block, by its number."""
+        if self.beside:
+            return self.beside.run
+        return lambda k: self.skeleton.run_block(block.index, self.states[k])
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
         """The block's outputs, batch by batch, as it computes now."""
-        return self.skeleton.outputs(block.index, self.states)
+        return self.skeleton.in_step(block.index, self.run(block), len(self.states))
 
     def in_order(self, block: Block) -> Measured:
         """Statistics of each site behind those that were quantized before it."""
@@ -87,6 +95,7 @@ class Measuring:
             gathered = capture.gather(
                 block.module, sites, self.needs, self.skeleton.device,
                 lambda: list(map(len, self.outputs(block))),
+                self.beside.meant if self.beside else lambda site: None,
             )  # fmt: skip
         pools = _Pools(self.choice)
         return {site: pools.mixed(site, self.finished(block, site, sums)) for site, sums in gathered.items()}
@@ -94,9 +103,9 @@ class Measuring:
     def summed(self, block: Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
         """Statistics of a site over all batches of its inputs."""
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
-        for batch in self.timings.waiting("forward", inputs):
+        for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
-                sums.add(batch)
+                sums.add(batch, self.beside.meant(site, k) if self.beside else None)
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:
@@ -138,7 +147,7 @@ class _Suspended:
         self._forward = SuspendedForward(
             block.module,
             self._ahead,
-            lambda k: by.skeleton.run_block(block.index, by.states[k]),
+            by.run(block),
             len(by.states),
         )
         self.close = self._forward.close
@@ -169,7 +178,7 @@ class _Repeated:
     def __init__(self, by: Measuring, block: Block):
         self._by, self._block = by, block
         self._each = lambda run, count: by.skeleton.in_step(block.index, run, count)
-        self._run = lambda k: by.skeleton.run_block(block.index, by.states[k])
+        self._run = by.run(block)
         self._forward = RepeatedForward(block.module, (), self._run, len(by.states), self._each)
         self._gathered: dict[Site, Statistics] = {}
         self.close, self.outputs = self._forward.close, self._forward.outputs

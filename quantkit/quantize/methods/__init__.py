@@ -130,6 +130,25 @@ def check_feedback(damp: float, refine: int) -> None:
         raise QuantkitError(f"--damp {damp} is no share", "choose one between 0 and 1", USAGE)
 
 
+def target_option() -> Any:
+    """The field of a method's Options that says `--target`."""
+    return option(
+        "own",
+        "gptq: what a linear's output is to be: its own, on what quantized blocks leave it; or the original "
+        "model's, so that it makes up for what was lost before it: less divergence for twice the time.",
+    )
+
+
+def check_target(target: str, solver: str) -> None:
+    """Raise QuantkitError for a target that nothing would be done about."""
+    if target == "original" and solver == "rtn":
+        raise QuantkitError(
+            "--target original is for --solver gptq: rounding to nearest has no target but the weight",
+            "add --solver gptq, or leave it out",
+            USAGE,
+        )
+
+
 def check_grid(bits: int, group_size: int, where: str = "") -> None:
     """Raise QuantkitError for an affine grid no layout has. `where`: the flag that asks for it, if it is
     neither --bits nor --group-size."""

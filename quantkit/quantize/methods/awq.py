@@ -10,7 +10,15 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, affine_width, check_feedback, check_grid
+from quantkit.quantize.methods import (
+    Method,
+    Work,
+    affine_width,
+    check_feedback,
+    check_grid,
+    check_target,
+    target_option,
+)
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -37,6 +45,7 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    target: Literal["own", "original"] = target_option()
     layout: Literal["awq", "compressed-tensors"] = option(
         "awq", "What is written, and so which clients load it."
     )
@@ -58,6 +67,7 @@ def check(options: Options) -> None:
     if options.n_grid < 2:
         raise QuantkitError(f"--n-grid {options.n_grid} leaves nothing to search", "choose 2 or more", USAGE)
     check_feedback(options.damp, options.refine)
+    check_target(options.target, options.solver)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
@@ -79,7 +89,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         clip = options.clip and not gptq and not name.rpartition(".")[2].startswith(UNCLIPPED)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, search=gptq, clip=clip)
 
-    solver = GptqSolver(options.damp, "group", options.refine) if gptq else RtnSolver(weighted=True)
+    feedback = GptqSolver(options.damp, "group", options.refine, options.target)
+    solver = feedback if gptq else RtnSolver(weighted=True)
     return Method("awq", solver, layout(options), make_grid, AwqTransform(options.n_grid))
 
 

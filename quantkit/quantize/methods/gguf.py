@@ -19,8 +19,10 @@ from quantkit.quantize.methods import (
     Work,
     block_transform,
     check_feedback,
+    check_target,
     refuse_override,
     scaling,
+    target_option,
     transform_option,
     transform_parts,
 )
@@ -88,6 +90,7 @@ class Options:
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
     transform: str = transform_option("none")
+    target: Literal["own", "original"] = target_option()
 
 
 def suffix(options: Options) -> str:
@@ -114,6 +117,7 @@ def check(options: Options) -> None:
             "leave out the scaling",
             USAGE,
         )
+    check_target(options.target, options.solver)
     if options.solver == "gptq" and options.imatrix != "auto":
         raise QuantkitError(
             f"--imatrix {options.imatrix} is for --solver rtn: gptq gathers more than that by itself",
@@ -190,7 +194,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
+    sweep = GptqSolver(options.damp, "none", options.refine, options.target)
+    solver = sweep if feedback and encoded else RtnSolver()
     transform = block_transform(options.transform, solver) if feedback and encoded else None
     return Method("gguf", solver, GgmlLayout(), make_grid, transform, output, tuple(notes))
 

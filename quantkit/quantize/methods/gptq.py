@@ -18,7 +18,9 @@ from quantkit.quantize.methods import (
     block_transform,
     check_feedback,
     check_grid,
+    check_target,
     scaling,
+    target_option,
     transform_option,
     transform_parts,
 )
@@ -47,6 +49,7 @@ class Options:
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
     damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
+    target: Literal["own", "original"] = target_option()
     solver: Literal["gptq", "rtn"] = option(
         "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
     )
@@ -71,6 +74,7 @@ def check(options: Options) -> None:
     check_grid(options.bits, options.group_size)
     check_feedback(options.damp, options.refine)
     transform_parts(options.transform)
+    check_target(options.target, options.solver)
     if options.layout == "compressed-tensors":
         _check_compressed_tensors(options)
 
@@ -107,7 +111,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         chosen = width(options, in_features, override)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
-    feedback = GptqSolver(options.damp, options.act_order, options.refine)
+    feedback = GptqSolver(options.damp, options.act_order, options.refine, options.target)
     solver = feedback if gptq else RtnSolver(weighted=bool(scaling(options.transform)))
     transform = block_transform(options.transform, solver)
     split = options.layout == "gptq" and options.bits in SPLIT

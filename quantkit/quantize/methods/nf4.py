@@ -13,8 +13,10 @@ from quantkit.quantize.methods import (
     Work,
     block_transform,
     check_feedback,
+    check_target,
     refuse_override,
     scaling,
+    target_option,
     transform_option,
     transform_parts,
 )
@@ -42,6 +44,7 @@ class Options:
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
     transform: str = transform_option("none")
+    target: Literal["own", "original"] = target_option()
 
 
 def suffix(options: Options) -> str:
@@ -53,6 +56,7 @@ def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_feedback(options.damp, options.refine)
     transform_parts(options.transform)
+    check_target(options.target, options.solver)
 
 
 def layout(options: Options) -> Nf4Layout:
@@ -76,7 +80,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         width(options, in_features, override)
         return Nf4Grid(options.double_quant)
 
-    feedback = GptqSolver(options.damp, options.act_order, options.refine)
+    feedback = GptqSolver(options.damp, options.act_order, options.refine, options.target)
     rounding = RtnSolver(weighted=bool(scaling(options.transform)))
     solver = feedback if options.solver == "gptq" else rounding
     transform = block_transform(options.transform, solver)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -18,6 +18,10 @@ class SiteStatistics:
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
     peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: how many
     there were.
+
+    Beside the original model, whose inputs there are X̃: drift, `2 (X̃ - X)ᵀX / tokens` in two halves of the
+    tokens that add up, `[2, in, in]`; missing, of a linear alone that adds its output to hidden states which
+    lack R of the original's, `2 RᵀX / tokens`, `[2, out, in]`.
     """
 
     hessian: Tensor | None = None
@@ -25,6 +29,16 @@ class SiteStatistics:
     peak: Tensor | None = None
     square: Tensor | None = None
     tokens: int = 0
+    drift: Tensor | None = None
+    missing: Tensor | None = None
+
+    def divided(self, scale: Tensor) -> SiteStatistics:
+        """Those of a site whose inputs are divided by a scale, `[in]`: second moments alone. These are used
+        up."""
+        drift = None if self.drift is None else self.drift.div_(scale).div_(scale[:, None])
+        missing = None if self.missing is None else self.missing.div_(scale)
+        hessian = self.hessian.div_(scale).div_(scale[:, None])
+        return replace(self, hessian=hessian, magnitude=None, drift=drift, missing=missing)
 
 
 @dataclass(frozen=True)

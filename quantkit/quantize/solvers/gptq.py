@@ -10,33 +10,37 @@ The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (s
 Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
 Beside this file: `columns.py` chooses the columns of a group, in the paper's lazy batches (step 2), fast;
-`refine.py` improves what the sweep found; `site.py` splits it among the linears of a site, and keeps it where
-it beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the letter, slowly.
+`refine.py` improves what the sweep found; `target.py` says what is rounded where the original model is the
+target; `site.py` splits it among the linears of a site, and keeps it where it beats round to nearest.
+`tests/reference_gptq.py` is the paper's algorithm to the letter, slowly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved, site
+from quantkit.quantize.solvers import SiteStatistics, Solved, site, target
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.vectors import Vectors
 from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
 DAMP_RETRIES = 5
+Target = Literal["own", "original"]
 
 
 @dataclass(frozen=True)
 class GptqSolver:
     """damp: share of the mean Hessian diagonal added to it. act_order: `none`, `group` or `full`.
-    refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm and no more.
+    refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm and no more. target:
+    of a linear's output, its `own` on the inputs that there are, or the `original` model's (target.py).
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so that groups
     are scattered over the matrix and the client needs `g_idx`; `group` sorts the groups and the
@@ -46,16 +50,25 @@ class GptqSolver:
     damp: float = 0.01
     act_order: str = "group"
     refine: int = 2
-    needs = frozenset({"hessian"})
+    target: Target = "own"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"hessian", "drift"} if self.target == "original" else {"hessian"})
 
     def solve(
         self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
     ) -> list[Solved]:
-        """weights: `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric.
+        """weights: `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. Where there is a
+        drift, errors are those of the weights that would make up for it.
 
         Raises QuantkitError where `full` would scatter the columns of a grid that has to know their places.
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
+        if statistics.drift is not None:
+            factor, _ = factorize(statistics.hessian.clone(), self.damp)
+            weights = weights if factor is None else target.moved(weights, statistics, factor)
+            del factor
         return site.solve(self.quantize, weights, grids, statistics.hessian)
 
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> site.Attempt:

@@ -119,7 +119,7 @@ class AwqTransform:
             assign(view.block, name, along(view.block.get_parameter(name), scale, axis))
         result.changed.update(new, columns)
         for site in here:
-            result.statistics[site] = _divided(view.statistics[site], scale)
+            result.statistics[site] = view.statistics[site].divided(scale)
         return {name.removesuffix(".weight"): scale for name in fold.columns if name in away}
 
 
@@ -149,15 +149,9 @@ class Later:
                     result.changed.add(f"{name}.weight")
             for site, statistics in view.statistics.items():
                 if site.linears[0] in columns:
-                    result.statistics[site] = _divided(statistics, columns[site.linears[0]])
+                    result.statistics[site] = statistics.divided(columns[site.linears[0]])
             self.transform._rewrite(view, view.statistics, self, (), result)
         return result
-
-
-def _divided(statistics: SiteStatistics, scale: Tensor) -> SiteStatistics:
-    """Those of a site whose inputs are divided by a scale, `[in]`; the old ones are used up."""
-    hessian = statistics.hessian.div_(scale).div_(scale[:, None])
-    return replace(statistics, hessian=hessian, magnitude=None)
 
 
 def _leave(view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
