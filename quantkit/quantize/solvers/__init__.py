@@ -17,7 +17,8 @@ class SiteStatistics:
 
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
     peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: how many
-    there were.
+    there were. curvatures: of each linear to be quantized, G of its outputs, `[out, out]` (`curvature`), or
+    None where no gradient reached it.
     """
 
     hessian: Tensor | None = None
@@ -25,6 +26,7 @@ class SiteStatistics:
     peak: Tensor | None = None
     square: Tensor | None = None
     tokens: int = 0
+    curvatures: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True)
