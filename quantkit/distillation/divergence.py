@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from quantkit.evaluation.stream import CHUNK_BYTES
-
-CHUNK_TOKENS = 1024  # at most: the model makes a mask for them
+from quantkit.quantize.backward import chunk_tokens
 
 Logits = Callable[[Tensor], Tensor]  # of hidden states `[tokens, hidden]`
 
@@ -33,7 +31,7 @@ def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]
 
 def chunks(theirs: Tensor, ours: Tensor, vocabulary: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of both, `[tokens, hidden]`, whose logits fit CHUNK_BYTES."""
-    size = min(CHUNK_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))
+    size = chunk_tokens(vocabulary)
     yield from zip(theirs.flatten(0, 1).split(size), ours.flatten(0, 1).split(size), strict=True)
 
 

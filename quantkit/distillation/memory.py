@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.distillation.blocks import Text
-from quantkit.distillation.divergence import CHUNK_TOKENS
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.student import Student
-from quantkit.evaluation.stream import CHUNK_BYTES
 from quantkit.models.device import free_memory
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.backward import CHUNK_BYTES, CHUNK_TOKENS
 from quantkit.quantize.plan import check_memory
 
 FLOAT32 = 4

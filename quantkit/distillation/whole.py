@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from quantkit.distillation.blocks import Final, Text
 from quantkit.distillation.descent import Descent, order
 from quantkit.distillation.student import Floats, Student
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.backward import chunk_tokens, through_block, through_head
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
 from quantkit.quantize.staging import load as load_staged
@@ -116,29 +118,24 @@ class EndToEnd:
         flows = self._forward(ids, leaves)
         gradient = self._through_head(taught, flows.pop(), self._rest(leaves))
         for index in reversed(range(self.student.depth)):
-            entering = flows.pop().detach().requires_grad_()
-            with self.student.block(index, self.plan.hold) as block, torch.enable_grad():
-                leaving = self.student.run(block, entering, self._inside(index, leaves))
-                leaving.backward(gradient)
-            gradient = entering.grad
+            with self.student.block(index, self.plan.hold) as block:
+                inside = self._inside(index, leaves)
+                run = partial(self.student.run, block, floats=inside)
+                gradient = through_block(run, flows.pop(), gradient)
         reached = [name for name, leaf in leaves.items() if leaf.grad is not None]
         torch.autograd.backward([floats[name] for name in reached], [leaves[name].grad for name in reached])
 
     def _through_head(self, taught: Tensor, final: Tensor, rest: Floats) -> Tensor:
         """The gradient of the final hidden states; logits are formed for some tokens at a time."""
-        gradient, tokens = torch.empty_like(final), final.shape[0] * final.shape[1]
-        place = gradient.flatten(0, 1)
-        for theirs, ours in divergence.chunks(taught, final, self._vocabulary):
+        taught, tokens = taught.flatten(0, 1), final.shape[0] * final.shape[1]
+
+        def loss(ours: Tensor, span: slice) -> Tensor:
             with torch.no_grad():
-                expected = self.teacher.logits(theirs)
-            with torch.enable_grad():
-                ours = ours.detach().requires_grad_()
-                found = self.student.logits(ours, rest)
-                each = divergence.of_logits(expected, found, self.plan.temperature)
-                (each.sum() / tokens).backward()
-            place[: len(ours)] = ours.grad
-            place = place[len(ours) :]
-        return gradient
+                expected = self.teacher.logits(taught[span])
+            found = self.student.logits(ours, rest)
+            return divergence.of_logits(expected, found, self.plan.temperature).sum() / tokens
+
+        return through_head(final, chunk_tokens(self._vocabulary), loss)
 
     def _coded(self) -> set[str]:
         """Names of what goes with codes."""

@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
-from quantkit.quantize import capture, finish, plan, towers, walk
+from quantkit.quantize import capture, curvature, finish, plan, towers, walk
 from quantkit.quantize.beside import Beside
 from quantkit.quantize.capture import PROBE_TOKENS, Site
+from quantkit.quantize.curvature import Curvatures
 from quantkit.quantize.expert_by_expert import ExpertByExpert
 from quantkit.quantize.job import Job
 from quantkit.quantize.measure import Block, Measured, Measuring
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.parts import BlockParts
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.scratch import Scratch
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.loss import weight_error
 from quantkit.quantize.staging import disk_errors
@@ -82,6 +84,7 @@ class _Loop:
             self.skeleton.load_rest()
             self.originals = self._entering() if "drift" in self.method.needs else None
             self.method.output.install_rest(job.material, self.method.solver, job.batches, progress)
+        self.curvatures = self._curvatures() if "curvature" in self.method.needs else None
         self.states = self._entering()
 
     def _entering(self) -> States:
@@ -89,10 +92,22 @@ class _Loop:
         entering = (self.skeleton.embed(ids) for ids in self.job.batches)
         return States(entering, self.skeleton.device, self.execution.states == "host")
 
+    def _curvatures(self) -> Curvatures:
+        """Of the linears of all blocks that are not done."""
+        left = {index: [] for index, done in enumerate(self._done()) if not done}
+        for row in self.job.specs:
+            if row.block in left and row.grid:
+                left[row.block].append(row.local)
+        job, scratch = self.job, Scratch(self.job.staging.folder)
+        return curvature.gather(self.skeleton, left, job.batches, scratch, self.timings, self.progress)
+
+    def _done(self) -> list[bool]:
+        """Which blocks an earlier run has staged."""
+        return [self.job.staging.is_done(index) for index in range(len(self.skeleton.blocks))]
+
     def run(self) -> Summary:
         """All blocks, then what they become."""
-        skeleton, staging = self.skeleton, self.job.staging
-        done = [staging.is_done(index) for index in range(len(skeleton.blocks))]
+        skeleton, staging, done = self.skeleton, self.job.staging, self._done()
         self.progress.start(len(done), sum(done))
 
         def written(index: int) -> walk.Source:
@@ -133,6 +148,7 @@ class _Loop:
                 if not site.linears:
                     continue
                 tokens = statistics.tokens if site.pool and statistics else None
+                statistics = self._with_curvatures(block, site, statistics, measured.transformed)
                 for row, solved in self._solve(block, site, statistics, parts):
                     solved = measured.transformed.amend(row.local, solved)
                     if statistics and not site.calls:
@@ -148,6 +164,8 @@ class _Loop:
         records.sort(key=lambda record: order[record["name"]])
         with self.timings("write"):
             parts.finish(records)
+        if self.curvatures:
+            self.curvatures.done_with(index - 1)  # which is on the disk by now
 
     def _block(self, index: int, module: nn.Module) -> Block:
         """What is to be done to a block."""
@@ -209,6 +227,18 @@ class _Loop:
             away=skeleton.away(index),
             read=partial(skeleton.part, index),
         )
+
+    def _with_curvatures(
+        self, block: Block, site: Site, statistics: SiteStatistics | None, transformed: Transformed
+    ) -> SiteStatistics | None:
+        """A site's statistics with the curvatures at the outputs of its linears, where the solver wants them."""
+        if self.curvatures is None or statistics is None:
+            return statistics
+        names = [name for name in site.linears if block.rows[name].grid]
+        found = [
+            transformed.curvature(name, self.curvatures.of(block.index, name)) for name in names
+        ]
+        return replace(statistics, curvatures=tuple(found))
 
     def _solve(
         self, block: Block, site: Site, statistics: SiteStatistics | None, parts: BlockParts

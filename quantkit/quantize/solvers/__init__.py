@@ -17,7 +17,8 @@ class SiteStatistics:
 
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
     peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: how many
-    there were.
+    there were. curvatures: of each linear to be quantized, G of its outputs, `[out, out]` (`curvature`), or
+    None where no gradient reached it.
 
     Beside the original model, whose inputs there are X̃: drift, `2 (X̃ - X)ᵀX / tokens` in two halves of the
     tokens that add up, `[2, in, in]`; missing, of a linear alone that adds its output to hidden states which
@@ -31,6 +32,7 @@ class SiteStatistics:
     tokens: int = 0
     drift: Tensor | None = None
     missing: Tensor | None = None
+    curvatures: tuple[Tensor | None, ...] = ()
 
     def divided(self, scale: Tensor) -> SiteStatistics:
         """Those of a site whose inputs are divided by a scale, `[in]`: second moments alone. These are used

@@ -51,7 +51,8 @@ class Transformed:
     name in the block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the
     original weight to nearest. notes: by linear, what a user should know. pending: linears that were away and
     are to change. expert: does to one expert what is left to do, when its linears are in memory and none is
-    away; the view has the statistics of its sites.
+    away; the view has the statistics of its sites. row_factors: by linear, what its rows were multiplied by,
+    `[out]`.
     """
 
     statistics: dict[Site, SiteStatistics]
@@ -60,11 +61,21 @@ class Transformed:
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     pending: frozenset[str] = frozenset()
     expert: Callable[[BlockView, Sequence[str]], Transformed] | None = None
+    row_factors: dict[str, Tensor] = field(default_factory=dict)
 
     def amend(self, name: str, solved: Solved) -> Solved:
         """A linear's result with what is known of it before the transform."""
         notes = (*self.notes.get(name, ()), *solved.notes)
         return replace(solved, rtn_error=self.rtn_errors.get(name, solved.rtn_error), notes=notes)
+
+    def curvature(self, name: str, found: Tensor | None) -> Tensor | None:
+        """That at the outputs of a linear as they are now, for G of the original ones; `found` is used up.
+
+        Outputs that were multiplied by f have gradients that are divided by f. Columns, scaled along with the
+        inputs, change nothing there.
+        """
+        factor = self.row_factors.get(name)
+        return found if found is None or factor is None else found.div_(factor).div_(factor[:, None])
 
 
 class Transform(Protocol):

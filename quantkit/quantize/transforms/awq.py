@@ -113,6 +113,8 @@ class AwqTransform:
             return {}
         for name, tensor in new.items():
             assign(view.block, name, tensor)
+        producer, factor = fold.producer.name, fold.producer.factor(view.block, scale)
+        result.row_factors[producer] = factor * result.row_factors.get(producer, 1)
         away = {f"{name}.weight" for name in view.away}
         columns = {name: axis for name, axis in fold.columns.items() if name not in away}
         for name, axis in columns.items():

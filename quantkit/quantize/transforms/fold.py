@@ -41,12 +41,18 @@ class Producer:
         sums = values.new_zeros(count).index_add_(0, rows, values)
         return (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows].to(channels.device)
 
+    def factor(self, block: nn.Module, scale: Tensor) -> Tensor:
+        """What the rows of its weight are multiplied by, `[rows]`, for products divided by `scale [in]`."""
+        rows = len(block.get_submodule(self.name).weight)
+        factor = torch.ones(rows, dtype=torch.float32, device=scale.device)
+        factor[self.rows] = 1 / scale
+        return factor
+
     def divided(self, block: nn.Module, scale: Tensor) -> dict[str, Tensor]:
         """The producer's parameters, float32, by their names in the block, for products divided by `scale
         [in]`, equal on channels that share a row."""
         module = block.get_submodule(self.name)
-        factor = torch.ones(len(module.weight), dtype=torch.float32, device=scale.device)
-        factor[self.rows] = 1 / scale
+        factor = self.factor(block, scale)
         weight = module.weight.float()
         if weight.ndim == 2:
             weight = weight * factor[:, None]

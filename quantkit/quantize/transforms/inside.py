@@ -39,6 +39,7 @@ class Expert:
         result.changed.update(f"{self.prefix}{name}" for name in inner.changed)
         result.rtn_errors.update({f"{self.prefix}{name}": error for name, error in inner.rtn_errors.items()})
         result.notes.update({f"{self.prefix}{name}": notes for name, notes in inner.notes.items()})
+        result.row_factors.update({f"{self.prefix}{name}": part for name, part in inner.row_factors.items()})
         result.statistics.update({site: inner.statistics[own] for site, own in self.sites.items()})
 
 
