@@ -104,6 +104,7 @@ METHODS = {
     "gptq ct": ["gptq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, "--sequential", "repeat"],
     "gptq rtn": ["gptq", *SMALL, "--solver", "rtn"],
+    "gptq rotated": ["gptq", *SMALL, *CALIBRATED, "--transform", "rotate"],
     "nf4": ["nf4"],
     "nf4 single": ["nf4", "--no-double-quant"],
     "nf4 gptq": ["nf4", "--solver", "gptq", *CALIBRATED],
