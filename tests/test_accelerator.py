@@ -103,6 +103,7 @@ METHODS = {
     "gptq 8 bit": ["gptq", *SMALL, *CALIBRATED, "--bits", "8", "--no-mse"],
     "gptq ct": ["gptq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, "--sequential", "repeat"],
+    "gptq original": ["gptq", *SMALL, *CALIBRATED, "--target", "original"],
     "gptq rtn": ["gptq", *SMALL, "--solver", "rtn"],
     "gptq rotated": ["gptq", *SMALL, *CALIBRATED, "--transform", "rotate"],
     "nf4": ["nf4"],
@@ -112,6 +113,7 @@ METHODS = {
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "awq": ["awq", *SMALL, *CALIBRATED],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq"],
+    "awq gptq original": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq", "--target", "original"],
     "awq ct": ["awq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
 }
 
@@ -460,7 +462,9 @@ def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
     )
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "nf4 gptq", "awq", "awq gptq", "int8", "nf4"])
+@pytest.mark.parametrize(
+    "method", ["gptq", "gptq repeat", "gptq original", "nf4 gptq", "awq", "awq gptq", "int8", "nf4"]
+)
 @pytest.mark.parametrize("states", ["device", "host"])
 def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
     model = tiny_model("llama", tokenizer=True, hidden_size=128, intermediate_size=384, num_hidden_layers=2)

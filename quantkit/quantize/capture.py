@@ -159,7 +159,7 @@ class Statistics:
         if self.squares is not None:
             self.squares.append(rows.square().sum(0))
         if meant is not None:
-            self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float().sub_(rows), rows)
+            self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
             if meant.missing is not None:
                 self.missing = _correlate(self.missing, meant.missing, rows)
 

@@ -50,6 +50,12 @@ class Shapes:
     streamed: bool = False
     active: int = 1
 
+    @property
+    def beside(self) -> int:
+        """Values of a token that are kept of the original block: what leaves it, the inputs of its sites, and
+        what its first writer says, there and here."""
+        return 3 * self.hidden + sum(width for (_, width) in self.sites_around)
+
     @cached_property
     def block(self) -> int:
         """Weights of one block that are in memory at a time."""
@@ -95,11 +101,16 @@ class Shapes:
     def around(self) -> list[int]:
         """Widths of the sites whose statistics a transform has at once: all, or where experts are streamed
         those around them, of what enters their layer and their down projections, and of one expert."""
-        inside = {(name.rpartition(".")[0], width) for name, _, width in self.linears if name in self.experts}
-        if not (self.streamed and inside):
+        if not (self.streamed and self.experts):
             return [width for _, width in self.sites]
-        widths = [width for _, width in inside]
-        return [key[1] for key in self.sites if key not in inside] + 2 * [min(widths), max(widths)]
+        widths = [width for name, _, width in self.linears if name in self.experts]
+        return [width for _, width in self.sites_around] + 2 * [min(widths), max(widths)]
+
+    @property
+    def sites_around(self) -> list[tuple[str, int]]:
+        """Keys of the sites that are no expert's."""
+        inside = {(name.rpartition(".")[0], width) for name, _, width in self.linears if name in self.experts}
+        return [key for key in self.sites if key not in inside]
 
     @property
     def entering(self) -> int:
@@ -164,6 +175,7 @@ def peak_memory(
     tables: int = 0,
     states: str | None = None,
     at_once: int = 1,
+    drift: bool = False,
 ) -> Peak:
     """Peak bytes of a job.
 
@@ -171,7 +183,7 @@ def peak_memory(
     of `around` at once; suspend: every batch is held at a site until that is solved. tables:
     bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
     `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
-    one repeated forward.
+    one repeated forward. drift: the original model runs beside.
     """
     element, hidden = shapes.element, shapes.hidden
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
@@ -180,7 +192,7 @@ def peak_memory(
     search = _search(shapes.largest_linear) if states else 0  # a CPU takes a cacheful at a time
     tables = 0 if states else tables
     moving = 3 * shapes.batch_tokens * hidden * element if states == "host" else 0  # there, next and back
-    entering = 0
+    entering = originals = 0
     if not calibrated:
         copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
         working = 2 * rest + max(shapes.largest, block + copies, tables)
@@ -188,19 +200,20 @@ def peak_memory(
     else:
         # suspended batches hold the states they began with, wherever those are kept
         here = moving if states == "host" and not (suspend and not transform) else held + moving
-        running, solving = _steps(shapes, hessian, transform, suspend, search)
+        running, solving = _steps(shapes, hessian, transform, suspend, search, drift)
         verifying = block + _batch(shapes) + shapes.waiting + FLOAT32 * 4 * shapes.largest_linear
         verifying = rest + max(shapes.largest, verifying)
         # of an expert's layer, and of other experts that wait to be solved
         beside = at_once * shapes.moments if hessian and not transform else 0
         entering = shapes.entering if transform else 0
-        here += 0 if states == "host" else entering
+        originals = shapes.tokens * (hidden + shapes.beside) * element if drift else 0
+        here += 0 if states == "host" else entering + originals
         working = rest + max(here + running + beside, here + solving + beside, here + verifying, tables)
     if states is None:
         return Peak(0, int(later + working))
     reading = max(shapes.largest, block) + 2 * shapes.staging
     # the allocator of pinned memory hands out powers of two
-    kept = 2 * held + entering if states == "host" else 0
+    kept = 2 * held + entering + originals if states == "host" else 0
     return Peak(int(MARGIN * working), int(later + reading + kept))
 
 
@@ -217,7 +230,9 @@ def _search(weights: int) -> int:
     return FLOAT32 * (min(SEARCH * weights, AT_ONCE) + 3 * weights)
 
 
-def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search: int) -> tuple[int, int]:
+def _steps(
+    shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search: int, drift: bool
+) -> tuple[int, int]:
     """What running a block and solving its largest site take, besides the states of all tokens."""
     element, flight = shapes.element, shapes.flight * shapes.element
     narrow, suspend = element < FLOAT32, suspend and not transform
@@ -226,6 +241,10 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search
     block = shapes.block * (FLOAT32 if transform else element)
     running = block + _batch(shapes) + (live - shapes.batch_tokens * flight if live else shapes.waiting)
     together = sum(FLOAT32 * width**2 for width in shapes.around)
+    if drift:  # two halves of a second such matrix, and of that of what the writer's output lacks
+        short = [FLOAT32 * 2 * (width**2 + shapes.hidden * width) for _, width in shapes.sites_around] or [0]
+        running += FLOAT32 * 2 * shapes.batch_tokens * shapes.widest
+        running += sum(short) if transform else max(short)
     running += together if transform else max(moments)
     solving = max(FLOAT32 * 4 * shapes.largest_linear, search)
     if hessian:
@@ -236,9 +255,12 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search
             + narrow * FLOAT32 * weights
             for (_, width), weights in shapes.sites.items()
         )
+    if drift:  # the moves of a linear, and all weights of the site as they are moved
+        solving += max(short) + FLOAT32 * (4 * shapes.largest_linear + max(shapes.sites.values()))
     if transform:  # these moments are there until their sites are solved
         searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search, shapes.sampled)
-        solving = together + max(searching, solving - max(moments) if search else 0)
+        solving = together + max(searching, solving - max(moments) if search or drift else 0)
+        solving += sum(short) if drift else 0
     return running, solving + block + live + shapes.staging
 
 

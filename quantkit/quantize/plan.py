@@ -208,6 +208,7 @@ def _memory(
         tables=method.tables,
         states=states if accelerated else None,
         at_once=at_once,
+        drift="drift" in method.needs,
     )
     beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
     if not beside:

@@ -50,10 +50,12 @@ def find_writers(
 
 
 def _left(block: nn.Module, run: Callable[[], Tensor]) -> dict[str, object]:
-    """What each child of the block returns, silenced, in the order of their calls."""
+    """What each child of the block returns, silenced, in the order of calls. Dropout lets writers pass."""
     left: dict[str, object] = {}
     with ExitStack() as stack:
         for name, child in block.named_children():
+            if isinstance(child, nn.Dropout):
+                continue
 
             def keep(module: nn.Module, args: tuple, output: object, name: str = name) -> None:
                 left.setdefault(name, _silenced(output))

@@ -1,7 +1,7 @@
 """The target of a linear in a model that is quantized before it: what the original model would have given.
 
 A linear behind quantized ones sees inputs X that are not the original model's X̃, and may add its output to
-hidden states that lack R of the original's. Error feedback on `|X (W - Ŵ)ᵀ|²` takes all that for granted. What
+hidden states that lack R of the original's. Error feedback on `|X (W - Ŵ)ᵀ|²` takes that for granted. What
 is wanted is the least of `|X Ŵᵀ - (X̃ Wᵀ + R)|²`, which is, but for a constant, `|X (W* - Ŵ)ᵀ|²` with
 
     W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹

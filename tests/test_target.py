@@ -1,0 +1,216 @@
+"""--target original: error feedback that makes up for what the model has lost before (solvers/target.py)."""
+
+import blocks
+import families
+import jobs
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError
+from quantkit.grids.affine import AffineGrid
+from quantkit.models import held
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import loop, walk
+from quantkit.quantize.capture import Meant, Statistics
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.residual import find_writers
+from quantkit.quantize.solvers import SiteStatistics, gptq, target
+from quantkit.quantize.solvers.gptq import GptqSolver
+
+WIDTH, ROWS, TOKENS = 24, 16, 4000
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+TWO_BITS = {"bits": 2, "group_size": 32}
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def site(signal: float, tokens: int = TOKENS, missing: bool = True):
+    """W, X, and what its outputs are to be: X̃ Wᵀ + R, of which `signal` follows from X; the statistics."""
+    weight, inputs = (
+        randn(ROWS, WIDTH, seed=0),
+        randn(tokens, WIDTH, seed=1) @ (torch.eye(WIDTH) + 0.1 * randn(WIDTH, WIDTH, seed=2)),
+    )
+    theirs = inputs + signal * inputs @ randn(WIDTH, WIDTH, seed=3) + 0.5 * randn(tokens, WIDTH, seed=4)
+    short = signal * inputs @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(tokens, ROWS, seed=6)
+    sums = Statistics(WIDTH, torch.device("cpu"))
+    for part in (slice(0, tokens // 3), slice(tokens // 3, tokens)):
+        sums.add(inputs[part], Meant(theirs[part], short[part] if missing else None))
+    meant = theirs @ weight.T + (short if missing else 0)
+    return weight, inputs, meant, sums.finish()
+
+
+def move(weights: list[Tensor], statistics: SiteStatistics) -> list[Tensor]:
+    factor, _ = gptq.factorize(statistics.hessian.clone(), 1e-7)
+    return target.moved(weights, statistics, factor)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_move_is_the_least_squares_answer_as_far_as_it_is_real(missing):
+    weight, inputs, meant, statistics = site(signal=1.0, missing=missing)
+    (moved,) = move([weight], statistics)
+    answer = torch.linalg.lstsq(inputs.double(), meant.double()).solution.T
+    shift, full = moved.double() - weight, answer - weight
+    share = ((shift * full).sum() / full.square().sum()).item()
+    torch.testing.assert_close(shift, share * full, rtol=0, atol=2e-3 * full.abs().max().item())
+    assert 0.99 < share < 1
+    before, after = ((inputs @ w.T - meant).square().sum() for w in (weight, moved))
+    assert after < 0.3 * before
+
+
+def test_the_share_that_is_real_is_what_two_halves_say_alike():
+    weight, inputs, meant, statistics = site(signal=0.05, tokens=200)
+    (moved,) = move([weight], statistics)
+    parts = [
+        torch.cat([p[: len(p) // 2] for p in cut(inputs, 200)]),
+        torch.cat([p[len(p) // 2 :] for p in cut(inputs, 200)]),
+    ]
+    shorts = [
+        torch.cat([p[: len(p) // 2] for p in cut(meant - inputs @ weight.T, 200)]),
+        torch.cat([p[len(p) // 2 :] for p in cut(meant - inputs @ weight.T, 200)]),
+    ]
+    H = (inputs.T @ inputs).double()
+    one, two = (
+        torch.linalg.solve(H, (x.T @ short).double()).T for x, short in zip(parts, shorts, strict=True)
+    )
+    share = 4 * torch.trace(one @ H @ two.T) / torch.trace((one + two) @ H @ (one + two).T)
+    assert 0 < share < 0.9
+    torch.testing.assert_close(moved, (weight + share * (one + two)).float(), rtol=0, atol=1e-4)
+
+
+def cut(rows: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The batches of `site`."""
+    return rows[: tokens // 3], rows[tokens // 3 :]
+
+
+def test_noise_moves_nothing():
+    weight, inputs, meant, statistics = site(signal=0.0, tokens=200)
+    (moved,) = move([weight], statistics)
+    answer = torch.linalg.lstsq(inputs, meant).solution.T
+    assert (moved - weight).norm() < 0.3 * (answer - weight).norm()
+
+
+def test_scaled_inputs_move_scaled_weights_alike():
+    weight, _, _, statistics = site(signal=1.0)
+    (moved,) = move([weight], statistics)
+    scale = 2.0 ** torch.randint(-3, 4, (WIDTH,), generator=torch.Generator().manual_seed(0))
+    (scaled,) = move([weight * scale], site(signal=1.0)[3].divided(scale))
+    torch.testing.assert_close(scaled / scale, moved, rtol=0, atol=2e-3)
+
+
+def test_error_feedback_comes_nearer_to_the_original():
+    weight, inputs, meant, statistics = site(signal=1.0)
+    grid = AffineGrid(4, 8)
+    errors = {}
+    for name, known in (("own", SiteStatistics(statistics.hessian.clone())), ("original", statistics)):
+        (solved,) = GptqSolver().solve([weight], [grid], known)
+        assert solved.fallback is None
+        errors[name] = (inputs @ solved.weight.values().T - meant).square().sum()
+    assert errors["original"] < 0.5 * errors["own"]
+    assert GptqSolver().needs == {"hessian"} and GptqSolver(target="original").needs == {"hessian", "drift"}
+
+
+WRITERS = {
+    "llama": ["self_attn.o_proj", "mlp.down_proj"],
+    "phi3": ["self_attn.o_proj", "mlp.down_proj"],
+    "gpt2": ["attn.c_proj", "mlp.c_proj"],
+    "falcon": ["self_attention.dense", "mlp.dense_4h_to_h"],
+    "mixtral": ["self_attn.o_proj"],
+    "mamba2": ["mixer.out_proj"],
+    "gemma2": [],
+    "olmo2": [],
+}
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_writers_are_found(tmp_path, family):
+    bench = blocks.load(families.save_model(tmp_path, family))
+    assert find_writers(bench.block, bench.sites, bench.run, bench.inputs) == WRITERS[family]
+    assert not any("forward" in vars(module) for module in bench.block.modules())
+
+
+def test_a_multiplier_behind_a_linear_is_noticed(tmp_path):
+    folder = families.save_model(tmp_path, "granite", residual_multiplier=0.5)
+    bench = blocks.load(folder)
+    assert find_writers(bench.block, bench.sites, bench.run, bench.inputs) == []
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model("llama", tokenizer=True, **SIZES)
+
+
+def final_states(folder, tokens: Tensor) -> Tensor:
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton.load_rest()
+    return walk.through(skeleton, [tokens])[0]
+
+
+def test_a_job_ends_nearer_to_the_original(model, tmp_path):
+    arguments = {"calibration": jobs.calibration(tmp_path, 16, 64), "dtype": "float32", "batch_size": 4}
+    tokens = jobs.prepare("gptq", model, tmp_path / "x", TWO_BITS, **arguments).calibration.tokens
+    wanted = final_states(model, tokens)
+    errors = {}
+    for name in ("own", "original"):
+        jobs.quantize("gptq", model, tmp_path / name, {**TWO_BITS, "target": name}, **arguments)
+        errors[name] = (final_states(tmp_path / name, tokens) - wanted).square().mean().item()
+    assert errors["original"] < 0.9 * errors["own"]
+
+
+@pytest.mark.parametrize(
+    "method, options", [("gptq", TWO_BITS), ("awq", {"group_size": 32, "solver": "gptq"})]
+)
+def test_ways_of_running_and_a_resumed_job_write_the_same(model, tmp_path, monkeypatch, method, options):
+    options = {**options, "target": "original"}
+    arguments = {"calibration": jobs.calibration(tmp_path), "batch_size": 2, "sequential": "suspend"}
+    jobs.quantize(method, model, tmp_path / "suspend" / "out", options, **arguments)
+    jobs.quantize(method, model, tmp_path / "repeat" / "out", options, **arguments | {"sequential": "repeat"})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Loop, "_quantize_with_room", stopping(loop._Loop._quantize_with_room))
+        with pytest.raises(KeyboardInterrupt):
+            jobs.quantize(method, model, tmp_path / "resumed" / "out", options, **arguments)
+    jobs.quantize(method, model, tmp_path / "resumed" / "out", options, resume=True, **arguments)
+    one, other, third = (jobs.contents(tmp_path / name / "out") for name in ("suspend", "repeat", "resumed"))
+    assert one["model.safetensors"] == other["model.safetensors"]
+    assert one == third
+
+
+def stopping(whole):
+    def stop_at_the_third(self, index, module):
+        if index == 2:
+            raise KeyboardInterrupt
+        return whole(self, index, module)
+
+    return stop_at_the_third
+
+
+@pytest.mark.parametrize(
+    "method, options", [("gptq", TWO_BITS), ("awq", {"group_size": 32, "solver": "gptq"})]
+)
+def test_experts_that_are_streamed_and_those_in_memory_become_the_same(
+    tmp_path, monkeypatch, method, options
+):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 4}
+    folder = families.save_model(tmp_path / "mixtral", "mixtral", **sizes)
+    families.save_tokenizer(folder)
+    arguments = {"calibration": jobs.calibration(tmp_path), "batch_size": 2}
+    files = []
+    for name in ("streamed", "resident"):
+        monkeypatch.setattr(held, "streams", lambda nbytes, free, name=name: name == "streamed")
+        made = tmp_path / name / "out"
+        jobs.quantize(method, folder, made, {**options, "target": "original"}, **arguments)
+        files.append(jobs.tensors(made))
+    own = tmp_path / "own"
+    jobs.quantize(method, folder, own, options, **arguments)
+    for name, tensor in files[0].items():
+        assert torch.equal(tensor, files[1][name]), name
+    name = next(name for name in files[0] if "layers.1.self_attn.o_proj" in name and "weight" in name)
+    assert not torch.equal(files[0][name], jobs.tensors(own)[name])
+
+
+def test_rounding_to_nearest_has_no_other_target(model, tmp_path):
+    with pytest.raises(QuantkitError, match="--target original is for --solver gptq"):
+        jobs.prepare("nf4", model, tmp_path / "out", {"target": "original"}, progress=Progress())
