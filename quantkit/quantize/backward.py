@@ -1,7 +1,7 @@
 """Backwards through a model block by block: what flows back, with one block's activations in memory.
 
-Only what enters each block is kept on the way forward; on the way back a block is run again with autograd, for
-the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
+Only what enters each block is kept on the way forward; on the way back a block is run again with autograd,
+for the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """What an error in a linear's outputs costs at the end of the model: the curvature on the output side.
 
 For a linear with outputs `y [tokens, out]` it is `G = Σ g gᵀ`, `[out, out]`, with g the gradient by y of the
-log-likelihood of a next token that is drawn from the model itself: the model's Fisher information, by which the
-KL divergence grows as `½ δᵀ F δ` for a small change δ. With `H = Σ x xᵀ` of its inputs, a linear's own part of
-F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), and the divergence that an
-error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
+log-likelihood of a next token that is drawn from the model itself. That makes it Fisher information, by which
+the KL divergence grows as `½ δᵀ F δ` for a small change δ. With `H = Σ x xᵀ` of its inputs, a linear's own
+part of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), and the divergence
+that an error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
 
 One pass forward through the unquantized model, and one back, a block at a time (`backward`). What enters each
-block lies in a file until it is needed again, so memory does not grow with the number of blocks; pages of the
-file stay in memory anyway while there is room. The curvatures of a block lie in a file of the staging folder
-until it is quantized; they are read from there even right after they were made, so that a job which is resumed
-computes with the same numbers.
+block lies in a file until it is needed again, so memory does not grow with the number of blocks; pages of
+the file stay in memory anyway while there is room. The curvatures of a block lie in a file of the staging
+folder until it is quantized; they are read from there even right after they were made, so that a job which is
+resumed computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class _Pass:
             for k, gradient in enumerate(gradients):
                 hidden = entering(str(k)).to(self.skeleton.device)
                 gradients[k] = _flowing(through_block, run, hidden, gradient, what=type(block).__name__)
-        self.scratch.write(_file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens})
+        self.scratch.write(
+            _file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens}
+        )
         self.scratch.remove(_entering(index))
 
 

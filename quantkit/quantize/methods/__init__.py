@@ -121,6 +121,17 @@ def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple
     return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
+def solver(name: str, damp: float, act_order: str, refine: int) -> Solver:
+    """The solver of that name; `rtn` takes no notice of the rest."""
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.solvers.yaqa import YaqaSolver
+
+    if name == "rtn":
+        return RtnSolver()
+    return {"gptq": GptqSolver, "yaqa": YaqaSolver}[name](damp, act_order, refine)
+
+
 def check_feedback(damp: float, refine: int) -> None:
     """Raise QuantkitError for options of error feedback that make no sense."""
     if refine < 0:

@@ -13,7 +13,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose, nbytes
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, check_feedback, refuse_override
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, check_feedback, refuse_override, solver
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
@@ -40,10 +40,10 @@ class Options:
         short="-t",
         names=FILE_TYPES,
     )
-    solver: Literal["gptq", "rtn"] = option(
+    solver: Literal["gptq", "yaqa", "rtn"] = option(
         "gptq",
-        "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; rtn is "
-        "llama-quantize's own encoder.",
+        "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; yaqa by "
+        "gradients, too, in several times the time; rtn is llama-quantize's own encoder.",
     )
     imatrix: str = option(
         "auto",
@@ -75,8 +75,8 @@ class Options:
     pre: str | None = option(
         None, "llama.cpp's name for the tokenizer's pre-tokenizer, where it is not recognised."
     )
-    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
 
 
 def suffix(options: Options) -> str:
@@ -96,9 +96,9 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     check_feedback(options.damp, options.refine)
-    if options.solver == "gptq" and options.imatrix != "auto":
+    if options.solver != "rtn" and options.imatrix != "auto":
         raise QuantkitError(
-            f"--imatrix {options.imatrix} is for --solver rtn: gptq gathers more than that by itself",
+            f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that",
             "add --solver rtn, or leave it out",
             USAGE,
         )
@@ -125,15 +125,13 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.models.llamacpp import configuration, metadata, tensors
     from quantkit.models.skeleton import towers
     from quantkit.quantize.outputs.gguf import GgufOutput
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
 
     if skeleton is None:
         raise QuantkitError("gguf cannot be tried in memory", "write the file and evaluate it", USAGE)
     file_type = stored_as(options)
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
-    feedback = options.solver == "gptq"
+    feedback = options.solver != "rtn"
     choices = _choose(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
     if feedback and encoded:
@@ -172,8 +170,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
-    return Method("gguf", solver, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
+    chosen = solver(options.solver if encoded else "rtn", options.damp, "none", options.refine)
+    return Method("gguf", chosen, GgmlLayout(), make_grid, output=output, notes=tuple(notes))
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:

@@ -17,6 +17,7 @@ from quantkit.quantize.methods import (
     affine_width,
     check_feedback,
     check_grid,
+    solver,
 )
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class Options:
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
     damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
-    solver: Literal["gptq", "rtn"] = option(
-        "gptq", "rtn rounds to nearest: no calibration, seconds, worse; the baseline."
+    solver: Literal["gptq", "yaqa", "rtn"] = option(
+        "gptq",
+        "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
+        "times the time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
     )
     layout: Literal["gptq", "compressed-tensors"] = option(
         "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
@@ -90,10 +93,7 @@ def width(options: Options, in_features: int, override: Override | None = None) 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
 
-    gptq = options.solver == "gptq"
     stored = layout(options)
     zero_min = getattr(stored, "zero_min", 0)
 
@@ -101,9 +101,9 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         chosen = width(options, in_features, override)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
-    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
+    chosen = solver(options.solver, options.damp, options.act_order, options.refine)
     split = options.layout == "gptq" and options.bits in SPLIT
-    return Method("gptq", solver, stored, make_grid, notes=(ALONE,) if split else ())
+    return Method("gptq", chosen, stored, make_grid, notes=(ALONE,) if split else ())
 
 
 def layout(options: Options) -> Layout:
@@ -114,7 +114,7 @@ def layout(options: Options) -> Layout:
         bits=options.bits,
         group_size=options.group_size,
         symmetric=options.sym,
-        desc_act=options.solver == "gptq" and options.act_order == "full",
+        desc_act=options.solver != "rtn" and options.act_order == "full",
         damp_percent=options.damp,
         version=3 if options.bits in SPLIT else 1 if options.checkpoint_format == "gptq" else 2,
     )

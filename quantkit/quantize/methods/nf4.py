@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, check_feedback, refuse_override
+from quantkit.quantize.methods import Method, Work, check_feedback, refuse_override, solver
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
@@ -24,19 +24,22 @@ class Options:
     """Flags of `quantkit nf4`."""
 
     double_quant: bool = option(True, "Store the scales in 8 bits, too: 4.13 bits per weight instead of 4.5.")
-    solver: Literal["rtn", "gptq"] = option(
-        "rtn", "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes."
+    solver: Literal["rtn", "gptq", "yaqa"] = option(
+        "rtn",
+        "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes; yaqa "
+        "less still, by gradients, too, in several times the time.",
     )
     act_order: Literal["none", "group"] = option(
-        "group", "gptq: quantize columns with large inputs first, inside their blocks."
+        "group", "gptq, yaqa: quantize columns with large inputs first, inside their blocks."
     )
-    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `nf4-gptq`."""
-    return "nf4" + ("" if options.solver == "rtn" else "-gptq") + ("" if options.double_quant else "-single")
+    solver = "" if options.solver == "rtn" else f"-{options.solver}"
+    return "nf4" + solver + ("" if options.double_quant else "-single")
 
 
 def check(options: Options) -> None:
@@ -58,13 +61,10 @@ def width(options: Options, in_features: int, override: Override | None = None) 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.nf4 import Nf4Grid
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Nf4Grid:
         width(options, in_features, override)
         return Nf4Grid(options.double_quant)
 
-    gptq = options.solver == "gptq"
-    solver = GptqSolver(options.damp, options.act_order, options.refine) if gptq else RtnSolver()
-    return Method("nf4", solver, layout(options), make_grid, tables=WORK.tables)
+    chosen = solver(options.solver, options.damp, options.act_order, options.refine)
+    return Method("nf4", chosen, layout(options), make_grid, tables=WORK.tables)
