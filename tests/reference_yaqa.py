@@ -1,9 +1,9 @@
 """Two-sided error feedback to the letter, slowly, in float64: the loss is one dense matrix, `G ⊗ H`.
 
-Weights are quantized one after another, row by row. Each goes where the errors of those before it want it, all
-weights to come being free to make up for the rest: the conditional optimum of the quadratic form, solved for
-anew every time (Babai's nearest plane; arXiv:2505.22988, section 3.2, arXiv:2507.18553 for GPTQ). The grid
-alone is quantkit's, so a comparison tests the feedback and nothing else.
+Weights are quantized one after another, row by row. Each goes where the errors of those before it want it,
+all weights to come being free to make up for the rest: the conditional optimum of the quadratic form, solved
+for anew every time (Babai's nearest plane; arXiv:2505.22988, section 3.2, arXiv:2507.18553 for GPTQ). The
+grid alone is quantkit's, so a comparison tests the feedback and nothing else.
 """
 
 import torch

@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time
-CHUNK_TOKENS = 1024  # at most: the model makes a mask for them
+from quantkit.quantize.memory import LOGITS_BYTES, LOGITS_TOKENS
+
+CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many tokens: the model makes a mask
 
 
 def chunk_tokens(vocabulary: int) -> int:

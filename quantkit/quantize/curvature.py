@@ -33,6 +33,7 @@ from quantkit.quantize.states import States, embedded
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # what the progress calls it
+BACK = 3  # forward passes that a block takes on the way back: once more forward, twice as much for gradients
 SEED = 0  # of the tokens that are drawn
 
 
@@ -95,27 +96,28 @@ class _Pass:
         progress: Progress,
     ):
         self.skeleton, self.batches, self.scratch, self.progress = skeleton, batches, scratch, progress
-        self.steps = 0
+        self.steps = self.total = 0
 
     def run(self, names: Mapping[int, Sequence[str]]) -> None:
         """names: of the linears that are wanted, by block."""
         skeleton, depth = self.skeleton, len(self.skeleton.blocks)
         first = min(names)
-        self.total = 2 * depth - first
+        self.total = depth + BACK * (depth - first)
+        self._step(0)
         source = lambda index: (None, False)  # noqa: E731
         states = embedded(self.batches, skeleton.embed, skeleton.device)
         for index, _ in walk.blocks(skeleton, source):
             if index >= first:
                 self.scratch.write(_entering(index), _named(states))
             states.advance(skeleton.outputs(index, states))
-            self._step()
+            self._step(1)
         self._back_through_head(states)
         for index, block in walk.blocks(skeleton, source, only=range(depth - 1, first - 1, -1)):
             self._back(index, block, states, names.get(index, ()))
-            self._step()
+            self._step(BACK)
 
-    def _step(self) -> None:
-        self.steps += 1
+    def _step(self, steps: int) -> None:
+        self.steps += steps
         self.progress.counting(STEPS, self.steps, self.total)
 
     def _back_through_head(self, states: States) -> None:
