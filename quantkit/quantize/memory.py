@@ -39,8 +39,8 @@ class Shapes:
     blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
     pass. tokens: of the calibration; batch_tokens: of one forward pass. width: of hidden states, where no
     linear says it: experts may be narrower. experts: names of those linears that are an expert's; streamed:
-    they are read when they are called; active: to how many experts a token is routed. vocabulary: of the model,
-    where gradients are wanted.
+    they are read when they are called; active: to how many experts a token is routed. vocabulary: of the
+    model, where gradients are wanted.
     """
 
     linears: Sequence[tuple[str, int, int]]
@@ -254,8 +254,8 @@ def _steps(shapes: Shapes, hessian: bool, transform: bool, suspend: bool, search
 
 def _backward(shapes: Shapes, on_host: bool) -> int:
     """What the way back through a block takes, besides what lies outside the blocks and the gradients of all
-    tokens (`curvature.py`): the block whole, a batch with all that autograd keeps of it, or the logits of some
-    tokens; and the curvatures of its linears' outputs."""
+    tokens (`curvature.py`): the block whole, a batch with all that autograd keeps of it, or the logits of
+    some tokens; and the curvatures of its linears' outputs."""
     element, batch, outs = shapes.element, shapes.batch_tokens, [out for _, out, _ in shapes.linears]
     experts = sum(sum(row[1:]) for row in shapes.linears if row[0] in shapes.experts)
     number = len({held.expert_of(row[0]) for row in shapes.linears if row[0] in shapes.experts}) or 1
@@ -268,8 +268,8 @@ def _backward(shapes: Shapes, on_host: bool) -> int:
 
 
 def _second_side(shapes: Shapes) -> int:
-    """What solving by both sides takes beside solving by one: curvatures of a block as they lie in their file,
-    and of the largest as it is factored; of the largest linear codes and errors of the other solution."""
+    """What solving by both sides takes beside solving by one: curvatures of a block as they lie in their
+    file, and of the largest as it is factored; of the largest linear codes and errors of the other solution."""
     outs = [out for _, out, _ in shapes.linears]
     return (
         sum(2 * out**2 for out in outs) + 5 * FLOAT32 * max(outs) ** 2 + 3 * FLOAT32 * shapes.largest_linear

@@ -172,7 +172,7 @@ def plan(
     peak: Peak,
     tokens: int,
 ) -> JobPlan:
-    """Sizes of a job over so many calibration tokens, exact from shapes; `peak` is what `decide` predicted."""
+    """Sizes of a job over so many `tokens`, exact from shapes; `peak` is what `decide` predicted."""
     checkpoint, scratch = skeleton.checkpoint, 0
     if "curvature" in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), _shapes(skeleton, specs, tokens, 0))
