@@ -269,7 +269,7 @@ def _backward(shapes: Shapes, on_host: bool) -> int:
 
 def _second_side(shapes: Shapes) -> int:
     """What solving by both sides takes beside solving by one: curvatures of a block as they lie in their
-    file, and of the largest as it is factored; of the largest linear codes and errors of the other solution."""
+    file, and of the largest as it is factored; of the largest linear codes and errors once more."""
     outs = [out for _, out, _ in shapes.linears]
     return (
         sum(2 * out**2 for out in outs) + 5 * FLOAT32 * max(outs) ** 2 + 3 * FLOAT32 * shapes.largest_linear
