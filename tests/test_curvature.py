@@ -73,7 +73,5 @@ def test_are_those_of_the_whole_model(tiny_model, tmp_path, ids, family):
 def test_draws_by_the_distribution():
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(8000, 4)
     drawn = curvature.draw(logits, torch.manual_seed(0))
-    torch.testing.assert_close(
-        torch.bincount(drawn, minlength=4) / 8000, logits[0].exp(), rtol=0, atol=0.02
-    )
+    torch.testing.assert_close(torch.bincount(drawn, minlength=4) / 8000, logits[0].exp(), rtol=0, atol=0.02)
     assert curvature.draw(logits, torch.manual_seed(0)).equal(drawn)

@@ -1,7 +1,7 @@
 """Backwards through a model block by block: what flows back, with one block's activations in memory.
 
-Only what enters each block is kept on the way forward; on the way back a block is run again with autograd, for
-the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
+Only what enters each block is kept on the way forward; on the way back a block is run again with autograd,
+for the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time
-CHUNK_TOKENS = 1024  # at most: the model makes a mask for them
+from quantkit.quantize.memory import LOGITS_BYTES, LOGITS_TOKENS
+
+CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many tokens: the model makes a mask
 
 
 def chunk_tokens(vocabulary: int) -> int:

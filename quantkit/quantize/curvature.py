@@ -1,16 +1,16 @@
 """What an error in a linear's outputs costs at the end of the model: the curvature on the output side.
 
 For a linear with outputs `y [tokens, out]` it is `G = Σ g gᵀ`, `[out, out]`, with g the gradient by y of the
-log-likelihood of a next token that is drawn from the model itself: the model's Fisher information, by which the
-KL divergence grows as `½ δᵀ F δ` for a small change δ. With `H = Σ x xᵀ` of its inputs, a linear's own part of
-F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), and the divergence that an
-error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
+log-likelihood of a next token that is drawn from the model itself. That makes it Fisher information, by which
+the KL divergence grows as `½ δᵀ F δ` for a small change δ. With `H = Σ x xᵀ` of its inputs, a linear's own
+part of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), and the divergence
+that an error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
 
 One pass forward through the unquantized model, and one back, a block at a time (`backward`). What enters each
-block lies in a file until it is needed again, so memory does not grow with the number of blocks; pages of the
-file stay in memory anyway while there is room. The curvatures of a block lie in a file of the staging folder
-until it is quantized; they are read from there even right after they were made, so that a job which is resumed
-computes with the same numbers.
+block lies in a file until it is needed again, so memory does not grow with the number of blocks; pages of
+the file stay in memory anyway while there is room. The curvatures of a block lie in a file of the staging
+folder until it is quantized; they are read from there even right after they were made, so that a job which is
+resumed computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from quantkit.quantize.states import States, embedded
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # what the progress calls it
+BACK = 3  # forward passes that a block takes on the way back: once more forward, twice as much for gradients
 SEED = 0  # of the tokens that are drawn
 
 
@@ -95,27 +96,28 @@ class _Pass:
         progress: Progress,
     ):
         self.skeleton, self.batches, self.scratch, self.progress = skeleton, batches, scratch, progress
-        self.steps = 0
+        self.steps = self.total = 0
 
     def run(self, names: Mapping[int, Sequence[str]]) -> None:
         """names: of the linears that are wanted, by block."""
         skeleton, depth = self.skeleton, len(self.skeleton.blocks)
         first = min(names)
-        self.total = 2 * depth - first
+        self.total = depth + BACK * (depth - first)
+        self._step(0)
         source = lambda index: (None, False)  # noqa: E731
         states = embedded(self.batches, skeleton.embed, skeleton.device)
         for index, _ in walk.blocks(skeleton, source):
             if index >= first:
                 self.scratch.write(_entering(index), _named(states))
             states.advance(skeleton.outputs(index, states))
-            self._step()
+            self._step(1)
         self._back_through_head(states)
         for index, block in walk.blocks(skeleton, source, only=range(depth - 1, first - 1, -1)):
             self._back(index, block, states, names.get(index, ()))
-            self._step()
+            self._step(BACK)
 
-    def _step(self) -> None:
-        self.steps += 1
+    def _step(self, steps: int) -> None:
+        self.steps += steps
         self.progress.counting(STEPS, self.steps, self.total)
 
     def _back_through_head(self, states: States) -> None:
@@ -145,7 +147,9 @@ class _Pass:
             for k, gradient in enumerate(gradients):
                 hidden = entering(str(k)).to(self.skeleton.device)
                 gradients[k] = _flowing(through_block, run, hidden, gradient, what=type(block).__name__)
-        self.scratch.write(_file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens})
+        self.scratch.write(
+            _file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens}
+        )
         self.scratch.remove(_entering(index))
 
 

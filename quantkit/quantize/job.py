@@ -138,7 +138,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
     execution, peak = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
-    job_plan = plan.plan(checkpoint, specs, method, execution, peak)
+    job_plan = plan.plan(skeleton, specs, method, execution, peak, tokens.numel())
     fingerprint = {}
     if not dry_run:
         plan.check_disk(staging.output.absolute(), job_plan.disk_bytes)

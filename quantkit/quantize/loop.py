@@ -83,8 +83,9 @@ class _Loop:
         with self.timings("load"):
             self.skeleton.load_rest()
             self.originals = self._entering() if "drift" in self.method.needs else None
-            self.method.output.install_rest(job.material, self.method.solver, job.batches, progress)
         self.curvatures = self._curvatures() if "curvature" in self.method.needs else None
+        with self.timings("load"):
+            self.method.output.install_rest(job.material, self.method.solver, job.batches, progress)
         self.states = self._entering()
 
     def _entering(self) -> States:
@@ -231,13 +232,11 @@ class _Loop:
     def _with_curvatures(
         self, block: Block, site: Site, statistics: SiteStatistics | None, transformed: Transformed
     ) -> SiteStatistics | None:
-        """A site's statistics with the curvatures at the outputs of its linears, where the solver wants them."""
+        """A site's statistics with the curvatures at the outputs of its linears, if they were gathered."""
         if self.curvatures is None or statistics is None:
             return statistics
         names = [name for name in site.linears if block.rows[name].grid]
-        found = [
-            transformed.curvature(name, self.curvatures.of(block.index, name)) for name in names
-        ]
+        found = [transformed.curvature(name, self.curvatures.of(block.index, name)) for name in names]
         return replace(statistics, curvatures=tuple(found))
 
     def _solve(

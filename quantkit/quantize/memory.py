@@ -24,6 +24,9 @@ LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}
 AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
 PART = 1 << 26  # weights of towers that are staged together
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
+LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
+LOGITS = 5  # of them at a time: as they are, in float32, their softmax and its sums, gradients
+TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, activations and products among them
 SEARCHED = 4096  # rows that a transform looks at where several sites share a scale
 SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 
@@ -36,7 +39,8 @@ class Shapes:
     blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
     pass. tokens: of the calibration; batch_tokens: of one forward pass. width: of hidden states, where no
     linear says it: experts may be narrower. experts: names of those linears that are an expert's; streamed:
-    they are read when they are called; active: to how many experts a token is routed.
+    they are read when they are called; active: to how many experts a token is routed. vocabulary: of the
+    model, where gradients are wanted.
     """
 
     linears: Sequence[tuple[str, int, int]]
@@ -49,6 +53,7 @@ class Shapes:
     experts: frozenset[str] = frozenset()
     streamed: bool = False
     active: int = 1
+    vocabulary: int = 0
 
     @property
     def beside(self) -> int:
@@ -176,6 +181,7 @@ def peak_memory(
     states: str | None = None,
     at_once: int = 1,
     drift: bool = False,
+    gradients: bool = False,
 ) -> Peak:
     """Peak bytes of a job.
 
@@ -183,7 +189,8 @@ def peak_memory(
     of `around` at once; suspend: every batch is held at a site until that is solved. tables:
     bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
     `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
-    one repeated forward. drift: the original model runs beside.
+    one repeated forward. drift: the original model runs beside. gradients: the outputs' curvatures are
+    gathered first, and solved with.
     """
     element, hidden = shapes.element, shapes.hidden
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
@@ -208,7 +215,11 @@ def peak_memory(
         entering = shapes.entering if transform else 0
         originals = shapes.tokens * (hidden + shapes.beside) * element if drift else 0
         here += 0 if states == "host" else entering + originals
+        if gradients:
+            solving += _second_side(shapes)
         working = rest + max(here + running + beside, here + solving + beside, here + verifying, tables)
+        if gradients:
+            working = max(working, rest + held + moving + _backward(shapes, states is None))
     if states is None:
         return Peak(0, int(later + working))
     reading = max(shapes.largest, block) + 2 * shapes.staging
@@ -262,6 +273,37 @@ def _steps(
         solving = together + max(searching, solving - max(moments) if search or drift else 0)
         solving += sum(short) if drift else 0
     return running, solving + block + live + shapes.staging
+
+
+def _backward(shapes: Shapes, on_host: bool) -> int:
+    """What the way back through a block takes, besides what lies outside the blocks and the gradients of all
+    tokens (`curvature.py`): the block whole, a batch with all that autograd keeps of it, or the logits of
+    some tokens; and the curvatures of its linears' outputs."""
+    element, batch, outs = shapes.element, shapes.batch_tokens, [out for _, out, _ in shapes.linears]
+    experts = sum(sum(row[1:]) for row in shapes.linears if row[0] in shapes.experts)
+    number = len({held.expert_of(row[0]) for row in shapes.linears if row[0] in shapes.experts}) or 1
+    values = sum(sum(row[1:]) for row in shapes.linears) - experts + shapes.active * experts // number
+    kept = batch * (TRACED * values * element + 8 * shapes.hidden * FLOAT32)
+    logits = LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * shapes.vocabulary)
+    sums = sum(FLOAT32 * out**2 for out in outs) + 3 * FLOAT32 * max(outs) ** 2
+    writing = shapes.tokens * shapes.hidden * element if on_host else 0  # a copy, on its way to the disk
+    return max(shapes.weights * element + max(kept + sums, writing), logits + writing)
+
+
+def _second_side(shapes: Shapes) -> int:
+    """What solving by both sides takes beside solving by one: curvatures of a block as they lie in their
+    file, and of the largest as it is factored; of the largest linear codes and errors once more."""
+    outs = [out for _, out, _ in shapes.linears]
+    return (
+        sum(2 * out**2 for out in outs) + 5 * FLOAT32 * max(outs) ** 2 + 3 * FLOAT32 * shapes.largest_linear
+    )
+
+
+def scratch_bytes(depth: int, shapes: Shapes) -> int:
+    """Bytes of the files that a job with gradients needs for a while: on the way forward what enters each
+    block, on the way back their curvatures in place of that."""
+    entering = shapes.tokens * shapes.hidden * shapes.element
+    return depth * max(entering, sum(2 * out**2 for _, out, _ in shapes.linears))
 
 
 def sites_at_once(shapes: Shapes, free: int, need: int) -> int:

@@ -14,7 +14,6 @@ import torch
 
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.layouts import LinearSpec
-from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory, host_memory, is_accelerator
 from quantkit.models.held import ROUTED
 from quantkit.models.skeleton import Skeleton
@@ -28,6 +27,7 @@ from quantkit.quantize.memory import (
     Peak,
     Shapes,
     peak_memory,
+    scratch_bytes,
     sites_at_once,
 )
 from quantkit.quantize.methods import Method
@@ -165,16 +165,24 @@ def check_memory(need: int, free: int, remedy: str, device: torch.device | None 
 
 
 def plan(
-    checkpoint: Checkpoint, specs: Sequence[LinearSpec], method: Method, execution: Execution, peak: Peak
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    execution: Execution,
+    peak: Peak,
+    tokens: int,
 ) -> JobPlan:
-    """Sizes of a job, exact from shapes; `peak` is what `decide` predicted."""
+    """Sizes of a job over so many `tokens`, exact from shapes; `peak` is what `decide` predicted."""
+    checkpoint, scratch = skeleton.checkpoint, 0
+    if "curvature" in method.needs and any(spec.grid for spec in specs):
+        scratch = scratch_bytes(len(skeleton.blocks), _shapes(skeleton, specs, tokens, 0))
     sizes = method.output.sizes(checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,
         memory_bytes=peak.computing,
         host_bytes=peak.host,
-        disk_bytes=staged + sizes.total,  # staged blocks, then the merged files beside them
+        disk_bytes=max(staged + sizes.total, scratch),  # staged blocks, then the merged files beside them
         output_bytes=sizes.total,
         source_bytes=checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
@@ -209,6 +217,7 @@ def _memory(
         states=states if accelerated else None,
         at_once=at_once,
         drift="drift" in method.needs,
+        gradients="curvature" in method.needs,
     )
     beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
     if not beside:
@@ -235,6 +244,7 @@ def _shapes(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_
         width=_hidden_size(skeleton),
         experts=frozenset(streamed(skeleton.blocks[largest[0].block])),
         streamed=skeleton.streams,
+        vocabulary=getattr(config, "vocab_size", 0),
         active=next((getattr(config, name) for name in ROUTED if getattr(config, name, None)), 1),
     )
 

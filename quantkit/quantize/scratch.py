@@ -16,7 +16,7 @@ from torch import Tensor
 class Scratch:
     """Named files of tensors in `folder`, and what says that all of a kind are there.
 
-    A list of their hashes is written when they are complete: a file that was changed since, or lost, is found.
+    A list of their hashes is written when they are complete: a file that was changed or lost since is found.
     """
 
     def __init__(self, folder: Path):
@@ -41,7 +41,7 @@ class Scratch:
         """Reads tensors of a file one by one; nothing of it stays in memory."""
 
         def read(key: str) -> Tensor:
-            with safe_open(self._path(name), framework="pt") as file:  # pages of an open one count as resident
+            with safe_open(self._path(name), framework="pt") as file:  # an open one's pages are resident
                 return file.get_tensor(key).clone()
 
         return read

@@ -122,6 +122,19 @@ def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple
     return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
+def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
+    """The solver that a method's `--solver` names. weighted: rounding to nearest weighs by activations, as it
+    does behind a scaling, too."""
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.solvers.yaqa import YaqaSolver
+
+    if options.solver == "rtn":
+        return RtnSolver(weighted=weighted or bool(scaling(getattr(options, "transform", "none"))))
+    kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
+    return kind(options.damp, act_order, options.refine, options.target)
+
+
 def check_feedback(damp: float, refine: int) -> None:
     """Raise QuantkitError for options of error feedback that make no sense."""
     if refine < 0:

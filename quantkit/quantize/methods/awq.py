@@ -17,6 +17,7 @@ from quantkit.quantize.methods import (
     check_feedback,
     check_grid,
     check_target,
+    solver,
     target_option,
 )
 
@@ -40,11 +41,12 @@ class Options:
     zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
     n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
     clip: bool = option(True, "Search how far to cut off each group's range; q and k are spared.")
-    solver: Literal["rtn", "gptq"] = option(
-        "rtn", "rtn rounds the scaled weights to nearest; gptq gives them error feedback."
+    solver: Literal["rtn", "gptq", "yaqa"] = option(
+        "rtn",
+        "rtn rounds the scaled weights to nearest; gptq gives them error feedback, yaqa by gradients, too.",
     )
-    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
     target: Literal["own", "original"] = target_option()
     layout: Literal["awq", "compressed-tensors"] = option(
         "awq", "What is written, and so which clients load it."
@@ -54,7 +56,7 @@ class Options:
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `awq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
-    solver = "" if options.solver == "rtn" else "-gptq"
+    solver = "" if options.solver == "rtn" else f"-{options.solver}"
     return f"awq{solver}-w{options.bits}{group}" + ("" if options.zero_point else "-sym")
 
 
@@ -78,20 +80,17 @@ def width(options: Options, in_features: int, override: Override | None = None) 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.transforms.awq import AwqTransform
 
-    gptq = options.solver == "gptq"
+    feedback = options.solver != "rtn"
 
     def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
         chosen = width(options, in_features, override)
-        clip = options.clip and not gptq and not name.rpartition(".")[2].startswith(UNCLIPPED)
-        return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, search=gptq, clip=clip)
+        clip = options.clip and not feedback and not name.rpartition(".")[2].startswith(UNCLIPPED)
+        return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, search=feedback, clip=clip)
 
-    feedback = GptqSolver(options.damp, "group", options.refine, options.target)
-    solver = feedback if gptq else RtnSolver(weighted=True)
-    return Method("awq", solver, layout(options), make_grid, AwqTransform(options.n_grid))
+    chosen = solver(options, "group", weighted=True)
+    return Method("awq", chosen, layout(options), make_grid, AwqTransform(options.n_grid))
 
 
 def layout(options: Options) -> Layout:

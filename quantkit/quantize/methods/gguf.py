@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclass, replacees import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +22,7 @@ from quantkit.quantize.methods import (
     check_target,
     refuse_override,
     scaling,
+    solver,
     target_option,
     transform_option,
     transform_parts,
@@ -52,10 +53,10 @@ class Options:
         short="-t",
         names=FILE_TYPES,
     )
-    solver: Literal["gptq", "rtn"] = option(
+    solver: Literal["gptq", "yaqa", "rtn"] = option(
         "gptq",
-        "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; rtn is "
-        "llama-quantize's own encoder.",
+        "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; yaqa by "
+        "gradients, too, in several times the time; rtn is llama-quantize's own encoder.",
     )
     imatrix: str = option(
         "auto",
@@ -87,8 +88,8 @@ class Options:
     pre: str | None = option(
         None, "llama.cpp's name for the tokenizer's pre-tokenizer, where it is not recognised."
     )
-    damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
+    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
+    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
     transform: str = transform_option("none")
     target: Literal["own", "original"] = target_option()
 
@@ -118,9 +119,9 @@ def check(options: Options) -> None:
             USAGE,
         )
     check_target(options.target, options.solver)
-    if options.solver == "gptq" and options.imatrix != "auto":
+    if options.solver != "rtn" and options.imatrix != "auto":
         raise QuantkitError(
-            f"--imatrix {options.imatrix} is for --solver rtn: gptq gathers more than that by itself",
+            f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that",
             "add --solver rtn, or leave it out",
             USAGE,
         )
@@ -147,15 +148,13 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.models.llamacpp import configuration, metadata, tensors
     from quantkit.models.skeleton import towers
     from quantkit.quantize.outputs.gguf import GgufOutput
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
 
     if skeleton is None:
         raise QuantkitError("gguf cannot be tried in memory", "write the file and evaluate it", USAGE)
     file_type = stored_as(options)
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
-    feedback = options.solver == "gptq"
+    feedback = options.solver != "rtn"
     choices = _choose(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
     if feedback and encoded:
@@ -194,10 +193,9 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    sweep = GptqSolver(options.damp, "none", options.refine, options.target)
-    solver = sweep if feedback and encoded else RtnSolver()
-    transform = block_transform(options.transform, solver) if feedback and encoded else None
-    return Method("gguf", solver, GgmlLayout(), make_grid, transform, output, tuple(notes))
+    chosen = solver(options if encoded else replace(options, solver="rtn"), "none")
+    transform = block_transform(options.transform, chosen) if feedback and encoded else None
+    return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes))
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:

@@ -65,10 +65,7 @@ class GptqSolver:
         Raises QuantkitError where `full` would scatter the columns of a grid that has to know their places.
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
-        if statistics.drift is not None:
-            factor, _ = factorize(statistics.hessian.clone(), self.damp)
-            weights = weights if factor is None else target.moved(weights, statistics, factor)
-            del factor
+        weights = aimed(weights, statistics, self.damp)
         return site.solve(self.quantize, weights, grids, statistics.hessian)
 
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> site.Attempt:
@@ -81,36 +78,41 @@ class GptqSolver:
             return site.Attempt(None, None, note)
         damping += H.diagonal().mean()
         Wt = (torch.cat(weights) if weights[1:] else weights[0]).t().contiguous().index_select(0, order)
-        groups = order[:: grid.group_size] // grid.group_size  # where whole groups moved: the old places
         fixed = None
         if grid.spans_matrix:
             params = stack([grid.fit_matrix(weight) for weight in weights])
-            fixed = [group(params, k) for k in groups.tolist()]
-        chosen = sweep(Wt, A, grid, fixed)
+            fixed = [group(params, k) for k in places(order, grid).tolist()]
+        chosen = sweep(Wt, *pivots(A), grid, fixed)
         if self.refine:
             del A
             (refine_vectors if grid.vector_size > 1 else refine)(Wt, chosen, grid, H, self.refine)
-        params, column_group = chosen.params, None
-        if self.act_order == "full":
-            column_group = torch.empty_like(order)
-            column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
-        else:
-            params = [params[k] for k in torch.argsort(groups).tolist()]
-        codes = torch.empty_like(chosen.codes).index_copy_(0, order, chosen.codes).t().contiguous()
+        weight = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, damping * chosen.E.square_().sum(0)])
-        return site.Attempt(QuantizedWeight(grid, codes, join(params), column_group), lost, note)
+        return site.Attempt(weight, lost, note)
 
 
-def sweep(Wt: Tensor, A: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
-    """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through A (used up).
+def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
+    """What is to be rounded: the weights, or where there is a drift those that would make up for it."""
+    if statistics.drift is None:
+        return weights
+    factor, _ = factorize(statistics.hessian.clone(), damp)
+    return weights if factor is None else target.moved(weights, statistics, factor)
+
+
+def pivots(A: Tensor) -> tuple[Tensor, Tensor]:
+    """U, unit upper triangular, and D of `A Aᵀ = U diag(D) Uᵀ`; A is used up."""
+    D = A.diagonal().square()
+    return A.div_(A.diagonal().clone()), D
+
+
+def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
+    """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through U and D.
 
     A group has parameters `fixed`, or they are fitted when the sweep gets to it. Its range is searched with
-    the pivots `D = diag(A)²` as importance: what a rounding error in column j costs once the columns behind
-    it have made up for what they can (the bare diagonal of H counts it as if they could not, and gave 5
-    percent more KL divergence on the demo model, 2 after refinement).
+    the pivots D as importance: what a rounding error in column j costs once the columns behind it have made
+    up for what they can (the bare diagonal of H counts it as if they could not, and gave 5 percent more KL
+    divergence on the demo model, 2 after refinement).
     """
-    D = A.diagonal().square()
-    U = A.div_(A.diagonal().clone())
     columns = (Vectors if grid.vector_size > 1 else Columns)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
         span = slice(start, start + grid.group_size)
@@ -118,6 +120,23 @@ def sweep(Wt: Tensor, A: Tensor, grid: Grid, fixed: list | None = None) -> Chose
         params = fixed[start // grid.group_size] if fixed else grid.fit(columns.free(span).t(), D[span])
         columns.choose(span, params, refit=not fixed)
     return columns.chosen
+
+
+def places(order: Tensor, grid: Grid) -> Tensor:
+    """Where whole groups of columns were moved: the old place of each."""
+    return order[:: grid.group_size] // grid.group_size
+
+
+def assembled(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: str) -> QuantizedWeight:
+    """The weight whose columns `order` have these codes `[in, out]`, and parameters group by group."""
+    column_group = None
+    if act_order == "full":
+        column_group = torch.empty_like(order)
+        column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
+    else:
+        params = [params[k] for k in torch.argsort(places(order, grid)).tolist()]
+    codes = torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous()
+    return QuantizedWeight(grid, codes, join(params), column_group)
 
 
 def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:

@@ -1,0 +1,163 @@
+"""YAQA: error feedback from both sides of a linear (Tseng et al. 2025, arXiv:2505.22988).
+
+GPTQ keeps the error of a linear's outputs small, whatever becomes of it behind. With G, the curvature of the
+model's own loss on the output side (`quantize/curvature.py`), the loss of an error `E = W - Ŵ` is
+`tr(G E H Eᵀ)`: errors that two rows make together may cost less than either alone. Its least values on a grid
+are sought as GPTQ does on its side, by Babai's nearest plane for the Kronecker product `G ⊗ H` (section 3.2
+there): with `G = B Bᵀ`, B upper triangular in blocks of rows, rows `R` are quantized for a target that makes
+up for the errors of all rows P before them,
+
+    W_R + (B_PR B_RR⁻¹)ᵀ E_P,
+
+by the one-sided sweep, which takes care of H: for rows quantized one after another that is Babai exactly;
+here the rows of a block share the sweep's launches. `descent.py` then chooses codes and scales again, knowing
+all rows. Rows with large curvature come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.grid import Grid, QuantizedWeight, group, stack
+from quantkit.grids.grid import rows as rows_of
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping
+from quantkit.quantize.solvers.columns import Chosen
+from quantkit.quantize.solvers.descent import Descent
+from quantkit.quantize.solvers.gptq import (
+    GptqSolver,
+    Target,
+    aimed,
+    assembled,
+    column_order,
+    factorize,
+    pivots,
+    places,
+    sweep,
+)
+from quantkit.quantize.solvers.loss import loss
+from quantkit.quantize.solvers.vectors import refine as refine_vectors
+
+ROWS = 32  # that one sweep quantizes without knowing of each other
+INDEFINITE = "its curvature is not positive definite: quantized by its inputs alone"
+UNREACHED = "no gradient reached it: quantized by its inputs alone"
+
+
+@dataclass(frozen=True)
+class YaqaSolver:
+    """damp, act_order, refine, target: as GPTQ's. output_damp: share of G's mean diagonal added to it."""
+
+    damp: float = 0.01
+    act_order: str = "group"
+    refine: int = 2
+    target: Target = "own"
+    output_damp: float = 0.03
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self._one_sided.needs | {"curvature"}
+
+    @property
+    def _one_sided(self) -> GptqSolver:
+        return GptqSolver(self.damp, self.act_order, self.refine, self.target)
+
+    def solve(
+        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+    ) -> list[Solved]:
+        """weights: `[out_k, in]` float32; statistics.hessian: `[in, in]`; .curvatures: one for each.
+
+        A linear that GPTQ, knowing H alone, quantizes with less loss of this kind, too, or no gradient has
+        reached, is what GPTQ made of it, and says so.
+        """
+        assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
+        weights, statistics = aimed(weights, statistics, self.damp), replace(statistics, drift=None)
+        plain = self._one_sided.solve(weights, grids, statistics)
+        if not statistics.curvatures:  # of the output matrix
+            return plain
+        found = []
+        for weight, curvature, one_sided in zip(weights, statistics.curvatures, plain, strict=True):
+            if curvature is None:
+                found.append(replace(one_sided, notes=(*one_sided.notes, UNREACHED)))
+            elif one_sided.fallback:  # H could not be used
+                found.append(one_sided)
+            else:
+                found.append(self._better(weight, one_sided, statistics.hessian, curvature))
+        return found
+
+    def _better(self, weight: Tensor, plain: Solved, hessian: Tensor, curvature: Tensor) -> Solved:
+        """What two-sided feedback makes of a linear, or `plain` where that loses less on both sides."""
+        chosen = self.quantize(weight, plain.weight.grid, hessian, curvature)
+        if chosen is None:
+            return replace(plain, notes=(*plain.notes, INDEFINITE))
+        delta, before = chosen.values() - weight, plain.weight.values() - weight
+        lost, plain_lost = (two_sided_loss(part, hessian, curvature) for part in (delta, before))
+        if not lost <= plain_lost:  # not a number loses, too
+            note = f"yaqa's loss {lost:.3g} is above gptq's {plain_lost:.3g}: it is gptq's"
+            return replace(plain, notes=(*plain.notes, note))
+        whole = max(loss(weight, hessian), 1e-30)
+        return replace(plain, weight=chosen, error=loss(delta, hessian) / whole, notes=clipping(chosen))
+
+    def quantize(
+        self, weight: Tensor, grid: Grid, hessian: Tensor, curvature: Tensor
+    ) -> QuantizedWeight | None:
+        """`weight [out, in]` on `grid`; None where a curvature is not positive definite even when damped."""
+        order = column_order(hessian.diagonal(), grid, self.act_order)
+        rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
+        H = hessian.index_select(0, order).index_select(1, order)
+        G = curvature.index_select(0, rows).index_select(1, rows)
+        A, _ = factorize(H, self.damp)
+        B, _ = factorize(G, self.output_damp)
+        if A is None or B is None:
+            return None
+        fixed = None
+        if grid.spans_matrix:
+            params = rows_of(grid.fit_matrix(weight), rows)
+            fixed = [group(params, k) for k in places(order, grid).tolist()]
+        Wt = weight.t().index_select(0, order).index_select(1, rows)
+        vectors = partial(refine_vectors, grid=grid, hessian=H, cycles=self.refine)
+        chosen = feedback(Wt, *pivots(A), B, grid, fixed, vectors if grid.vector_size > 1 else None)
+        del A, B
+        if grid.vector_size == 1:
+            descent = Descent(Wt, chosen, grid, H, G)
+            for _ in range(self.refine):
+                descent.cycle()
+        back = torch.argsort(rows)
+        params = [rows_of(part, back) for part in chosen.params]
+        return assembled(chosen.codes.index_select(1, back), params, order, grid, self.act_order)
+
+
+def feedback(
+    Wt: Tensor,
+    U: Tensor,
+    D: Tensor,
+    B: Tensor,
+    grid: Grid,
+    fixed: list | None = None,
+    refined: Callable[[Tensor, Chosen], None] | None = None,
+) -> Chosen:
+    """Quantize `Wt [in, out]` block of rows by block of rows, each for a target that makes up for the errors
+    of those before it; U, D: of the columns (`sweep`); B `[out, out]`: G is `B Bᵀ`; used up. refined: makes
+    what the sweep chose for a block of rows better, given its target."""
+    E = torch.empty_like(Wt)
+    parts = []
+    for start in range(0, Wt.shape[1], ROWS):
+        rows = slice(start, min(start + ROWS, Wt.shape[1]))
+        mixed = torch.linalg.solve_triangular(B[rows, rows], B[:start, rows], upper=True, left=False)
+        shift = E[:, :start] @ mixed
+        target = Wt[:, rows] + shift
+        own = [rows_of(params, rows) for params in fixed] if fixed else None
+        parts.append(sweep(target, U, D, grid, own))
+        if refined:
+            refined(target, parts[-1])
+        torch.sub(parts[-1].E, shift, out=E[:, rows])
+    params = [stack(groups) for groups in zip(*(part.params for part in parts), strict=True)]
+    return Chosen(torch.cat([part.codes for part in parts], 1), E, params, Wt.new_zeros(Wt.shape[1]))
+
+
+def two_sided_loss(delta: Tensor, hessian: Tensor, curvature: Tensor) -> float:
+    """`tr(G dW H dWᵀ)` for `delta [out, in]`."""
+    return ((delta @ hessian) * (curvature @ delta)).sum().item()
