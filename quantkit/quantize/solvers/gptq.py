@@ -10,6 +10,7 @@ The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (s
 Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
 Beside this file: `columns.py` chooses the columns of a group, in the paper's lazy batches (step 2), fast;
+`vectors.py` those of a code book, several at a time;
 `refine.py` improves what the sweep found; `site.py` splits it among the linears of a site, and keeps it where
 it beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the letter, slowly.
 """
@@ -24,11 +25,9 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved, site
+from quantkit.quantize.solvers import SiteStatistics, Solved, site, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
-from quantkit.quantize.solvers.vectors import Vectors
-from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
 DAMP_RETRIES = 5
 
@@ -76,7 +75,7 @@ class GptqSolver:
         chosen = sweep(Wt, A, grid, fixed)
         if self.refine:
             del A
-            (refine_vectors if grid.vector_size > 1 else refine)(Wt, chosen, grid, H, self.refine)
+            (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
         params, column_group = chosen.params, None
         if self.act_order == "full":
             column_group = torch.empty_like(order)
@@ -98,7 +97,7 @@ def sweep(Wt: Tensor, A: Tensor, grid: Grid, fixed: list | None = None) -> Chose
     """
     D = A.diagonal().square()
     U = A.div_(A.diagonal().clone())
-    columns = (Vectors if grid.vector_size > 1 else Columns)(Wt, U, D, grid)
+    columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
         span = slice(start, start + grid.group_size)
         columns.update(span)
