@@ -20,6 +20,8 @@ MODULES = {
     "kquants": ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     "iq4": ("IQ4_NL", "IQ4_XS"),
     "iquants": ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    "iq1": ("IQ1_S", "IQ1_M"),
+    "ternary": ("TQ1_0", "TQ2_0"),
 }
 TYPES = tuple(name for names in MODULES.values() for name in names)
 

@@ -24,6 +24,7 @@ from quantkit.grids.grid import by_rows
 from quantkit.grids.levels import usable
 
 LARGEST_SCALE = 15
+RANGES = (0.6, 0.75, 0.9, 1.05, 1.2)  # shares of the largest level that the largest weight is to have
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,36 @@ class CodeBookGrid(BlockGrid):
         middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
 
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> SubHalves:
+        """Parameters `[out, groups]` for `weight [out, in]`, found faster than ggml does: scales that suit the
+        magnitudes, whatever vectors the book has. (The encoder's own scales, in a hundred times the time, gave
+        the same loss after error feedback.)"""
+        blocks = weight.reshape(-1, self.sub_size).abs()
+        weights = torch.ones_like(blocks[:1]) if importance is None else importance.reshape(-1, self.sub_size)
+        weights = weights.repeat(len(blocks) // len(weights), 1)
+        step = torch.empty_like(blocks[:, 0])
+        by_rows(self._steps_of, step, blocks, weights)
+        step = step.view(len(weight), -1, self.group_size // self.sub_size)
+        d = half(step.amax(2) / (LARGEST_SCALE + 0.5))
+        scales = (step / usable(d)[..., None]).sub_(0.5).round_().clamp_(*self.scale_range)
+        return SubHalves(d, scales)
+
+    def _steps_of(self, x: Tensor, weights: Tensor) -> Tensor:
+        """For every row of magnitudes the step that rounding each by itself suits best, `[rows]`."""
+        table = (self.book.magnitudes * self.unit).to(x.device)
+        middles = (table[1:] + table[:-1]) / 2
+        largest = x.amax(1)
+        best, found = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+        for share in RANGES:
+            step = usable(largest / (table[-1] * share))
+            level = table[torch.bucketize(x / step[:, None], middles)]
+            weighed = weights * level
+            step = (weighed * x).sum(1) / (weighed * level).sum(1)
+            error = (level * step[:, None]).sub_(x).square_().mul_(weights).sum(1)
+            better = error < best
+            best, found = torch.where(better, error, best), torch.where(better, step, found)
+        return found
+
     def search_in(self, metric: Tensor) -> VectorSearch:
         """How to find the vectors nearest in the metric `[vector_size, vector_size]`."""
         return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
@@ -112,7 +143,7 @@ class CodeBookGrid(BlockGrid):
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
             y = rows.unflatten(1, (-1, self.sub_size)) / step[..., None]
-            levels = search.nearest(y.reshape(-1, SIGNS).t(), turns=1).t().reshape(rows.shape)
+            levels = search.nearest(y.reshape(-1, SIGNS).t()).t().reshape(rows.shape)
             found = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
             self.codes(levels, found)
             return found

@@ -1,17 +1,15 @@
-"""The vector of signs and magnitudes that is nearest in a given metric: what error feedback asks of a code book.
+"""The vector of signs and magnitudes that is nearest in a metric: what error feedback asks of a code book.
 
-Rounding a vector q of eight weights costs `(y - q) M (y - q)ᵀ`, counted in steps, where M [8, 8] is what is left
-of the Hessian for them. Magnitudes and signs are chosen in turn, each the best of all there are for the other:
-a few thousand vectors are compared of the quarter of a million that a book and its signs make. No turn raises
-the cost.
+Eight weights, y in steps of their scale, become q at the cost `(y - q) M (y - q)ᵀ`, where M is what the Hessian
+leaves for them. Magnitudes and signs are chosen in turn, each the best of all there are for the other: some
+hundred vectors are compared, of up to a quarter of a million that a book and its signs make.
 
-For `q = s g`, signs times magnitudes, it is `g (s M s) gᵀ - 2 (s h) gᵀ` with `h = M y`, but for a constant. The
-first term is one for all rows with those signs: a table. The second is a matrix product.
+For `q = s g`, signs times magnitudes, the cost is `g (s M s) gᵀ - 2 (s h) gᵀ` with `h = M y`, but for a constant.
+The first term is the same for all rows of these signs: a table. The second is a matrix product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,107 +19,118 @@ from quantkit.grids.ggml.codebook import CodeBook
 from quantkit.grids.parallel import elements_at_once
 
 SIGNS = 8  # weights that are chosen together: those whose signs share a byte
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """What can be chosen. magnitudes: `[vectors, size]`; patterns: signs, `[patterns, 8]`."""
-
-    magnitudes: Tensor
-    patterns: Tensor
-
-
-@cache
-def _tables(book: CodeBook, unit: float, even: bool) -> _Tables:
-    bits = torch.arange(2**SIGNS)[:, None] >> torch.arange(SIGNS) & 1
-    bits = bits[bits.sum(1) % 2 == 0] if even else bits
-    magnitudes = (book.magnitudes.cpu() * unit)[book.digits.cpu()].t().contiguous()
-    device = book.digits.device
-    return _Tables(magnitudes.to(device), (1 - 2 * bits).float().to(device))
+TURNS = 2  # in which magnitudes are chosen
 
 
 class VectorSearch:
-    """For one metric `M [8, 8]`: `nearest` of any targets."""
+    """For one metric `M [8, 8]`. unit: of the book's magnitudes. even: of eight signs an even number is negative.
+
+    A book of vectors of four is asked twice, for the first half with what the second one could still make up
+    for taken into account.
+    """
 
     def __init__(self, book: CodeBook, unit: float, even: bool, metric: Tensor):
-        self.metric, self.even, self.size = metric, even, book.size
-        self.tables = _tables(book, unit, even)
-        magnitudes, patterns = self.tables.magnitudes, self.tables.patterns
-        parts = [slice(k, k + book.size) for k in range(0, SIGNS, book.size)]
-        self.parts = parts
-        outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1)  # [vectors, size * size]
-        signs = torch.arange(2**book.size, device=metric.device)[:, None] >> torch.arange(
-            book.size, device=metric.device
-        )
-        signs = 1.0 - 2 * (signs & 1)
-        both = signs[:, :, None] * signs[:, None]
-        # by the signs of a part's weights, as bits, `[2 ** size, vectors]`
-        self.squares = [((both * metric[p, p]).flatten(1)) @ outer.t() for p in parts]
-        # what the first part costs while the second one may still take any value
-        self.first = metric[parts[0], parts[0]]
-        self.first_squares = self.squares[0]
-        if len(parts) > 1:
-            a, b = parts
-            self.first = self.first - metric[a, b] @ torch.linalg.solve(metric[b, b], metric[b, a])
-            self.first_squares = (both * self.first).flatten(1) @ outer.t()
+        self.metric, self.even = metric, even
+        self.magnitudes, outer, self.both = _tables(book, unit)
+        self.patterns, self.both_patterns = _patterns(even, metric.device)
         self.bits = 2 ** torch.arange(book.size, device=metric.device)
+        self.parts = [slice(k, k + book.size) for k in range(0, SIGNS, book.size)]
+        # by the signs of a part's weights, as bits, `[2 ** size, vectors]`
+        self.squares = [self.both.flatten(1) * metric[p, p].flatten() @ outer for p in self.parts]
+        self.alone, self.squares_alone = metric[self.parts[0], self.parts[0]], self.squares[0]
+        if len(self.parts) > 1:
+            a, b = self.parts
+            self.alone = self.alone - metric[a, b] @ torch.linalg.solve(metric[b, b], metric[b, a])
+            self.squares_alone = self.both.flatten(1) * self.alone.flatten() @ outer
 
-    def nearest(self, y: Tensor, start: Tensor | None = None, turns: int = 2) -> Tensor:
-        """Levels `[8, n]` near `y [8, n]`; if `start` is given, they are no worse than that."""
+    def nearest(self, y: Tensor, start: Tensor | None = None) -> Tensor:
+        """Levels `[8, n]` near `y [8, n]`, and no farther than those of `start`."""
         out = torch.empty_like(y)
-        width = max(1, elements_at_once(y.device) // len(self.tables.magnitudes))
-        for k in range(0, y.shape[1], width):
-            part = slice(k, k + width)
-            out[:, part] = self._nearest(y[:, part].t().contiguous(), turns).t()
-        if start is not None:
-            worse = self.cost(y - out) > self.cost(y - start)
-            out = torch.where(worse, start, out)
-        return out
+        width = max(1, elements_at_once(y.device) // max(len(self.magnitudes), len(self.patterns)))
+        for low in range(0, y.shape[1], width):
+            part = slice(low, low + width)
+            out[:, part] = self._nearest(y[:, part].t().contiguous()).t()
+        if start is None:
+            return out
+        return torch.where(self.cost(y - out) < self.cost(y - start), out, start)
 
     def cost(self, missed: Tensor) -> Tensor:
         """`e M eᵀ` of `missed [8, n]`."""
         return (self.metric @ missed).mul_(missed).sum(0)
 
-    def _nearest(self, y: Tensor, turns: int) -> Tensor:
-        pull = y @ self.metric  # h, [n, 8]
+    def _nearest(self, y: Tensor) -> Tensor:
+        """As `nearest`, for `y [n, 8]`."""
+        pull = y @ self.metric
         signs = self._signs_of(y)
         q = torch.zeros_like(y)
-        for k, part in enumerate(self.parts):
-            if k == 0:
-                h = y[:, part] @ self.first
-                q[:, part] = self._magnitudes(h, signs[:, part], self.first_squares)
-            else:
-                h = pull[:, part] - q[:, self.parts[0]] @ self.metric[self.parts[0], part]
-                q[:, part] = self._magnitudes(h, signs[:, part], self.squares[k])
-        for _ in range(turns - 1):
-            signs = self._signs(pull, q.abs())
-            q = q.abs() * signs
-            for k, part in enumerate(self.parts):
-                h = pull[:, part]
-                for other in self.parts[:k] + self.parts[k + 1 :]:
-                    h = h - q[:, other] @ self.metric[other, part]
-                q[:, part] = self._magnitudes(h, signs[:, part], self.squares[k])
+        first = self.parts[0]
+        q[:, first] = self._magnitudes(y[:, first] @ self.alone, signs[:, first], self.squares_alone)
+        for k in range(1, len(self.parts)):
+            self._choose(k, q, pull, signs)
+        for _ in range(TURNS - 1):
+            signs = self._signs(pull, q.abs_())
+            q *= signs
+            for k in range(len(self.parts)):
+                self._choose(k, q, pull, signs)
         return q
+
+    def _choose(self, k: int, q: Tensor, pull: Tensor, signs: Tensor) -> None:
+        """The best magnitudes of part k for these signs and the other part of q, into q."""
+        part = self.parts[k]
+        h = pull[:, part]
+        for other in self.parts[:k] + self.parts[k + 1 :]:
+            h = h - q[:, other] @ self.metric[other, part]
+        q[:, part] = self._magnitudes(h, signs[:, part], self.squares[k])
+
+    def _magnitudes(self, h: Tensor, signs: Tensor, squares: Tensor) -> Tensor:
+        """The best magnitudes for these signs, with them `[n, size]`."""
+        pattern = ((signs < 0) * self.bits).sum(1)
+        cost = squares.index_select(0, pattern).addmm_(h * signs, self.magnitudes.t(), alpha=-2)
+        return self.magnitudes.index_select(0, least(cost)).mul_(signs)
+
+    def _signs(self, pull: Tensor, magnitudes: Tensor) -> Tensor:
+        """The best signs for these magnitudes, `[n, 8]`."""
+        outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1)
+        cost = outer @ (self.both_patterns * self.metric.flatten()).t()
+        cost.addmm_(pull * magnitudes, self.patterns.t(), alpha=-2)
+        return self.patterns.index_select(0, least(cost))
 
     def _signs_of(self, y: Tensor) -> Tensor:
         """The signs of y; where they have to be even and are not, the cheapest is another."""
         signs = torch.where(y < 0, -1.0, 1.0)
         if self.even:
-            cost = self.metric.diagonal() * y * y
-            odd = signs.prod(1) < 0
-            signs[odd.nonzero()[:, 0], cost.argmin(1)[odd]] *= -1
+            cheapest = least(self.metric.diagonal() * y * y)[:, None]
+            odd = signs.prod(1, keepdim=True) < 0
+            found = signs.gather(1, cheapest)
+            signs.scatter_(1, cheapest, torch.where(odd, -found, found))
         return signs
 
-    def _magnitudes(self, h: Tensor, signs: Tensor, squares: Tensor) -> Tensor:
-        """The best magnitudes for these signs, with them `[n, size]`."""
-        pattern = ((signs < 0) * self.bits).sum(1)
-        cost = squares[pattern].addmm_(h * signs, self.tables.magnitudes.t(), alpha=-2)
-        return self.tables.magnitudes[cost.argmin(1)] * signs
 
-    def _signs(self, pull: Tensor, magnitudes: Tensor) -> Tensor:
-        """The best signs for these magnitudes, `[n, 8]`."""
-        patterns = self.tables.patterns
-        both = (patterns[:, :, None] * patterns[:, None] * self.metric).flatten(1)
-        outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1)
-        cost = (outer @ both.t()).addmm_(pull * magnitudes, patterns.t(), alpha=-2)
-        return patterns[cost.argmin(1)]
+def least(cost: Tensor) -> Tensor:
+    """Where each row of `cost [n, m]` is least, int64 `[n]`. (torch on a CPU takes twenty times as long.)"""
+    if cost.device.type == "cpu":
+        return torch.from_numpy(cost.numpy().argmin(1))
+    return cost.argmin(1)
+
+
+@cache
+def _tables(book: CodeBook, unit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Magnitudes `[vectors, size]`, their products with one another `[size * size, vectors]`, and those of signs
+    `[2 ** size, size, size]`."""
+    magnitudes = (book.magnitudes * unit)[book.digits].t().contiguous()
+    outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1).t().contiguous()
+    signs = _all_signs(book.size, magnitudes.device)
+    return magnitudes, outer, signs[:, :, None] * signs[:, None]
+
+
+@cache
+def _patterns(even: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Signs of eight weights, `[patterns, 8]`, and their products `[patterns, 64]`."""
+    signs = _all_signs(SIGNS, device)
+    signs = signs[signs.prod(1) > 0] if even else signs
+    return signs, (signs[:, :, None] * signs[:, None]).flatten(1)
+
+
+def _all_signs(size: int, device: torch.device) -> Tensor:
+    bits = torch.arange(2**size, device=device)[:, None] >> torch.arange(size, device=device) & 1
+    return 1.0 - 2 * bits

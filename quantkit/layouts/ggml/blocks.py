@@ -94,6 +94,36 @@ class Words:
 
 
 @dataclass(frozen=True)
+class Trits:
+    """256 codes 0, 1 and 2 in 52 bytes: five in each, `run` codes apart, but in the last bytes four. They are the
+    digits of a fraction of 243, highest first, which is stored as one of 256."""
+
+    source = "codes"
+    runs = ((32, 5), (16, 5), (4, 4))
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """uint8 `[blocks, 256]` to bytes `[blocks, 52]`."""
+        packed = []
+        for part, (run, count) in zip(self._split(codes.long()), self.runs, strict=True):
+            powers = 3 ** torch.arange(4, 4 - count, -1, device=codes.device)
+            number = (part.unflatten(1, (count, run)) * powers[:, None]).sum(1)
+            packed.append((number * 256 + 242).div(243, rounding_mode="floor"))
+        return torch.cat(packed, 1).to(torch.uint8)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Inverse of `pack`."""
+        found = []
+        for part, (run, count) in zip(packed.long().split([32, 16, 4], 1), self.runs, strict=True):
+            powers = 3 ** torch.arange(count, device=packed.device)
+            rest = part.view(-1, 1, run) * powers[:, None] & 255
+            found.append((rest * 3 >> 8).flatten(1))
+        return torch.cat(found, 1).to(torch.uint8)
+
+    def _split(self, codes: Tensor) -> tuple[Tensor, ...]:
+        return codes.split([run * count for run, count in self.runs], 1)
+
+
+@dataclass(frozen=True)
 class SixBitPairs:
     """Eight 6-bit scales and mins in 12 bytes: the first four of each with the high bits of the last four
     above them, then the low nibbles of the last four."""
@@ -113,6 +143,7 @@ class SixBitPairs:
         return torch.stack([high & 63, nibbles | high >> 6 << 4], 2).flatten(1)
 
 
+Part = Half | Bits | Words | Trits | SixBitPairs
 D, DMIN, M = Half("d"), Half("dmin"), Half("m")
 NIBBLES = Bits("codes", 0, 4, 16)
 FIFTH_BITS = Bits("codes", 4, 1, 1)
@@ -157,6 +188,18 @@ BLOCKS = {
         Bits("signs", 0, 8, 1),
         Bits("scales", 0, 4, 1),
     ),
+    "IQ1_S": (
+        D,
+        Bits("places", 0, 8, 1),
+        Words(2, (("places", 8, 3, 4), ("scales", 0, 3, 1), ("moves", 0, 1, 1))),
+    ),
+    "IQ1_M": (
+        Bits("places", 0, 8, 1),
+        Bits("moved_places", 0, 4, 1),
+        Words(2, (("scales", 0, 3, 4), ("d_nibbles", 0, 4, 1))),
+    ),
+    "TQ1_0": (Trits(), D),
+    "TQ2_0": (Bits("codes", 0, 2, 32), D),
 }
 SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
@@ -228,7 +271,7 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
     """Bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
     params = flat(params)
     grouped = codes.reshape(-1, grid.group_size)
-    integers = vectors.integers(grid, grouped) if grid.name in vectors.TYPES else {"codes": grouped}
+    integers = vectors.integers(grid, grouped, params) if vectors.counts(grid) else {"codes": grouped}
     if isinstance(params, SubScales | SubHalves):
         integers["scales"] = (params.scales + SCALE_BIAS.get(grid.name, 0)).to(torch.uint8)
     if isinstance(params, SubScalesAndMins):
@@ -237,7 +280,7 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
     return torch.cat(blocks, 1).view(len(codes), -1)
 
 
-def _packed(part: Half | Bits | Words | SixBitPairs, params: Any, integers: Mapping[str, Tensor]) -> Tensor:
+def _packed(part: Part, params: Any, integers: Mapping[str, Tensor]) -> Tensor:
     if isinstance(part, Half):
         return getattr(params, part.name).half()[:, None].view(torch.uint8)
     return part.pack(integers if isinstance(part, Words) else integers[part.source])
@@ -258,7 +301,8 @@ def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
         integers = part.unpack(piece)
         for source, value in (integers if isinstance(part, Words) else {part.source: integers}).items():
             found[source] = value | found.get(source, 0)
-    if grid.name in vectors.TYPES:
+    coded = vectors.counts(grid)
+    if coded:
         found["codes"] = vectors.codes(grid, found)
     codes = found.pop("codes").view(len(encoded), -1)
     if "scales" in found:
@@ -266,22 +310,22 @@ def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
     if "scales_and_mins" in found:
         found["scales"], found["mins"] = found.pop("scales_and_mins").float().chunk(2, 1)
     kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
-    kind = SubHalves if grid.name in vectors.TYPES else kinds[frozenset(found)]
+    kind = SubHalves if coded else kinds[frozenset(found)]
     return codes, matrix(kind(**found), len(encoded))
 
 
 PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
 
 
-def _width(part: Half | Bits | Words | SixBitPairs, grid: BlockGrid) -> int:
+def _width(part: Part, grid: BlockGrid) -> int:
     """Bytes that a part of a block takes."""
     if isinstance(part, Half):
         return 2
-    if isinstance(part, SixBitPairs):
-        return 12
+    if isinstance(part, SixBitPairs | Trits):
+        return 12 if isinstance(part, SixBitPairs) else 52
     sub_blocks = grid.group_size // grid.sub_size
     count = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
-    count |= vectors.counts(grid) if grid.name in vectors.TYPES else {}
+    count |= vectors.counts(grid)
     if isinstance(part, Words):
         source, _, _, several = part.integers[0]
         return count[source] // several * part.nbytes

@@ -10,9 +10,10 @@ The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (s
 Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
 Beside this file: `columns.py` chooses the columns of a group, in the paper's lazy batches (step 2), fast;
-`refine.py` improves what the sweep found; `target.py` says what is rounded where the original model is the
-target; `site.py` splits it among the linears of a site, and keeps it where it beats round to nearest.
-`tests/reference_gptq.py` is the paper's algorithm to the letter, slowly.
+`vectors.py` those of a code book, several at a time; `refine.py` improves what the sweep found; `target.py`
+says what is rounded where the original model is the target; `site.py` splits it among the linears of a site,
+and keeps it where it beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the letter,
+slowly.
 """
 
 from __future__ import annotations
@@ -26,11 +27,9 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved, site, target
+from quantkit.quantize.solvers import SiteStatistics, Solved, site, target, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
-from quantkit.quantize.solvers.vectors import Vectors
-from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
 DAMP_RETRIES = 5
 Target = Literal["own", "original"]
@@ -85,7 +84,7 @@ class GptqSolver:
         chosen = sweep(Wt, *pivots(A), grid, fixed)
         if self.refine:
             del A
-            (refine_vectors if grid.vector_size > 1 else refine)(Wt, chosen, grid, H, self.refine)
+            (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
         weight = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, damping * chosen.E.square_().sum(0)])
         return site.Attempt(weight, lost, note)
@@ -113,7 +112,7 @@ def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = Non
     up for what they can (the bare diagonal of H counts it as if they could not, and gave 5 percent more KL
     divergence on the demo model, 2 after refinement).
     """
-    columns = (Vectors if grid.vector_size > 1 else Columns)(Wt, U, D, grid)
+    columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
         span = slice(start, start + grid.group_size)
         columns.update(span)

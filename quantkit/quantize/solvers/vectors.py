@@ -2,8 +2,8 @@
 
 Of a vector v of columns that follows errors e, with H = U D Uᵀ, the loss is `|(e_v U_vv + s) D_v^½|²` with
 `s = Σ_{k<v} e_k U_kv`: the squared distance, in the metric `M = U_vv D_v U_vvᵀ`, of its values from
-`w_v + s U_vv⁻¹`. So what to look for is the nearest vector of the code book in that metric; then later columns
-make up for its error as for any other's.
+`w_v + s U_vv⁻¹`. So what to look for is the nearest vector of the code book in that metric; later columns make
+up for its error as for that of any other column.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Vectors(Columns):
     """As Columns, of a grid with vectors."""
 
     def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Codes, errors and loss of a group's columns, and its parameters: every sub-block gets the scale with
-        which its vectors, once they know of the errors before them, lose least."""
+        """Codes, errors and loss of a group's columns, and its parameters: of the scales about the fitted one a
+        sub-block gets that with which its vectors, which know of the errors before them, lose least."""
         grid, size = self.grid, self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -42,7 +42,7 @@ class Vectors(Columns):
         self.chosen.params.append(params)
 
     def _swept(self, part: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Levels and errors `[candidates, columns, out]` and loss `[candidates, out]` with each of `steps`."""
+        """With each of `steps`: levels and errors `[candidates, columns, out]`, loss `[candidates, out]`."""
         count, rows = steps.shape
         W, fed = self.Wt[part], self.chosen.E[part]
         levels = W.new_empty(len(W), count, rows)
@@ -68,51 +68,70 @@ class Vectors(Columns):
 
 
 def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
-    """As refine.refine, vector by vector: each is chosen again given all others, then scales of sub-blocks and
-    of the group; no visit raises the loss of any row. hessian: `[in, in]`, damped."""
+    """As refine.refine, a vector at a time: with all others as they are it is chosen again, nearest to
+    `ŵ_v + H_vv⁻¹ r_v` in the metric H_vv; then a sub-block's scale, and the group's. Nothing that would raise the
+    loss of a row is kept. hessian: `[in, in]`, damped."""
     for _ in range(cycles):
         for k in range(len(chosen.params)):
-            _visit(Wt, chosen, grid, hessian, k)
+            _Visit(chosen, grid, hessian, k).improve()
 
 
-def _visit(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, k: int) -> None:
-    size, group = grid.vector_size, slice(k * grid.group_size, (k + 1) * grid.group_size)
-    H, E = hessian[group, group], chosen.E[group]
-    before, residual = E.clone(), hessian[group] @ chosen.E
-    params = chosen.params[k]
-    levels = grid.levels(chosen.codes[group])
-    for b, low in enumerate(range(0, grid.group_size, grid.sub_size)):
-        step = grid.steps(params)[0][b]
-        for start in range(low, low + grid.sub_size, size):
-            v = slice(start, start + size)
-            own = H[v, v]
-            pull = torch.linalg.solve(own, residual[v]).div_(step)
-            old = levels[v].clone()
-            found = grid.search_in(own).nearest(old + pull, old)
-            moved = (found - old).mul_(step)
-            levels[v] = found
-            E[v] -= moved
-            residual -= H[:, v] @ moved
-        part = slice(low, low + grid.sub_size)
-        # the scale that suits these levels best, of those that can be stored
-        held = levels[part]
-        weighed = H[part, part] @ held
-        power = (weighed * held).sum(0)
-        better = step + (residual[part] * held).sum(0) / power
-        candidate = grid.with_step(params, b, better)
-        change = grid.steps(candidate)[0][b] - step
-        gain = change * change * power - 2 * change * (residual[part] * held).sum(0)
-        change = torch.where(gain < 0, change, 0)
-        params = select(gain < 0, candidate, params)
-        E[part] -= change * held
-        residual -= H[:, part] @ (change * held)
-    values = levels * grid.steps(params)[0].repeat_interleave(grid.sub_size, 0)
-    power = (values * (H @ values)).sum(0)
-    factor = 1 + (values * residual).sum(0) / power
-    scaled = grid.scaled(params, torch.where((power > 0) & (factor > 0), factor, 1.0))
-    moved = levels * grid.steps(scaled)[0].repeat_interleave(grid.sub_size, 0) - values
-    gain = (moved * (H @ moved)).sum(0) - 2 * (moved * residual).sum(0)
-    chosen.params[k] = select(gain < 0, scaled, params)
-    E -= torch.where(gain < 0, moved, 0)
-    residual -= H @ torch.where(gain < 0, moved, 0)
-    grid.codes(levels, chosen.codes[group])
+class _Visit:
+    """One group: its levels, `[group_size, out]`, errors E, and `residual = H E`, which change in place."""
+
+    def __init__(self, chosen: Chosen, grid: Grid, hessian: Tensor, k: int):
+        self.grid, self.chosen, self.k = grid, chosen, k
+        group = slice(k * grid.group_size, (k + 1) * grid.group_size)
+        self.hessian, self.E, self.codes = hessian[group, group], chosen.E[group], chosen.codes[group]
+        self.residual = hessian[group] @ chosen.E
+        self.levels = grid.levels(self.codes)
+
+    def improve(self) -> None:
+        """Vectors and scale of every sub-block, then the scale of all."""
+        grid, params = self.grid, self.chosen.params[self.k]
+        for b, low in enumerate(range(0, grid.group_size, grid.sub_size)):
+            part = slice(low, low + grid.sub_size)
+            step = grid.steps(params)[0][b]
+            self._choose(part, step)
+            better = grid.with_step(params, b, step * self._factor(part, self.levels[part] * step))
+            params = self._rescale(part, params, better)
+        every = slice(0, grid.group_size)
+        better = grid.scaled(params, self._factor(every, self.levels * self._steps(params)))
+        self.chosen.params[self.k] = self._rescale(every, params, better)
+        grid.codes(self.levels, self.codes)
+
+    def _choose(self, part: slice, step: Tensor) -> None:
+        """The vectors of a sub-block."""
+        for low in range(part.start, part.stop, self.grid.vector_size):
+            v = slice(low, low + self.grid.vector_size)
+            own, old = self.hessian[v, v], self.levels[v]
+            wanted = torch.linalg.solve(own, self.residual[v]).div_(step).add_(old)
+            found = self.grid.search_in(own).nearest(wanted, old)
+            self._move(v, (found - old).mul_(step))
+            self.levels[v] = found
+
+    def _factor(self, part: slice, values: Tensor) -> Tensor:
+        """What `values` of those columns would best be multiplied with, `[out]`."""
+        power = (self.hessian[part, part] @ values).mul_(values).sum(0)
+        factor = 1 + (self.residual[part] * values).sum(0) / power
+        return torch.where((power > 0) & (factor > 0), factor, 1.0)
+
+    def _rescale(self, part: slice, params: Any, better: Any) -> Any:
+        """Those of both parameters, row by row, with which these levels lose less."""
+        moved = self.levels[part] * (self._steps(better) - self._steps(params))[part]
+        keep = self._change(part, moved) < 0
+        self._move(part, moved.mul_(keep))
+        return select(keep, better, params)
+
+    def _steps(self, params: Any) -> Tensor:
+        """Step of every column, `[group_size, out]`."""
+        return self.grid.steps(params)[0].repeat_interleave(self.grid.sub_size, 0)
+
+    def _change(self, part: slice, moved: Tensor) -> Tensor:
+        """How the loss changes, `[out]`, where the values of those columns have `moved`."""
+        return (self.hessian[part, part] @ moved).sub_(self.residual[part], alpha=2).mul_(moved).sum(0)
+
+    def _move(self, part: slice, moved: Tensor) -> None:
+        self.chosen.lost += self._change(part, moved)
+        self.E[part] -= moved
+        self.residual -= self.hessian[:, part] @ moved
