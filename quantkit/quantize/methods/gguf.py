@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclass, replacees import dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -193,7 +193,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    chosen = solver(options if encoded else replace(options, solver="rtn"), "none")
+    chosen = solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")
     transform = block_transform(options.transform, chosen) if feedback and encoded else None
     return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes))
 
