@@ -172,12 +172,14 @@ def transform_parts(value: str) -> tuple[str, ...]:
 
 def block_transform(value: str, solver: Solver) -> Transform | None:
     """What rewrites each block before `solver` is at work on it, by `--transform VALUE`."""
+    from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.transforms.awq import AwqTransform
+    from quantkit.quantize.transforms.feedback import FeedbackScaling
 
     parts = transform_parts(value)
-    if "auto" in parts:
-        return AwqTransform()
-    return AwqTransform() if "awq" in parts else None
+    if "auto" in parts and isinstance(solver, GptqSolver):
+        return FeedbackScaling(solver=solver)
+    return AwqTransform() if {"awq", "auto"} & set(parts) else None
 
 
 def affine_width(
