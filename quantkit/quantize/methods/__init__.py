@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.linears import MakeGrid, Override
     from quantkit.quantize.outputs import Output
     from quantkit.quantize.solvers import Solver
+    from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.transforms import Transform
 
 
@@ -70,7 +71,8 @@ class Work:
     forwards: passes of all tokens through a block; none where no calibration is needed. products: operations
     spent on each linear, in `out · in²`. seconds: per weight and core, quick and slow, for all that is no
     matrix product. a100_minutes: per billion parameters, quick and slow; published: whose. transform: it
-    rewrites a block by the statistics of all its sites. outside: embedding and head are encoded, too, the
+    rewrites a block by the statistics of all its sites. sample: one does so before, by so many of the tokens.
+    outside: embedding and head are encoded, too, the
     latter by its own second moments, for which all tokens run through the blocks once more. tables: bytes
     that making look-up tables takes for a moment, on the host.
     """
@@ -81,6 +83,7 @@ class Work:
     a100_minutes: tuple[float, float] | None = None
     published: str = ""
     transform: bool = False
+    sample: float = 0.0
     outside: bool = False
     tables: int = 0
 
@@ -146,15 +149,18 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
 # ---- transforms: what --transform says, one or several parts joined by '+'
 
 TRANSFORMS = ("awq", "auto")
-TRANSFORM_HELP = (
-    "What is rewritten before rounding, so that the model computes the same: awq scales columns that meet "
-    "large activations; auto, those where the solver loses less by it; none."
-)
+TRANSFORM = "auto"
 
 
-def transform_option(default: str) -> Any:
+def transform_option() -> Any:
     """The field of a method's Options that says `--transform`."""
-    return option(default, TRANSFORM_HELP, names=("none", *TRANSFORMS))
+    return option(
+        TRANSFORM,
+        "What is rewritten before rounding so that the model computes the same. auto: where --solver gptq "
+        "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
+        "what round to nearest loses; none.",
+        names=("none", *TRANSFORMS),
+    )
 
 
 def transform_parts(value: str) -> tuple[str, ...]:
@@ -170,16 +176,21 @@ def transform_parts(value: str) -> tuple[str, ...]:
     return parts
 
 
-def block_transform(value: str, solver: Solver) -> Transform | None:
-    """What rewrites each block before `solver` is at work on it, by `--transform VALUE`."""
-    from quantkit.quantize.solvers.gptq import GptqSolver
+def transform_suffix(value: str) -> str:
+    """What a transform other than the default adds to derived names, such as `-awq`."""
+    return "" if value == TRANSFORM else f"-{value}"
+
+
+def block_transform(value: str, feedback: GptqSolver | None) -> Transform | None:
+    """What rewrites each block by `--transform VALUE`. feedback: the solver; None for round to nearest, for
+    which auto leaves everything as it is, so that it needs no text."""
     from quantkit.quantize.transforms.awq import AwqTransform
     from quantkit.quantize.transforms.feedback import FeedbackScaling
 
     parts = transform_parts(value)
-    if "auto" in parts and isinstance(solver, GptqSolver):
-        return FeedbackScaling(solver=solver)
-    return AwqTransform() if {"awq", "auto"} & set(parts) else None
+    if "auto" in parts and feedback:
+        return FeedbackScaling(solver=feedback)
+    return AwqTransform() if "awq" in parts else None
 
 
 def affine_width(

@@ -222,7 +222,7 @@ def _sampled(
     view: BlockView,
     sites: Sequence[Site],
     entering: Mapping[Site, SiteStatistics],
-    rounded_on: Callable[[Grid], Grid],
+    rounded_on: Callable[[Grid], Grid] = Grid.plain,
 ) -> list[Reader]:
     """An even sample of the rows that read at several sites, each counted by the tokens that reach it."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
