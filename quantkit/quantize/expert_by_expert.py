@@ -108,6 +108,7 @@ class ExpertByExpert:
             by.skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
         self._done.rtn_errors.update(done.rtn_errors)
         self._done.notes.update(done.notes)
+        self._done.scaled.update(done.scaled)
         self._statistics.update(done.statistics)
 
     def _gathered(self, site: Site) -> SiteStatistics:

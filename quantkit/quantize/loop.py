@@ -35,6 +35,7 @@ from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import BlockView, Transformed
+from quantkit.quantize.transforms.stored import set_aside
 
 UNREACHED = "no calibration token entered it"
 
@@ -120,7 +121,8 @@ class _Loop:
                 if not site.linears:
                     continue
                 tokens = statistics.tokens if site.pool and statistics else None
-                for row, solved in self._solve(block, site, statistics, parts):
+                exact = measured.transformed.exact
+                for row, solved in self._solve(block, site, statistics, parts, exact):
                     solved = measured.transformed.amend(row.local, solved)
                     if statistics and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
@@ -158,9 +160,15 @@ class _Loop:
         if transform is not None and self.skeleton.away(block.index):
             return ExpertByExpert(measuring, block, transform, partial(self._view, block), parts).measured()
         if transform is not None:
-            statistics = measuring.at_once(block, block.wanted)
+            statistics = measuring.at_once(block, block.wanted, transform.sample)
             with self.timings("transform"):
                 transformed = transform.apply(self._view(block, statistics))
+            if transform.sample < 1:
+                solved = [name for name, row in block.rows.items() if row.grid]
+                exact = set_aside(block.module, solved, self.skeleton.dtype)
+                return replace(
+                    measuring.in_order(block), transformed=replace(transformed, statistics={}, exact=exact)
+                )
             statistics = transformed.statistics
             return Measured(
                 lambda site: statistics.pop(site, None),
@@ -186,13 +194,20 @@ class _Loop:
         )
 
     def _solve(
-        self, block: Block, site: Site, statistics: SiteStatistics | None, parts: BlockParts
+        self,
+        block: Block,
+        site: Site,
+        statistics: SiteStatistics | None,
+        parts: BlockParts,
+        exact: dict[str, Tensor],
     ) -> Iterator[tuple[LinearSpec, Solved]]:
         """Solve ▶ encode ▶ install a site's linears: what was found of each; what is to be written goes to
         `parts`, and is read there again where an expert comes back into memory."""
         layout = self.method.layout
         rows = [block.rows[name] for name in site.linears if block.rows[name].grid]
-        weights = [self.skeleton.part(block.index, row.local).weight.float() for row in rows]
+        weights = [
+            exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float() for row in rows
+        ]
         with self.timings("solve"):
             solved = self.method.solver.solve(weights, [row.grid for row in rows], statistics)
         for row, weight, result in zip(rows, weights, solved, strict=True):
@@ -251,4 +266,5 @@ def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:
         "notes": list(solved.notes),
         **({} if tokens is None else {"tokens": tokens}),
         **({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns}),
+        **({} if solved.scaled is None else {"scaled": solved.scaled}),
     }

@@ -20,9 +20,9 @@ from quantkit.quantize.methods import (
     block_transform,
     check_feedback,
     refuse_override,
-    scaling,
     transform_option,
     transform_parts,
+    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
-    transform: str = transform_option("none")
+    transform: str = transform_option()
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `Q4_K_M.gguf`."""
-    return f"{stored_as(options)}.gguf"
+    return f"{stored_as(options)}{transform_suffix(options.transform)}.gguf"
 
 
 def stored_as(options: Options) -> str:
@@ -107,11 +107,10 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     check_feedback(options.damp, options.refine)
-    transform_parts(options.transform)
-    if scaling(options.transform) and options.solver == "rtn":
+    if "awq" in transform_parts(options.transform) and options.solver == "rtn":
         raise QuantkitError(
             f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
-            "leave out the scaling",
+            "leave it out, or choose --solver gptq",
             USAGE,
         )
     if options.solver == "gptq" and options.imatrix != "auto":
@@ -190,9 +189,11 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else RtnSolver()
-    transform = block_transform(options.transform, solver) if feedback and encoded else None
-    return Method("gguf", solver, GgmlLayout(), make_grid, transform, output, tuple(notes))
+    solver = GptqSolver(options.damp, "none", options.refine) if feedback and encoded else None
+    transform = block_transform(options.transform, solver) if solver else None
+    return Method(
+        "gguf", solver or RtnSolver(), GgmlLayout(), make_grid, transform, output, notes=tuple(notes)
+    )
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:

@@ -14,9 +14,9 @@ from quantkit.quantize.methods import (
     block_transform,
     check_feedback,
     refuse_override,
-    scaling,
     transform_option,
     transform_parts,
+    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -41,12 +41,14 @@ class Options:
     )
     damp: float = option(0.01, "gptq: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq: cycles of coordinate descent on codes and scales; 0 for none.")
-    transform: str = transform_option("none")
+    transform: str = transform_option()
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `nf4-gptq`."""
-    return "nf4" + ("" if options.solver == "rtn" else "-gptq") + ("" if options.double_quant else "-single")
+    changed = transform_suffix(options.transform)
+    solver = "" if options.solver == "rtn" else "-gptq"
+    return "nf4" + solver + changed + ("" if options.double_quant else "-single")
 
 
 def check(options: Options) -> None:
@@ -77,7 +79,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return Nf4Grid(options.double_quant)
 
     feedback = GptqSolver(options.damp, options.act_order, options.refine)
-    rounding = RtnSolver(weighted=bool(scaling(options.transform)))
-    solver = feedback if options.solver == "gptq" else rounding
-    transform = block_transform(options.transform, solver)
+    gptq = options.solver == "gptq"
+    transform = block_transform(options.transform, feedback if gptq else None)
+    solver = feedback if gptq else RtnSolver(weighted=transform is not None)
     return Method("nf4", solver, layout(options), make_grid, transform, tables=WORK.tables)

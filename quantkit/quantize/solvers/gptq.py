@@ -56,6 +56,14 @@ class GptqSolver:
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         return site.solve(self.quantize, weights, grids, statistics.hessian)
 
+    def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
+        """`D [in]` of `H = U D Uᵀ` in the order in which columns are quantized: what a squared error in each
+        costs, once those behind it have made up for what they can. The bare diagonal where H has none."""
+        order = column_order(hessian.diagonal(), grid, self.act_order)
+        A, _ = factorize(hessian.index_select(0, order).index_select(1, order), self.damp)
+        found = hessian.diagonal().clone()
+        return found if A is None else found.index_copy_(0, order, A.diagonal().square())
+
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> site.Attempt:
         """`weights [out_k, in]`, as one matrix, on `grid`."""
         order = column_order(H.diagonal(), grid, self.act_order)

@@ -39,6 +39,8 @@ class Expert:
         result.changed.update(f"{self.prefix}{name}" for name in inner.changed)
         result.rtn_errors.update({f"{self.prefix}{name}": error for name, error in inner.rtn_errors.items()})
         result.notes.update({f"{self.prefix}{name}": notes for name, notes in inner.notes.items()})
+        for name, scaled in inner.scaled.items():
+            result.scaled[f"{self.prefix}{name}"] = scaled | {"into": f"{self.prefix}{scaled['into']}"}
         result.statistics.update({site: inner.statistics[own] for site, own in self.sites.items()})
 
 

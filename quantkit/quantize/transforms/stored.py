@@ -36,6 +36,18 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
         setattr(module, leaf, nn.Parameter(tensor.to(dtypes[name]), requires_grad=False))
 
 
+def set_aside(block: nn.Module, linears: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Let these linears compute in `dtype`, as the rest of the block does; their float32 weights, by name,
+    where that rounds them."""
+    exact = {}
+    for name in linears:
+        module = block.get_submodule(name)
+        if module.weight.dtype != dtype:
+            exact[name] = module.weight.detach()
+            module.weight = nn.Parameter(exact[name].to(dtype), requires_grad=False)
+    return exact
+
+
 def divided(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The scale `[in]` that a producer's 16-bit weights really have when divided by `scale`, and its
     parameters, float32, by their names in the block.
