@@ -44,6 +44,11 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
             f"Calibrated on {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text "
             f"(sha256 {made['sha256'][:16]}…)."
         )
+    if scaled := [name for name, row in summary.scaled.items() if row["into"]]:
+        lines.append(
+            f"Columns of {count(len(scaled), 'linear')} were scaled before rounding, and what produces their "
+            "inputs divided by as much: the same function."
+        )
     if summary.kept:
         lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
     if summary.towers:
