@@ -71,8 +71,7 @@ def _of_method(
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
         shapes = mixture(shapes, settings, memory if on_gpu else None)
-    needs, sampled = work.forwards > 0, work.sample > 0
-    transform = work.transform or (sampled and shapes.streamed)
+    needs, transform, sampled = work.forwards > 0, work.transform, work.sample > 0
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         states = "device" if on_gpu else None

@@ -34,7 +34,7 @@ from quantkit.quantize.solvers.loss import weight_error
 from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import BlockView, Transformed
+from quantkit.quantize.transforms import BlockView, Transform, Transformed
 from quantkit.quantize.transforms.stored import set_aside
 
 UNREACHED = "no calibration token entered it"
@@ -157,18 +157,14 @@ class _Loop:
             self.timings,
         )
         transform = self.method.transform
+        if transform is not None and transform.sample < 1:
+            return self._transformed_first(measuring, block, transform)
         if transform is not None and self.skeleton.away(block.index):
             return ExpertByExpert(measuring, block, transform, partial(self._view, block), parts).measured()
         if transform is not None:
-            statistics = measuring.at_once(block, block.wanted, transform.sample)
+            statistics = measuring.at_once(block, block.wanted)
             with self.timings("transform"):
                 transformed = transform.apply(self._view(block, statistics))
-            if transform.sample < 1:
-                solved = [name for name, row in block.rows.items() if row.grid]
-                exact = set_aside(block.module, solved, self.skeleton.dtype)
-                return replace(
-                    measuring.in_order(block), transformed=replace(transformed, statistics={}, exact=exact)
-                )
             statistics = transformed.statistics
             return Measured(
                 lambda site: statistics.pop(site, None),
@@ -178,6 +174,20 @@ class _Loop:
         if not self.method.needs:
             return Measured(lambda site: None, lambda: measuring.outputs(block))
         return measuring.in_order(block)
+
+    def _transformed_first(self, measuring: Measuring, block: Block, transform: Transform) -> Measured:
+        """The transform goes by a sample of the tokens; then the block is measured in order, by all."""
+        around = [site for site in block.wanted if site.linears and not site.pool]
+        if not around:
+            return measuring.in_order(block)
+        statistics = measuring.at_once(block, around, transform.sample)
+        here = block.rows.keys() - self.skeleton.away(block.index)
+        dtypes = {name: block.module.get_submodule(name).weight.dtype for name in sorted(here)}
+        with self.timings("transform"):
+            transformed = transform.apply(self._view(block, statistics))
+            exact = set_aside(block.module, dtypes)
+        transformed = replace(transformed, statistics={}, exact=exact)
+        return replace(measuring.in_order(block), transformed=transformed)
 
     def _view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
         """The block as a transform sees it."""

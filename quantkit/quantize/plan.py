@@ -203,7 +203,7 @@ def _memory(
         shapes,
         calibrated=bool(method.needs),
         hessian="hessian" in method.needs,
-        transform=method.transform is not None and (method.transform.sample == 1 or shapes.streamed),
+        transform=method.transform is not None and method.transform.sample == 1,
         suspend=mode == "suspend",
         tables=method.tables,
         states=states if accelerated else None,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 UNUSED = ("override", "towers", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
-WORK = Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED, outside=True)
+WORK = Work(1, 10, (0.35e-6, 1.9e-6), (1.4, 8), GPTQ_PUBLISHED, sample=1 / 8, outside=True)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class Transformed:
 class Transform(Protocol):
     """Applied to every block before any of its sites is solved, and to experts that are away then, one by
     one, before theirs are. `needs`: fields of SiteStatistics. `sample`: share of the calibration tokens that
-    is enough to choose by; below 1, sites are then measured once more, on all of them and in order."""
+    is enough to choose by. Below 1 experts stay as they are: no statistics of theirs are gathered, and all
+    sites are then measured in order, by all tokens."""
 
     needs: frozenset[str]
     sample: float

@@ -97,7 +97,7 @@ class AwqTransform:
         """Search the scale of a fold and fold it. Returns those of columns of linears that are away."""
         sites = [site for site in fold.sites if site in view.statistics]
         here = [site for site in sites if not view.is_away(site)]
-        if not sites:
+        if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
             return {}
         measured = [self.measured(view, site, result) for site in here]
         entering = _entering(view, sites)

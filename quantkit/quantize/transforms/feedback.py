@@ -14,6 +14,7 @@ large, whatever a model has in its norms. AWQ's `mean|x|^α` is not among them: 
 inputs alone, of which feedback has taken care already, and gained in no site of the demo model.
 
 Pivots are taken of a sample of the tokens. Solving goes by all of them, each site behind those before it.
+Experts stay as they are, and so does the norm before a layer of them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 ROWS = 1024  # of a fold that are looked at
+UNFOLDED = {"into": None}  # what is recorded where nothing can be divided
 FLOOR = 1e-3  # of the mean column: one that hardly lives is not scaled up to the others
 
 
@@ -47,6 +49,11 @@ class FeedbackScaling(AwqTransform):
     needs = frozenset({"hessian"})
     sample = 1 / 8
     enough = 0.98  # what gains less by this estimate may lose
+
+    def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
+        """Note that these sites have nothing to fold scales into."""
+        for site in sites:
+            result.scaled.update({name: UNFOLDED for name in site.linears if view.grids[name]})
 
     def measured(self, view: BlockView, site: Site, result: Transformed) -> None:
         """Nothing: the solver measures rounding to nearest on all tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,15 +36,16 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
         setattr(module, leaf, nn.Parameter(tensor.to(dtypes[name]), requires_grad=False))
 
 
-def set_aside(block: nn.Module, linears: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Let these linears compute in `dtype`, as the rest of the block does; their float32 weights, by name,
-    where that rounds them."""
+def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Let linears compute in these dtypes again; weights that this rounds, float32, by name."""
     exact = {}
-    for name in linears:
+    for name, dtype in dtypes.items():
         module = block.get_submodule(name)
         if module.weight.dtype != dtype:
-            exact[name] = module.weight.detach()
-            module.weight = nn.Parameter(exact[name].to(dtype), requires_grad=False)
+            weight = module.weight.detach()
+            module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            if not torch.equal(module.weight.float(), weight):
+                exact[name] = weight
     return exact
 
 
