@@ -72,7 +72,7 @@ def quantize(
     run: RunOptions = RUN,
     calibration: CalibrationOptions = CALIBRATION,
 ) -> str:
-    """One job; returns the folder written."""
+    """One job; returns the folder or file written."""
     method, options = made
     request = job.Request(
         source=model,
@@ -80,7 +80,7 @@ def quantize(
         options=methods.load(method).Options(**options),
         calibration=calibration,
         run=run,
-        output=output / re.sub(r"\W+", "-", name),
+        output=output / (re.sub(r"\W+", "-", name) + (".gguf" if method == "gguf" else "")),
     )
     loop.run(job.prepare(request, Progress()), Progress())
     print(f"{name} done", file=sys.stderr)

@@ -23,12 +23,10 @@ IDS = torch.randint(500, (1, 12), generator=torch.Generator().manual_seed(3))
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY = 64, 512
 FAMILIES = {  # (whether the residual stream turns, blocks whose values do, whether the head is untied)
-    "llama": (True, 3, False),
     "qwen3": (True, 3, False),  # norms on q and k
     "phi3": (True, 3, False),  # fused q, k, v
     "gpt2": (True, 3, True),  # LayerNorms with biases, learned positions, weights the other way round
-    "cohere": (True, 3, True),  # attention and MLP side by side
-    "granite": (True, 3, False),  # multipliers
+    "gpt_neox": (True, 3, False),  # attention and MLP side by side, q, k, v head by head
     "nemotron": (True, 3, False),  # LayerNorms that store w - 1
     "qwen3_moe": (True, 3, False),
     "deepseek_v3": (True, 3, False),  # latent attention, a shared expert
@@ -37,7 +35,6 @@ FAMILIES = {  # (whether the residual stream turns, blocks whose values do, whet
     "gemma2": (False, 3, False),  # norms behind attention and MLP
     "olmo2": (False, 3, False),  # linears read the stream itself
     "bloom": (False, 3, False),  # a norm behind the embedding
-    "glm_moe_dsa": (False, 3, False),  # blocks also pass which tokens were chosen
 }
 
 
@@ -64,7 +61,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("width", [1, 2, 12, 20, 36, 37, 48, 64, 96, 256, 300, 896])
+@pytest.mark.parametrize("width", [1, 2, 12, 28, 36, 37, 96, 256, 300])
 def test_a_matrix_is_orthogonal_and_as_flat_as_can_be(width):
     turns = random(width, seed=1)
     eye = torch.eye(width)
@@ -143,7 +140,7 @@ def test_a_norm_with_another_reader_is_seen_by_the_proof(tiny_model, monkeypatch
     )
     found = rotated(folder, prove=True)
     assert found.record["residual"] is None
-    assert found.notes[1].endswith("the model computes otherwise when they are rotated")
+    assert found.notes[0].endswith("the model computes otherwise when they are rotated")
 
 
 def test_what_cannot_be_rotated_is_refused(tiny_model, tmp_path):
@@ -162,10 +159,8 @@ def test_a_job_writes_what_was_rotated(tiny_model, tmp_path):
     options = {"bits": 8, "group_size": 32, "solver": "rtn", "transform": "rotate"}
     listener = jobs.Listener()
     job = jobs.prepare("gptq", folder, tmp_path / "out", options, listener, exclude=("o_proj",))
-    assert [note.split(":")[0] for note in listener.warnings] == [
-        "rotated",
-        "embedding and head are no longer one tensor, because the final norm's weight goes into the head",
-    ]
+    (warning,) = listener.warnings
+    assert warning.startswith("embedding and head are no longer one tensor, because the final norm's weight")
     head = 2 * HIDDEN * VOCABULARY
     assert job.plan.source_bytes == sum(info.nbytes for info in open_checkpoint(str(folder)).infos.values())
     summary = jobs.loop.run(job, Progress())
@@ -194,12 +189,11 @@ def test_scales_are_folded_into_the_norms_that_rotation_left(tiny_model, tmp_pat
     assert relative(written, logits(open_checkpoint(str(folder)))) < 0.3
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_llama_cpp_computes_the_same(tiny_model, tmp_path, family):
+def test_llama_cpp_computes_the_same(tiny_model, tmp_path):
     pytest.importorskip("xllamacpp")
     from llama_cpp import Llama
 
-    folder = tiny_model(family, tokenizer=True)
+    folder = tiny_model("llama", tokenizer=True, tie_word_embeddings=True)
     options = {"type": ("F32",), "solver": "rtn", "transform": "rotate"}
     jobs.quantize("gguf", folder, tmp_path / "out.gguf", options)
     whole = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

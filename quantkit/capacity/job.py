@@ -71,11 +71,11 @@ def _of_method(
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
         shapes = mixture(shapes, settings, memory if on_gpu else None)
-    needs, transform = work.forwards > 0, work.transform
+    needs, transform, sampled = work.forwards > 0, work.transform, work.sample > 0
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         states = "device" if on_gpu else None
-        return peak_memory(shapes, needs, needs, transform, suspend, work.tables, states, at_once)
+        return peak_memory(shapes, needs, needs, transform, suspend, work.tables, states, at_once, sampled)
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     suspend = needs and not transform and (memory is None or peak(True).computing < COMFORT * memory)

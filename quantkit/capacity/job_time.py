@@ -77,9 +77,10 @@ def _operations(work: Work, parameters: Parameters, samples: int, seqlen: int, s
         return 0.0
     tokens = samples * seqlen
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # run again up to each of a few sites
-    forwards += work.outside + min(1.0, max(BATCH_TOKENS, seqlen) / tokens)  # the latter: verification
+    forwards += work.sample + work.outside
+    forwards += min(1.0, max(BATCH_TOKENS, seqlen) / tokens)  # verification
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in parameters.linears}
-    moments = sum(width**2 for *_, width in sites) * tokens
+    moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)
     solved = [*parameters.linears, *(_outside(parameters)[-1:] if work.outside else ())]
     solver = work.products * sum(tensor.size * tensor.shape[-1] for tensor in solved)
     weights = sum(tensor.size for tensor in parameters.linears)

@@ -118,6 +118,15 @@ def _reached(seen: ExpertTokens) -> str:
     )
 
 
+def _scaled(linears: Mapping[str, dict]) -> str:
+    """`30 linears, columns by up to 38×; 18 have nothing to fold scales into`."""
+    spreads = [row["spread"] for row in linears.values() if row["into"]]
+    parts = [f"{count(len(spreads), 'linear')}, columns by up to {max(spreads):.1f}×"] if spreads else []
+    if left := len(linears) - len(spreads):
+        parts.append(f"{count(left, 'linear')} with nothing to fold scales into: kept")
+    return "; ".join(parts)
+
+
 def _seconds(stages: dict[str, float]) -> str:
     """`15.5 (forward 10.1, solve 5.4)`."""
     parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
@@ -158,6 +167,8 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         f"{count(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
     )
     facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
+    if summary.scaled:
+        facts["scaled"] = _scaled(summary.scaled)
     if summary.kept:
         facts["kept 16 bit"] = count(summary.kept, "linear")
     if summary.kept_parameters:

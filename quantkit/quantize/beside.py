@@ -7,7 +7,7 @@ each meets its counterpart. Experts' own linears have none, for tokens are route
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
 
@@ -51,6 +51,7 @@ class Beside:
         self.writers = find_writers(self._block, list(sites), lambda: skeleton.run_block(index, probe), probe)
         self._theirs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._ours: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
+        self._scales: dict[Site, Tensor] = {}
         self.leaving = self._observe()
         self._hooks = self._listen(self._ours, skeleton.device)
 
@@ -66,7 +67,13 @@ class Beside:
             return None
         k = self._batch.get() if k is None else k
         inputs = self._inputs[site].pop(k).to(self._skeleton.device)
+        if site in self._scales:
+            inputs = inputs / self._scales[site]
         return Meant(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
+
+    def divide(self, scales: Mapping[Site, Tensor]) -> None:
+        """From now on the block divides these sites' inputs by a scale, `[in]`: so is what was kept of them."""
+        self._scales.update(scales)
 
     def _missing(self, name: str, k: int) -> Tensor | None:
         """What the hidden states lack that a writer adds to, `[batch, tokens, hidden]`."""

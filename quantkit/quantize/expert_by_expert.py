@@ -109,6 +109,7 @@ class ExpertByExpert:
         self._done.rtn_errors.update(done.rtn_errors)
         self._done.notes.update(done.notes)
         self._done.row_factors.update(done.row_factors)
+        self._done.scaled.update(done.scaled)
         self._statistics.update(done.statistics)
 
     def _gathered(self, site: Site) -> SiteStatistics:

@@ -132,6 +132,7 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         copied=job.copied,
         experts=_reached(job, records),
         outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
+        scaled={row["name"]: row["scaled"] for row in records if "scaled" in row},
         seconds=dict(timings.seconds),
         steps_down=list(timings.notes),
     )

@@ -37,7 +37,8 @@ from quantkit.quantize.solvers.loss import weight_error
 from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import BlockView, Transformed
+from quantkit.quantize.transforms import BlockView, Transform, Transformed
+from quantkit.quantize.transforms.stored import set_aside
 
 UNREACHED = "no calibration token entered it"
 
@@ -150,7 +151,8 @@ class _Loop:
                     continue
                 tokens = statistics.tokens if site.pool and statistics else None
                 statistics = self._with_curvatures(block, site, statistics, measured.transformed)
-                for row, solved in self._solve(block, site, statistics, parts):
+                exact = measured.transformed.exact
+                for row, solved in self._solve(block, site, statistics, parts, exact):
                     solved = measured.transformed.amend(row.local, solved)
                     if statistics and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
@@ -199,6 +201,8 @@ class _Loop:
             beside,
         )
         transform = self.method.transform
+        if transform is not None and transform.sample < 1:
+            return self._transformed_first(measuring, block, transform)
         if transform is not None and self.skeleton.away(block.index):
             return ExpertByExpert(measuring, block, transform, partial(self._view, block), parts).measured()
         if transform is not None:
@@ -214,6 +218,22 @@ class _Loop:
         if not self.method.needs:
             return Measured(lambda site: None, lambda: measuring.outputs(block))
         return measuring.in_order(block)
+
+    def _transformed_first(self, measuring: Measuring, block: Block, transform: Transform) -> Measured:
+        """The transform goes by a sample of the tokens; then the block is measured in order, by all."""
+        around = [site for site in block.wanted if site.linears and not site.pool]
+        if not around:
+            return measuring.in_order(block)
+        statistics = measuring.at_once(block, around, transform.sample)
+        here = block.rows.keys() - self.skeleton.away(block.index)
+        dtypes = {name: block.module.get_submodule(name).weight.dtype for name in sorted(here)}
+        with self.timings("transform"):
+            transformed = transform.apply(self._view(block, statistics))
+            exact = set_aside(block.module, dtypes)
+        transformed = replace(transformed, statistics={}, exact=exact)
+        if measuring.beside:
+            measuring.beside.divide(transformed.divided_by)
+        return replace(measuring.in_order(block), transformed=transformed)
 
     def _view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
         """The block as a transform sees it."""
@@ -240,13 +260,20 @@ class _Loop:
         return replace(statistics, curvatures=tuple(found))
 
     def _solve(
-        self, block: Block, site: Site, statistics: SiteStatistics | None, parts: BlockParts
+        self,
+        block: Block,
+        site: Site,
+        statistics: SiteStatistics | None,
+        parts: BlockParts,
+        exact: dict[str, Tensor],
     ) -> Iterator[tuple[LinearSpec, Solved]]:
         """Solve ▶ encode ▶ install a site's linears: what was found of each; what is to be written goes to
         `parts`, and is read there again where an expert comes back into memory."""
         layout = self.method.layout
         rows = [block.rows[name] for name in site.linears if block.rows[name].grid]
-        weights = [self.skeleton.part(block.index, row.local).weight.float() for row in rows]
+        weights = [
+            exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float() for row in rows
+        ]
         with self.timings("solve"):
             solved = self.method.solver.solve(weights, [row.grid for row in rows], statistics)
         for row, weight, result in zip(rows, weights, solved, strict=True):
@@ -307,4 +334,5 @@ def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:
         "notes": list(solved.notes),
         **({} if tokens is None else {"tokens": tokens}),
         **({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns}),
+        **({} if solved.scaled is None else {"scaled": solved.scaled}),
     }

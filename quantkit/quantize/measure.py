@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -89,13 +89,17 @@ class Measuring:
         pools = _Pools(self.choice)
         return Measured(lambda site: pools.mixed(site, found.of(site)), found.outputs, found.close)
 
-    def at_once(self, block: Block, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
-        """Statistics of all these sites on the block's inputs as they are now, from one forward."""
+    def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
+        """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
+        sample of the batches."""
+        whole, run = sample == 1, self.run(block)
+        taken = range(0, len(self.states), round(1 / sample))
+        outputs = self.skeleton.in_step(block.index, lambda k: run(taken[k]), len(taken))
         with self.timings("forward"):
             gathered = capture.gather(
                 block.module, sites, self.needs, self.skeleton.device,
-                lambda: list(map(len, self.outputs(block))),
-                self.beside.meant if self.beside else lambda site: None,
+                lambda: list(map(len, outputs)),
+                self.beside.meant if whole and self.beside else lambda site: None,
             )  # fmt: skip
         pools = _Pools(self.choice)
         return {site: pools.mixed(site, self.finished(block, site, sums)) for site, sums in gathered.items()}

@@ -182,6 +182,7 @@ def peak_memory(
     at_once: int = 1,
     drift: bool = False,
     gradients: bool = False,
+    sampled: bool = False,
 ) -> Peak:
     """Peak bytes of a job.
 
@@ -190,7 +191,8 @@ def peak_memory(
     bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
     `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
     one repeated forward. drift: the original model runs beside. gradients: the outputs' curvatures are
-    gathered first, and solved with.
+    gathered first, and solved with. sampled: a transform had those of `around` before, of some tokens, and has
+    left weights in float32 beside those that the block computes with.
     """
     element, hidden = shapes.element, shapes.hidden
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
@@ -208,6 +210,10 @@ def peak_memory(
         # suspended batches hold the states they began with, wherever those are kept
         here = moving if states == "host" and not (suspend and not transform) else held + moving
         running, solving = _steps(shapes, hessian, transform, suspend, search, drift)
+        if sampled:
+            aside = shapes.block * FLOAT32 if narrow else 0
+            looking = _steps(shapes, hessian, True, False, search)
+            running, solving = (max(a + aside, b) for a, b in zip((running, solving), looking, strict=True))
         verifying = block + _batch(shapes) + shapes.waiting + FLOAT32 * 4 * shapes.largest_linear
         verifying = rest + max(shapes.largest, verifying)
         # of an expert's layer, and of other experts that wait to be solved

@@ -211,13 +211,14 @@ def _memory(
         shapes,
         calibrated=bool(method.needs),
         hessian="hessian" in method.needs,
-        transform=method.transform is not None,
+        transform=method.transform is not None and method.transform.sample == 1,
         suspend=mode == "suspend",
         tables=method.tables,
         states=states if accelerated else None,
         at_once=at_once,
         drift="drift" in method.needs,
         gradients="curvature" in method.needs,
+        sampled=method.transform is not None and method.transform.sample < 1,
     )
     beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
     if not beside:

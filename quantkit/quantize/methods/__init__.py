@@ -70,7 +70,8 @@ class Work:
     forwards: passes of all tokens through a block; none where no calibration is needed. products: operations
     spent on each linear, in `out · in²`. seconds: per weight and core, quick and slow, for all that is no
     matrix product. a100_minutes: per billion parameters, quick and slow; published: whose. transform: it
-    rewrites a block by the statistics of all its sites. outside: embedding and head are encoded, too, the
+    rewrites a block by the statistics of all its sites. sample: one does so before, by so many of the tokens.
+    outside: embedding and head are encoded, too, the
     latter by its own second moments, for which all tokens run through the blocks once more. tables: bytes
     that making look-up tables takes for a moment, on the host.
     """
@@ -81,6 +82,7 @@ class Work:
     a100_minutes: tuple[float, float] | None = None
     published: str = ""
     transform: bool = False
+    sample: float = 0.0
     outside: bool = False
     tables: int = 0
 
@@ -130,7 +132,7 @@ def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
     from quantkit.quantize.solvers.yaqa import YaqaSolver
 
     if options.solver == "rtn":
-        return RtnSolver(weighted=weighted or bool(scaling(getattr(options, "transform", "none"))))
+        return RtnSolver(weighted=weighted or "awq" in transform_parts(getattr(options, "transform", "none")))
     kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
     return kind(options.damp, act_order, options.refine, options.target)
 
@@ -179,17 +181,19 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
 
 ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
 TRANSFORMS = ("awq", "auto", *ROTATIONS)
-TRANSFORM_HELP = (
-    "What is rewritten before rounding, so that the model computes the same: awq scales columns that meet "
-    "large activations; auto, those where the solver loses less by it; rotate turns the hidden states and "
-    "the values inside attention (a tied head grows the file), rotate-v the values alone; none. Two are "
-    "joined by +, such as rotate+awq."
-)
+TRANSFORM = "auto"
 
 
-def transform_option(default: str) -> Any:
+def transform_option() -> Any:
     """The field of a method's Options that says `--transform`."""
-    return option(default, TRANSFORM_HELP, names=("none", *TRANSFORMS))
+    return option(
+        TRANSFORM,
+        "What is rewritten before rounding so that the model computes the same. auto: where --solver gptq "
+        "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
+        "what round to nearest loses; rotate: the hidden states are, and values inside attention, for which "
+        "a tied head becomes a tensor of its own; rotate-v: the values alone; rotate+auto: both; none.",
+        names=("none", *TRANSFORMS),
+    )
 
 
 def transform_parts(value: str) -> tuple[str, ...]:
@@ -205,24 +209,27 @@ def transform_parts(value: str) -> tuple[str, ...]:
     return parts
 
 
-def scaling(value: str) -> tuple[str, ...]:
-    """The parts of `--transform VALUE` that rewrite block by block."""
-    return tuple(part for part in transform_parts(value) if part not in ROTATIONS)
-
-
 def rotation(options: Any) -> str | None:
     """The part of a method's `--transform` that turns the whole model."""
     parts = transform_parts(getattr(options, "transform", "none"))
     return next((part for part in parts if part in ROTATIONS), None)
 
 
-def block_transform(value: str, solver: Solver) -> Transform | None:
-    """What rewrites each block before `solver` is at work on it, by `--transform VALUE`."""
-    from quantkit.quantize.transforms.awq import AwqTransform
+def transform_suffix(value: str) -> str:
+    """What a transform other than the default adds to derived names, such as `-awq`."""
+    return "" if value == TRANSFORM else f"-{value}"
 
-    parts = scaling(value)
-    if "auto" in parts:
-        return AwqTransform()
+
+def block_transform(value: str, solver: Solver) -> Transform | None:
+    """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it is,
+    so that it needs no text."""
+    from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.transforms.awq import AwqTransform
+    from quantkit.quantize.transforms.feedback import FeedbackScaling
+
+    parts = transform_parts(value)
+    if "auto" in parts and not isinstance(solver, RtnSolver):
+        return FeedbackScaling(solver=solver)
     return AwqTransform() if "awq" in parts else None
 
 

@@ -21,11 +21,11 @@ from quantkit.quantize.methods import (
     check_feedback,
     check_target,
     refuse_override,
-    scaling,
     solver,
     target_option,
     transform_option,
     transform_parts,
+    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 UNUSED = ("override", "towers", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
-WORK = Work(1, 9, (0.3e-6, 1.6e-6), (1.4, 8), GPTQ_PUBLISHED, outside=True)
+WORK = Work(1, 10, (0.35e-6, 1.9e-6), (1.4, 8), GPTQ_PUBLISHED, sample=1 / 8, outside=True)
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Options:
     )
     damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
-    transform: str = transform_option("none")
+    transform: str = transform_option()
     target: Literal["own", "original"] = target_option()
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `Q4_K_M.gguf`."""
-    return f"{stored_as(options)}.gguf"
+    return f"{stored_as(options)}{transform_suffix(options.transform)}.gguf"
 
 
 def stored_as(options: Options) -> str:
@@ -111,11 +111,10 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     check_feedback(options.damp, options.refine)
-    transform_parts(options.transform)
-    if scaling(options.transform) and options.solver == "rtn":
+    if "awq" in transform_parts(options.transform) and options.solver == "rtn":
         raise QuantkitError(
             f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
-            "leave out the scaling",
+            "leave it out, or choose --solver gptq",
             USAGE,
         )
     check_target(options.target, options.solver)

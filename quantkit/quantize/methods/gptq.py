@@ -23,6 +23,7 @@ from quantkit.quantize.methods import (
     target_option,
     transform_option,
     transform_parts,
+    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
-WORK = Work(1, 9, (0.25e-6, 1e-6), (1.4, 4), GPTQ_PUBLISHED)
+WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), GPTQ_PUBLISHED, sample=1 / 8)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Options:
         "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
         "times the time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
     )
-    transform: str = transform_option("none")
+    transform: str = transform_option()
     layout: Literal["gptq", "compressed-tensors"] = option(
         "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
     )
@@ -68,7 +69,8 @@ def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = "-ct" if options.layout == "compressed-tensors" else ""
-    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym") + layout
+    changed = transform_suffix(options.transform)
+    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym") + changed + layout
 
 
 def check(options: Options) -> None:

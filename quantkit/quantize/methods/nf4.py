@@ -19,6 +19,7 @@ from quantkit.quantize.methods import (
     target_option,
     transform_option,
     transform_parts,
+    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -45,14 +46,15 @@ class Options:
     )
     damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
-    transform: str = transform_option("none")
+    transform: str = transform_option()
     target: Literal["own", "original"] = target_option()
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `nf4-gptq`."""
+    changed = transform_suffix(options.transform)
     solver = "" if options.solver == "rtn" else f"-{options.solver}"
-    return "nf4" + solver + ("" if options.double_quant else "-single")
+    return "nf4" + solver + changed + ("" if options.double_quant else "-single")
 
 
 def check(options: Options) -> None:

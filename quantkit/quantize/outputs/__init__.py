@@ -108,7 +108,9 @@ class Summary:
     """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
     and bytes of what is no linear. left_out: modules that were not written, in bytes. towers: linears beside
     the blocks that were rounded; copied: bytes of what lies there untouched, by module. steps_down: what it
-    did to get along with less memory than planned."""
+    did to get along with less memory than planned. scaled: what a transform did to columns of a linear:
+    `into`, what was divided, None where nothing can be; `spread`, the largest scale over the smallest;
+    `loss`, what is left of the loss, as estimated."""
 
     source: str
     output: str
@@ -128,6 +130,7 @@ class Summary:
     copied: dict[str, int]
     experts: ExpertTokens | None
     outlier_columns: dict[str, int]
+    scaled: dict[str, dict]
     seconds: dict[str, float]
     steps_down: list[str]
 

@@ -46,6 +46,11 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
         )
     if rotation := manifest["job"].get("rotation"):
         lines.append(_rotated(rotation))
+    if scaled := [name for name, row in summary.scaled.items() if row["into"]]:
+        lines.append(
+            f"Columns of {count(len(scaled), 'linear')} were scaled before rounding, and what produces their "
+            "inputs divided by as much: the same function."
+        )
     if summary.kept:
         lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
     if summary.towers:

@@ -53,6 +53,7 @@ class Solved:
     fallback: why the solver asked for was not used; None when it was.
     notes: what else a user should know about this linear.
     outlier_columns: of its inputs, where LLM.int8 counted them.
+    scaled: how a transform scaled its columns; None where it did not.
     """
 
     weight: QuantizedWeight
@@ -61,6 +62,7 @@ class Solved:
     fallback: str | None = None
     notes: tuple[str, ...] = ()
     outlier_columns: int | None = None
+    scaled: dict | None = None
 
 
 def clipping(weight: QuantizedWeight) -> tuple[str, ...]:

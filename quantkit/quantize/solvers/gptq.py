@@ -67,6 +67,14 @@ class GptqSolver:
         weights = aimed(weights, statistics, self.damp)
         return site.solve(self.quantize, weights, grids, statistics.hessian)
 
+    def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
+        """`D [in]` of `H = U D Uᵀ` in the order in which columns are quantized: what a squared error in each
+        costs, once those behind it have made up for what they can. The bare diagonal where H has none."""
+        order = column_order(hessian.diagonal(), grid, self.act_order)
+        A, _ = factorize(hessian.index_select(0, order).index_select(1, order), self.damp)
+        found = hessian.diagonal().clone()
+        return found if A is None else found.index_copy_(0, order, A.diagonal().square())
+
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> site.Attempt:
         """`weights [out_k, in]`, as one matrix, on `grid`."""
         order = column_order(H.diagonal(), grid, self.act_order)
@@ -81,7 +89,7 @@ class GptqSolver:
         if grid.spans_matrix:
             params = stack([grid.fit_matrix(weight) for weight in weights])
             fixed = [group(params, k) for k in places(order, grid).tolist()]
-        chosen = sweep(Wt, *pivots(A), grid, fixed)
+        chosen = sweep(Wt, *unit_upper(A), grid, fixed)
         if self.refine:
             del A
             (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
@@ -98,7 +106,7 @@ def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) ->
     return weights if factor is None else target.moved(weights, statistics, factor)
 
 
-def pivots(A: Tensor) -> tuple[Tensor, Tensor]:
+def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
     """U, unit upper triangular, and D of `A Aᵀ = U diag(D) Uᵀ`; A is used up."""
     D = A.diagonal().square()
     return A.div_(A.diagonal().clone()), D

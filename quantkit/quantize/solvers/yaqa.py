@@ -35,7 +35,7 @@ from quantkit.quantize.solvers.gptq import (
     assembled,
     column_order,
     factorize,
-    pivots,
+    unit_upper,
     places,
     sweep,
 )
@@ -64,6 +64,10 @@ class YaqaSolver:
     @property
     def _one_sided(self) -> GptqSolver:
         return GptqSolver(self.damp, self.act_order, self.refine, self.target)
+
+    def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
+        """See GptqSolver."""
+        return self._one_sided.pivots(hessian, grid)
 
     def solve(
         self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
@@ -119,7 +123,7 @@ class YaqaSolver:
             fixed = [group(params, k) for k in places(order, grid).tolist()]
         Wt = weight.t().index_select(0, order).index_select(1, rows)
         vectors = partial(refine_vectors, grid=grid, hessian=H, cycles=self.refine)
-        chosen = feedback(Wt, *pivots(A), B, grid, fixed, vectors if grid.vector_size > 1 else None)
+        chosen = feedback(Wt, *unit_upper(A), B, grid, fixed, vectors if grid.vector_size > 1 else None)
         del A, B
         if grid.vector_size == 1:
             descent = Descent(Wt, chosen, grid, H, G)

@@ -49,24 +49,30 @@ class Transformed:
 
     statistics: of every site with linears, as its inputs are now. changed: parameters with new values, by
     name in the block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the
-    original weight to nearest. notes: by linear, what a user should know. pending: linears that were away and
-    are to change. expert: does to one expert what is left to do, when its linears are in memory and none is
-    away; the view has the statistics of its sites. row_factors: by linear, what its rows were multiplied by,
-    `[out]`.
+    original weight to nearest. notes: by linear, what a user should know. scaled: by linear, what is recorded
+    of the scale of its columns. divided_by: by site, the scale of its inputs, `[in]`. row_factors: by linear,
+    what its rows were multiplied by, `[out]`. exact: by linear, the weight to be quantized, `[out, in]` float32,
+    where the block holds it rounded to what it computes in. pending: linears that were away and are to change.
+    expert: does to one expert what is left to do, when its linears are in memory and none is away; the view has
+    the statistics of its sites.
     """
 
     statistics: dict[Site, SiteStatistics]
     changed: set[str] = field(default_factory=set)
     rtn_errors: dict[str, float] = field(default_factory=dict)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    scaled: dict[str, dict] = field(default_factory=dict)
+    exact: dict[str, Tensor] = field(default_factory=dict)
     pending: frozenset[str] = frozenset()
     expert: Callable[[BlockView, Sequence[str]], Transformed] | None = None
     row_factors: dict[str, Tensor] = field(default_factory=dict)
+    divided_by: dict[Site, Tensor] = field(default_factory=dict)
 
     def amend(self, name: str, solved: Solved) -> Solved:
         """A linear's result with what is known of it before the transform."""
         notes = (*self.notes.get(name, ()), *solved.notes)
-        return replace(solved, rtn_error=self.rtn_errors.get(name, solved.rtn_error), notes=notes)
+        rtn_error = self.rtn_errors.get(name, solved.rtn_error)
+        return replace(solved, rtn_error=rtn_error, notes=notes, scaled=self.scaled.get(name))
 
     def curvature(self, name: str, found: Tensor | None) -> Tensor | None:
         """That at the outputs of a linear as they are now, for G of the original ones; `found` is used up.
@@ -80,9 +86,12 @@ class Transformed:
 
 class Transform(Protocol):
     """Applied to every block before any of its sites is solved, and to experts that are away then, one by
-    one, before theirs are. `needs`: fields of SiteStatistics."""
+    one, before theirs are. `needs`: fields of SiteStatistics. `sample`: share of the calibration tokens that
+    is enough to choose by. Below 1 experts stay as they are: no statistics of theirs are gathered, and all
+    sites are then measured in order, by all tokens."""
 
     needs: frozenset[str]
+    sample: float
 
     def apply(self, view: BlockView) -> Transformed:
         """Rewrite the block in place."""

@@ -20,7 +20,7 @@ is what is inside them, when each comes into memory to be quantized (`Later`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -50,6 +50,8 @@ class AwqTransform:
 
     n_grid: int = 20
     needs = frozenset({"hessian", "magnitude"})
+    sample = 1.0
+    enough = 1.0  # share of the loss as it is that a scale has to stay below
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
@@ -77,7 +79,7 @@ class AwqTransform:
         )
         experts = list(inside.experts(here, later.entering, later.folded, later.known))
         hidden = {site for expert in experts for site in expert.sites}
-        _leave(here, [site for site in here.statistics if site not in later.folded | hidden], result)
+        self._leave(here, [site for site in here.statistics if site not in later.folded | hidden], result)
         columns: dict[str, Tensor] = {}
         for fold in folds:
             columns |= self._scale(view, fold, result)
@@ -85,7 +87,7 @@ class AwqTransform:
             inner = Transformed(dict(expert.view.statistics))
             found = expert.find_folds()
             own = {site for fold in found for site in fold.sites}
-            _leave(expert.view, [site for site in expert.view.statistics if site not in own], inner)
+            self._leave(expert.view, [site for site in expert.view.statistics if site not in own], inner)
             for fold in found:
                 self._scale(expert.view, fold, inner)
             expert.tell(inner, result)
@@ -95,22 +97,25 @@ class AwqTransform:
         """Search the scale of a fold and fold it. Returns those of columns of linears that are away."""
         sites = [site for site in fold.sites if site in view.statistics]
         here = [site for site in sites if not view.is_away(site)]
-        if not sites:
+        if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
             return {}
-        for site in here:
-            losses = _measured(view, site, result)
+        measured = [self.measured(view, site, result) for site in here]
         entering = _entering(view, sites)
-        if len(fold.sites) > 1 or not here:
-            losses = Losses(_sampled(view, sites, entering))
-        total = sum(part.tokens for part in entering.values()) or 1
-        shares = [(part.magnitude, part.tokens / total) for part in entering.values()]
-        magnitude = sum(part * share for part, share in shares) if len(shares) > 1 else shares[0][0]
-        scale = search(losses, fold.producer.tied(magnitude), self.n_grid)
+        alone = measured[-1] if len(fold.sites) == 1 and here else None
+        losses = alone or self.losses(_sampled(view, sites, entering, self.rounded_on))
+        before, total = sum(losses.plain), sum(part.tokens for part in entering.values()) or 1
+        shares = [(part, part.tokens / total) for part in entering.values()]
+        scale = self.search(losses, fold.producer, shares)
         if scale is None:
             return {}
         scale, new = divided(view, fold.producer, scale)
-        if not losses.of(scale, limit=sum(losses.plain)) < sum(losses.plain):
+        after = losses.of(scale, limit=float(before))
+        if not after < self.enough * before:
             return {}
+        names = [name for site in sites for name in _quantized(view, site)]
+        spread = (scale.max() / scale.min()).item()
+        scaled = {"into": fold.producer.name, "spread": spread, "loss": after / float(before)}
+        result.scaled.update(dict.fromkeys(names, scaled))
         for name, tensor in new.items():
             assign(view.block, name, tensor)
         producer, factor = fold.producer.name, fold.producer.factor(view.block, scale)
@@ -122,7 +127,41 @@ class AwqTransform:
         result.changed.update(new, columns)
         for site in here:
             result.statistics[site] = view.statistics[site].divided(scale)
+            result.divided_by[site] = scale
         return {name.removesuffix(".weight"): scale for name in fold.columns if name in away}
+
+    @staticmethod
+    def rounded_on(grid: Grid) -> Grid:
+        """What candidates are rounded on."""
+        return grid.plain()
+
+    def losses(self, readers: Sequence[Reader]) -> Losses:
+        """What these lose, by scale."""
+        return Losses(readers)
+
+    def measured(self, view: BlockView, site: Site, result: Transformed) -> Losses:
+        """A site's losses; the errors of rounding its linears as they are go into `result`."""
+        readers = _readers(view, site)
+        losses = self.losses(readers)
+        for name, reader, loss in zip(_quantized(view, site), readers, losses.plain, strict=True):
+            full = row_losses(reader.weight, reader.hessian).sum().clamp(min=1e-30)
+            result.rtn_errors[name] = (loss / full).item()
+        return losses
+
+    def search(
+        self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
+    ) -> Tensor | None:
+        """The scale `[in]` of least loss, None where none is best. entering: what enters, and its share of
+        all tokens."""
+        shares = [part.magnitude * share for part, share in entering]
+        magnitude = sum(shares) if len(shares) > 1 else entering[0][0].magnitude
+        return search(losses, producer.tied(magnitude), self.n_grid)
+
+    def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
+        """Note that these sites have nothing to fold scales into."""
+        for site in sites:
+            self.measured(view, site, result)
+            result.notes.update(dict.fromkeys(_quantized(view, site), (UNFOLDED,)))
 
 
 @dataclass(frozen=True)
@@ -143,7 +182,7 @@ class Later:
         with in_float32(view, result.changed, [*linears, *(f"{layer}.{name}" for name in beside)]):
             for site in view.statistics:
                 if site in self.folded:
-                    _measured(view, site, result)
+                    self.transform.measured(view, site, result)
             for name in linears:
                 if name in columns:
                     weight = view.block.get_submodule(name).weight
@@ -156,26 +195,17 @@ class Later:
         return result
 
 
-def _leave(view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
-    """Note that these sites have nothing to fold scales into."""
-    for site in sites:
-        _measured(view, site, result)
-        result.notes.update(dict.fromkeys(_quantized(view, site), (UNFOLDED,)))
 
 
 def _quantized(view: BlockView, site: Site) -> list[str]:
     return [name for name in site.linears if view.grids[name]]
 
 
-def _measured(view: BlockView, site: Site, result: Transformed) -> Losses:
-    """A site's losses; the errors of rounding its linears as they are go into `result`."""
+def _readers(view: BlockView, site: Site) -> list[Reader]:
+    """All rows that read at a site."""
     hessian = view.statistics[site].hessian
     weights = {name: view.block.get_submodule(name).weight for name in _quantized(view, site)}
-    losses = Losses([Reader(part, view.grids[name].plain(), hessian) for name, part in weights.items()])
-    for (name, weight), loss in zip(weights.items(), losses.plain, strict=True):
-        full = row_losses(weight, hessian).sum().clamp(min=1e-30)
-        result.rtn_errors[name] = (loss / full).item()
-    return losses
+    return [Reader(part, view.grids[name].plain(), hessian) for name, part in weights.items()]
 
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
@@ -187,14 +217,19 @@ def _place(site: Site) -> Site:
     return Site((), site.pool) if site.pool else site
 
 
-def _sampled(view: BlockView, sites: Sequence[Site], entering: Mapping[Site, SiteStatistics]) -> list[Reader]:
+def _sampled(
+    view: BlockView,
+    sites: Sequence[Site],
+    entering: Mapping[Site, SiteStatistics],
+    rounded_on: Callable[[Grid], Grid] = Grid.plain,
+) -> list[Reader]:
     """An even sample of the rows that read at several sites, each counted by the tokens that reach it."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
     step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
     total = max(statistics.tokens for statistics in entering.values()) or 1
     alike: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
-        alike.setdefault((_place(site), view.grids[name].plain()), []).append((site, name))
+        alike.setdefault((_place(site), rounded_on(view.grids[name])), []).append((site, name))
     readers = []
     for (place, grid), found in alike.items():
         hessian = entering[place].hessian
@@ -245,6 +280,7 @@ class Losses:
     """
 
     def __init__(self, readers: Sequence[Reader]):
+        self.readers = readers
         self.plain: list[Tensor] = []
         lost: list[tuple[float, Reader]] = []
         for reader in readers:

@@ -40,6 +40,8 @@ class Expert:
         result.rtn_errors.update({f"{self.prefix}{name}": error for name, error in inner.rtn_errors.items()})
         result.notes.update({f"{self.prefix}{name}": notes for name, notes in inner.notes.items()})
         result.row_factors.update({f"{self.prefix}{name}": part for name, part in inner.row_factors.items()})
+        for name, scaled in inner.scaled.items():
+            result.scaled[f"{self.prefix}{name}"] = scaled | {"into": f"{self.prefix}{scaled['into']}"}
         result.statistics.update({site: inner.statistics[own] for site, own in self.sites.items()})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +34,19 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
         tensor = getattr(module, leaf).detach()
         tensor = view.stored(name, tensor) if name in changed else tensor
         setattr(module, leaf, nn.Parameter(tensor.to(dtypes[name]), requires_grad=False))
+
+
+def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Let linears compute in these dtypes again; weights that this rounds, float32, by name."""
+    exact = {}
+    for name, dtype in dtypes.items():
+        module = block.get_submodule(name)
+        if module.weight.dtype != dtype:
+            weight = module.weight.detach()
+            module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            if not torch.equal(module.weight.float(), weight):
+                exact[name] = weight
+    return exact
 
 
 def divided(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -53,10 +53,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Rotated:
-    """The checkpoint as it is read through the rotations. record: what the manifest says of them; notes: for
-    the user."""
+    """The checkpoint as it is read through the rotations. turned: what is, in words; record: what the
+    manifest says of it; notes: what else the user should know."""
 
     checkpoint: Checkpoint
+    turned: str
     record: dict
     notes: tuple[str, ...] = ()
 
@@ -80,6 +81,7 @@ def rotate(skeleton: Skeleton, asked: str, progress: Progress, prove: bool = Tru
     for residual in [True, False] if finder.rest else [False]:
         found = finder.rotated(residual, refused)
         if found and (not prove or finder.same(found, progress)):
+            progress.phase(f"rotated: {found.turned}")
             return found
         if residual:
             refused = "the model computes otherwise when they are rotated"
@@ -193,18 +195,20 @@ class _Finder:
             "seed": self.seed,
             "untied_bytes": sum(i.nbytes for i in found.infos.values()) - found.stored_bytes,
         }
-        return Rotated(found, record, tuple(self._notes(record, refused)))
+        return Rotated(found, self._turned(record), record, tuple(self._notes(record, refused)))
 
-    def _notes(self, record: Mapping, refused: str) -> Iterator[str]:
-        """What the user is to know."""
+    def _turned(self, record: Mapping) -> str:
         turned = []
         if width := record["residual"]:
             kind = "Hadamard" if self.turns.is_hadamard else "random orthogonal"
             turned.append(f"the residual stream of {width} channels ({kind})")
         if blocks := record["values"]:
             turned.append(f"attention's values in {count(blocks, 'block')} of {len(self.kinds)}")
-        yield f"rotated: {', '.join(turned)}"
-        if self.residual and not width:
+        return " and ".join(turned)
+
+    def _notes(self, record: Mapping, refused: str) -> Iterator[str]:
+        """What the user should know beside that."""
+        if self.residual and not record["residual"]:
             yield f"the residual stream is not rotated: {refused}"
         if untied := record["untied_bytes"]:
             yield (

@@ -12,7 +12,7 @@ from quantkit.quantize.transforms.rotation.heads import Heads
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
 from quantkit.quantize.transforms.rotation.stream import Norm, Stream
 
-ROWS_AT_ONCE = 1 << 22  # weights that are turned together
+AT_ONCE = 1 << 22  # weights that are turned together
 Get = Callable[[str], Tensor]  # a parameter's values before, float32
 
 
@@ -25,16 +25,16 @@ class Turn:
     by: Orthogonal
     channels: Tensor | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The tensor, turned."""
+    def apply(self, tensor: Tensor) -> None:
+        """Turn a float32 tensor in place, so many weights at a time."""
         rows = tensor.movedim(self.axis, -1)
-        if self.channels is None:
-            found = self.by.turn(rows.unflatten(-1, (-1, self.by.width))).flatten(-2)
-        else:
-            channels = self.channels.to(tensor.device)
-            found = rows.clone()
-            found[..., channels] = self.by.turn(rows[..., channels])
-        return found.movedim(-1, self.axis)
+        step = max(1, AT_ONCE // rows.shape[-1])
+        for part in rows.split(step) if rows.ndim > 1 else [rows]:
+            if self.channels is None:
+                part.copy_(self.by.turn(part.unflatten(-1, (-1, self.by.width))).flatten(-2))
+            else:
+                channels = self.channels.to(part.device)
+                part[..., channels] = self.by.turn(part[..., channels])
 
 
 @dataclass
@@ -53,7 +53,8 @@ class Edit:
         return all(turn.axis == -1 for turn in self.turns) and (self.gain is None or self.gain[2] == -1)
 
     def of(self, tensor: Tensor, get: Get, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The parameter's new values, in `dtype`; products are float32. A large one is turned in parts."""
+        """The parameter's new values, in `dtype`; products are float32. Of one whose rows are turned each by
+        itself, such as an embedding, no more than a part is held in float32."""
         if self.fill is not None:
             return torch.full_like(tensor, self.fill, dtype=dtype)
         if self.over:
@@ -62,13 +63,13 @@ class Edit:
         if self.gain:
             gain = _acting(*self.gain[:2], get).to(tensor.device)
             gain = gain.reshape(-1, *[1] * (-self.gain[2] - 1))
-        rows = max(1, ROWS_AT_ONCE // tensor.shape[-1]) if self.by_rows and tensor.ndim == 2 else len(tensor)
+        rows = max(1, AT_ONCE // tensor.shape[-1]) if self.by_rows and tensor.ndim == 2 else len(tensor)
         found = torch.empty_like(tensor, dtype=dtype)
         for start in range(0, len(tensor), rows):
-            part = tensor[start : start + rows].float()
-            part = part if gain is None else part * gain
+            part = tensor[start : start + rows].to(torch.float32, copy=True)
+            part = part if gain is None else part.mul_(gain)
             for turn in self.turns:
-                part = turn.of(part)
+                turn.apply(part)
             found[start : start + rows] = part
         return found
 

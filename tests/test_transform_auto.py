@@ -1,0 +1,245 @@
+"""--transform: what it takes, and `auto` by slow literal references and in whole jobs."""
+
+import blocks
+import jobs
+import pytest
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.grids.affine import AffineGrid
+from quantkit.models.containers.gguf_file import read_header
+from quantkit.quantize import methods, staging
+from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.transforms.awq import AwqTransform, Reader
+from quantkit.quantize.transforms.feedback import FedReader, FeedbackScaling, candidate
+
+RUN = {"batch_size": 2, "dtype": "float32"}
+SMALL = {"group_size": 32}
+NORMS = "input_layernorm", "post_attention_layernorm"
+
+
+@pytest.fixture
+def twin(tiny_model):
+    """`twin("llama")`: a tiny model with a few channels that its norms make large and its linears small."""
+
+    def make(family: str, **arguments):
+        folder = tiny_model(family, tokenizer=True, num_hidden_layers=2, **arguments)
+
+        def spread(name: str, tensor: torch.Tensor) -> None:
+            if name.endswith(NORMS[0] + ".weight") or name.endswith(NORMS[1] + ".weight"):
+                tensor[[3, 40]] *= 32
+            elif tensor.ndim == 2 and name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj")):
+                tensor[:, [3, 40]] /= 32
+            elif tensor.ndim == 2 and name.rpartition(".")[0].endswith(("gate_proj", "up_proj")):
+                tensor[:, [3, 40]] /= 32
+
+        return jobs.rewrite(folder, spread)
+
+    return make
+
+
+# ---- what --transform says
+
+
+def test_parts_are_joined_by_plus():
+    assert methods.transform_parts("none") == ()
+    assert methods.transform_parts("awq") == ("awq",)
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [("quip", "no transform 'quip'"), ("awq+none", "no transform 'none'"), ("awq+auto", "two of a kind")],
+)
+def test_what_makes_no_sense_is_refused(value, said):
+    for method in ("gptq", "nf4", "gguf"):
+        module = methods.load(method)
+        with pytest.raises(QuantkitError, match=said):
+            module.check(module.Options(transform=value))
+
+
+@pytest.mark.parametrize("method", ["gptq", "nf4"])
+def test_a_method_with_a_solver_composes_it(method):
+    module = methods.load(method)
+
+    def built(**options):
+        return module.build(module.Options(**options))
+
+    assert isinstance(built(solver="gptq").transform, FeedbackScaling)
+    assert built(solver="gptq", transform="none").transform is None
+    assert type(built(solver="gptq", transform="awq").transform) is AwqTransform
+    assert type(built(solver="rtn", transform="awq").transform) is AwqTransform
+    assert not built(solver="rtn").needs  # auto is about error feedback: without it, no text
+    names = {module.suffix(module.Options(transform=value)) for value in ("none", "awq", "auto")}
+    assert len(names) == 3
+
+
+def test_tensors_that_ggml_encodes_are_not_scaled():
+    gguf = methods.load("gguf")
+    gguf.check(gguf.Options(solver="rtn"))
+    with pytest.raises(QuantkitError, match="--transform awq is for --solver gptq"):
+        gguf.check(gguf.Options(solver="rtn", transform="awq"))
+
+
+# ---- the estimate
+
+
+def moments(features: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(400, features, generator=generator) @ torch.randn(features, features, generator=generator)
+    return 2 / 400 * x.T @ x
+
+
+def test_pivots_are_what_elimination_from_the_last_column_leaves():
+    H, solver = moments(12), GptqSolver(damp=0.01, act_order="none")
+    left = H.double() + 0.01 * H.diagonal().mean() * torch.eye(12)
+    expected = []
+    for j in reversed(range(12)):
+        expected.append(left[j, j].item())
+        left = left[:j, :j] - torch.outer(left[:j, j], left[j, :j]) / left[j, j]
+    found = solver.pivots(H, AffineGrid(4, 4))
+    assert found.tolist() == pytest.approx(expected[::-1], rel=1e-3)
+    order = torch.argsort(H.diagonal(), descending=True)
+    moved = GptqSolver(act_order="full").pivots(H, AffineGrid(4, 4))
+    direct = solver.pivots(H[order][:, order], AffineGrid(4, 4))
+    torch.testing.assert_close(moved[order], direct)
+
+
+def test_a_loss_is_the_sum_of_pivots_times_squared_rounding_errors():
+    generator = torch.Generator().manual_seed(2)
+    weight, scale = torch.randn(5, 16, generator=generator), torch.rand(16, generator=generator) + 0.5
+    grid, H, share = AffineGrid(3, 8), moments(16), torch.tensor([1.0, 0.5, 2.0])
+    pivots = GptqSolver().pivots(H, grid)
+    reader = FedReader.of(Reader(weight, grid, H, share.repeat(2)[:5]), GptqSolver(), 2)
+    expected = 0.0
+    for row, count in zip(weight[::2], (1.0, 2.0, 0.5), strict=True):
+        for low in (0, 8):
+            span = slice(low, low + 8)
+            part = (row * scale)[span][None]
+            values = grid.decode(*rounded(grid, part, (pivots / scale**2)[span]))
+            expected += count * ((values - part)[0] ** 2 * (pivots / scale**2)[span]).sum().item()
+    # a fit is the same whether rows come alone or together
+    assert reader.loss(scale).item() == pytest.approx(expected, rel=1e-5)
+
+
+def rounded(grid, part, importance):
+    params = grid.fit(part, importance)
+    return grid.round(part, params), params
+
+
+def test_candidates_undo_what_a_norm_did_to_the_columns():
+    """Columns divided by 32, whose inputs are as much larger: scales take back all of it if b + a = 1."""
+    weight, grid, factor = torch.randn(8, 16), AffineGrid(4, 16), torch.ones(16)
+    factor[[3, 7]] = 32
+    H = moments(16)
+    for b, a in ((1.0, 0.0), (0.5, 0.5)):
+        plain, made = (
+            candidate([FedReader(w, grid, h, pivots=h.diagonal())], b, a)
+            for w, h in ((weight, H), (weight / factor, H * factor * factor[:, None]))
+        )
+        torch.testing.assert_close(made - plain, factor.log(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_block_computes_the_same_and_its_columns_are_alike(twin):
+    bench = blocks.load(twin("llama"))
+    before = bench.run()
+    view = bench.view(lambda name: AffineGrid(4, 32), bench.statistics())
+    transformed = FeedbackScaling(solver=GptqSolver()).apply(view)
+    torch.testing.assert_close(bench.run(), before, rtol=1e-4, atol=1e-4)
+    columns = bench.block.mlp.gate_proj.weight.square().mean(0).sqrt()
+    assert columns.max() / columns.min() < 6 and transformed.scaled["mlp.gate_proj"]["spread"] > 16
+    assert transformed.scaled["mlp.gate_proj"]["loss"] < 0.9
+    assert transformed.scaled["mlp.gate_proj"]["into"] == NORMS[1]
+
+
+# ---- whole jobs
+
+
+@pytest.mark.processor
+def test_auto_loses_less_on_outlier_channels_and_says_what_it_did(twin, tmp_path):
+    model, text = twin("llama", dtype="bfloat16"), jobs.calibration(tmp_path)
+    run = {"batch_size": 2, "dtype": "bfloat16", "calibration": text}  # weights wait in float32 beside it
+    plain = jobs.quantize("gptq", model, tmp_path / "none", SMALL | {"transform": "none"}, **run)
+    prepared = jobs.prepare("gptq", model, tmp_path / "auto", SMALL, **run)
+    auto = jobs.loop.run(prepared, jobs.Progress())
+    assert auto.error < 0.9 * plain.error and not plain.scaled
+    rows = jobs.manifest(tmp_path / "auto")
+    scaled = {name for name, row in rows.items() if row.get("scaled")}
+    assert scaled == set(auto.scaled) and len([n for n in scaled if n.endswith(("q_proj", "up_proj"))]) == 4
+    assert "were scaled before rounding" in (tmp_path / "auto" / "README.md").read_text()
+    repeated = tmp_path / "repeated"
+    jobs.quantize("gptq", model, repeated, SMALL, sequential="repeat", **run)
+    both = jobs.tensors(tmp_path / "auto"), jobs.tensors(repeated)
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+    norms = [name for name in both[0] if name.endswith(NORMS[1] + ".weight")]
+    source = jobs.tensors(model)
+    assert all(not torch.equal(both[0][name], source[name]) for name in norms)
+
+
+def test_a_resumed_job_writes_the_same_bytes(twin, tmp_path, monkeypatch):
+    model, text = twin("llama"), jobs.calibration(tmp_path)
+    options = {"solver": "gptq"}
+    jobs.quantize("nf4", model, tmp_path / "whole", options, calibration=text, **RUN)
+    write = staging.Staging.write_block
+
+    def stop(self, index, *rest):
+        if index:
+            raise KeyboardInterrupt
+        write(self, index, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(staging.Staging, "write_block", stop)
+        jobs.quantize("nf4", model, tmp_path / "out", options, calibration=text, **RUN)
+    with pytest.raises(QuantkitError, match="--transform .auto there, none here"):
+        other = options | {"transform": "none"}
+        jobs.quantize("nf4", model, tmp_path / "out", other, calibration=text, resume=True, **RUN)
+    jobs.quantize("nf4", model, tmp_path / "out", options, calibration=text, resume=True, **RUN)
+    assert jobs.contents(tmp_path / "out") == jobs.contents(tmp_path / "whole")
+    assert any(row["into"] for row in (r.get("scaled", {"into": None}) for r in rows_of(tmp_path / "out")))
+
+
+def rows_of(folder):
+    return jobs.manifest(folder).values()
+
+
+def test_gguf_files_hold_the_divided_norms(twin, tmp_path):
+    """The job reads the file back and compares what it computes; here: the norms are not the source's."""
+    model, text = twin("llama", hidden_size=256, intermediate_size=512), jobs.calibration(tmp_path)
+    place = tmp_path / "auto.gguf"
+    options = {"type": ("Q4_0",), "pre": "default"}
+    summary = jobs.quantize("gguf", model, place, options, calibration=text, **RUN)
+    info = read_header(place)[1]["blk.0.ffn_norm.weight"]
+    with place.open("rb") as file:
+        file.seek(info.offset)
+        norm = torch.frombuffer(bytearray(file.read(info.nbytes)), dtype=torch.float32)
+    source = jobs.tensors(model)["model.layers.0.post_attention_layernorm.weight"].float()
+    assert (source / norm).max() / (source / norm).min() > 8
+    assert summary.scaled["model.layers.0.mlp.up_proj"]["spread"] > 8
+
+
+def test_where_nothing_folds_the_job_says_so_and_writes_what_none_writes(twin, tmp_path):
+    model, text = twin("olmo2"), jobs.calibration(tmp_path)
+    options = SMALL | {"bits": 4}
+    summary = jobs.quantize(
+        "gptq", model, tmp_path / "auto", options, calibration=text, exclude=("o_proj|down_proj",), **RUN
+    )
+    assert len(summary.scaled) == 10 and not any(row["into"] for row in summary.scaled.values())
+    options |= {"transform": "none"}
+    jobs.quantize(
+        "gptq", model, tmp_path / "none", options, calibration=text, exclude=("o_proj|down_proj",), **RUN
+    )
+    both = jobs.tensors(tmp_path / "auto"), jobs.tensors(tmp_path / "none")
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[1])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
+    from quantkit.models import held
+
+    monkeypatch.setattr(held, "streams", lambda *_: streamed)
+    model, text = twin("mixtral"), jobs.calibration(tmp_path)
+    summary = jobs.quantize("gptq", model, tmp_path / "out", SMALL, calibration=text, **RUN)
+    scaled = {name for name, row in summary.scaled.items() if row["into"]}
+    assert scaled and not any("expert" in name for name in scaled)
+    source, written = jobs.tensors(model), jobs.tensors(tmp_path / "out")
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    assert torch.equal(source[norm], written[norm])
