@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ class Beside:
         self._skeleton, self._index = skeleton, index
         self._original, self._states = original, states
         self._where = torch.device("cpu") if original.on_host else skeleton.device
-        self._batch: ContextVar[int] = ContextVar("batch")  # each forward that is suspended has its own
+        # each forward that is suspended has its own; probing ones have none
+        self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {
             site: {} for site in wanted if site.linears and not site.pool and site.calls == 1
         }
@@ -57,8 +59,14 @@ class Beside:
 
     def run(self, k: int) -> Tensor:
         """The block's output on batch k of the states, as it computes now."""
-        self._batch.set(k)
-        return self._skeleton.run_block(self._index, self._states[k])
+        return self._run(self._states, k)
+
+    def _run(self, states: States, k: int) -> Tensor:
+        token = self._batch.set(k)
+        try:
+            return self._skeleton.run_block(self._index, states[k])
+        finally:
+            self._batch.reset(token)
 
     def meant(self, site: Site, k: int | None = None) -> Meant | None:
         """What batch k is in the original model where it has come to `site`; None where nothing is known.
@@ -93,18 +101,15 @@ class Beside:
 
     def _observe(self) -> list[Tensor]:
         """Let the original states through; returns what leaves the block."""
-
-        def run(k: int) -> Tensor:
-            self._batch.set(k)
-            return self._skeleton.run_block(self._index, self._original[k])
-
         with self._listen(self._theirs, self._where) as stack:
             for site, kept in self._inputs.items():
                 hook = self._block.get_submodule(site.place).register_forward_pre_hook(
                     lambda module, args, kept=kept: self._keep(kept, args[0], self._where)
                 )
                 stack.callback(hook.remove)
-            outputs = self._skeleton.in_step(self._index, run, len(self._original))
+            outputs = self._skeleton.in_step(
+                self._index, partial(self._run, self._original), len(self._original)
+            )
             return [output.to(self._where) for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
@@ -119,4 +124,5 @@ class Beside:
         return stack
 
     def _keep(self, kept: Batches, tensor: Tensor, where: torch.device) -> None:
-        kept[self._batch.get()] = tensor.to(where, copy=True)
+        if (k := self._batch.get()) is not None:
+            kept[k] = tensor.to(where, copy=True)
