@@ -322,6 +322,17 @@ def test_distill_learns_what_it_learns_on_the_cpu(both, make, source, text, meth
             assert torch.allclose(ours.floats[name], value, rtol=1e-3, atol=1e-6), name
 
 
+def test_gradients_flow_back_there(both, tiny_model, monkeypatch):
+    """Of a dense block and a mixture's; a backward pass adds up in another order there."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    sizes = SIZES | {"intermediate_size": 64, "num_hidden_layers": 1}
+    model = tiny_model("mixtral", tokenizer=True, **sizes)
+    folders = both("gptq", model, *SMALL, *CALIBRATED, "--solver", "yaqa")
+    on_cpu, on_far = (json.loads((folder / "quantkit.json").read_text()) for folder in folders)
+    errors = [{row["name"]: row.get("error") for row in found["linears"]} for found in (on_cpu, on_far)]
+    assert errors[1] == pytest.approx(errors[0], rel=0.02)
+
+
 # ---- what a device can and cannot do
 
 

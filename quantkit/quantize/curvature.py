@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
 from quantkit.quantize.backward import chunk_tokens, through_block, through_head
@@ -80,6 +80,10 @@ def gather(
             _refuse_without_gradients(skeleton)
             _Pass(skeleton, batches, scratch, progress).run(wanted)
         scratch.complete(map(_file, wanted))
+    except torch.OutOfMemoryError as error:
+        hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
+        message = f"{skeleton.device} ran out of memory while gradients flowed back"
+        raise QuantkitError(message, hint, RESOURCES) from error
     finally:
         skeleton.streams = streams
     return curvatures
@@ -104,15 +108,14 @@ class _Pass:
         first = min(names)
         self.total = depth + BACK * (depth - first)
         self._step(0)
-        source = lambda index: (None, False)  # noqa: E731
         states = embedded(self.batches, skeleton.embed, skeleton.device)
-        for index, _ in walk.blocks(skeleton, source):
+        for index, _ in walk.blocks(skeleton, _source):
             if index >= first:
                 self.scratch.write(_entering(index), _named(states))
             states.advance(skeleton.outputs(index, states))
             self._step(1)
         self._back_through_head(states)
-        for index, block in walk.blocks(skeleton, source, only=range(depth - 1, first - 1, -1)):
+        for index, block in walk.blocks(skeleton, _source, only=range(depth - 1, first - 1, -1)):
             self._back(index, block, states, names.get(index, ()))
             self._step(BACK)
 
@@ -191,7 +194,7 @@ def _refuse_without_gradients(skeleton: Skeleton) -> None:
     for index, block in enumerate(skeleton.blocks):
         kinds.setdefault(tuple(type(part) for part in block.modules()), index)
     ids = torch.arange(PROBE_TOKENS)[None] % skeleton.checkpoint.text_config.vocab_size
-    for index, block in walk.blocks(skeleton, lambda index: (None, False), only=list(kinds.values())):
+    for index, block in walk.blocks(skeleton, _source, only=list(kinds.values())):
         hidden = skeleton.embed(ids)
         run = partial(skeleton.trace_block, index, values={})
         _flowing(through_block, run, hidden, torch.ones_like(hidden), what=type(block).__name__)
@@ -208,6 +211,11 @@ def _flowing(step: Callable[..., Tensor | None], *arguments: object, what: str) 
     if found is None:
         raise _unfit(f"no gradient flows back through {what}")
     return found
+
+
+def _source(index: int) -> walk.Source:
+    """Where blocks are read from: as their weights are, whatever a layout does to activations."""
+    return None, True
 
 
 def _unfit(message: str) -> QuantkitError:

@@ -41,5 +41,5 @@ def of_expert(own: SiteStatistics, layer: SiteStatistics, in_features: int, choi
             return mine
         return mine.mul_(1 - share).add_(theirs, alpha=share) if share < 1 else theirs.clone()
 
-    names = [field.name for field in fields(own) if field.name != "tokens"]
+    names = [field.name for field in fields(own) if isinstance(getattr(own, field.name), Tensor)]
     return replace(own, **{name: mixed(name) for name in names})

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+LIST = "scratch.json"
+
 
 class Scratch:
     """Named files of tensors in `folder`, and what says that all of a kind are there.
@@ -21,7 +23,7 @@ class Scratch:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._list = folder / "scratch.json"
+        self._list = folder / LIST
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.safetensors"

@@ -28,6 +28,7 @@ from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.quantize import replacing
 from quantkit.quantize.fingerprint import differences
+from quantkit.quantize.scratch import LIST
 
 REST = "rest.safetensors"
 
@@ -90,12 +91,16 @@ class Staging:
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            if isinstance(error, DamagedError) or not (self._staged() or self.rest()):
+            if isinstance(error, DamagedError) or not (self._staged() or self.rest() or self._scratch()):
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
             self._writer.shutdown()
             self._lock.close()
+
+    def _scratch(self) -> bool:
+        """Whether gradients were gathered (`scratch`), which is most of the work."""
+        return (self.folder / LIST).exists()
 
     def _open(self, fingerprint: dict, resume: bool) -> None:
         stored = self.stored_fingerprint() if resume else None

@@ -95,8 +95,8 @@ class _Rows:
     ) -> tuple[Any, Tensor]:
         """Parameters with the best common factor on each row's values, and how these change."""
         values = self._values(levels, params)
-        along = inputs @ (residual * values)
-        power = inputs @ (values * (hessian @ values))
+        along = torch.mv((residual * values).t(), inputs)
+        power = torch.mv((values * (hessian @ values)).t(), inputs)
         factor = 1 + along / power.clamp(min=TINY)
         factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
         scaled = self.grid.scaled(params, factor)
@@ -105,7 +105,7 @@ class _Rows:
         loss = (change * (weighed - 2 * inputs[:, None] * residual)).sum(0)
         cross = self.others * (change.t() @ weighed)
         keep = loss + cross.sum(1) < 0
-        together = torch.dot(self.outputs * keep, loss + cross @ keep.float())
+        together = torch.dot(self.outputs * keep, loss + torch.mv(cross, keep.float()))
         keep &= together <= 0
         return select(keep, scaled, params), change * keep
 
