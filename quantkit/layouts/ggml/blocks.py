@@ -95,8 +95,8 @@ class Words:
 
 @dataclass(frozen=True)
 class Trits:
-    """256 codes 0, 1 and 2 in 52 bytes: five in each, `run` codes apart, but in the last bytes four. They are the
-    digits of a fraction of 243, highest first, which is stored as one of 256."""
+    """256 codes 0, 1 and 2 in 52 bytes: five in each, `run` codes apart, but in the last bytes four. They are
+    the digits of a fraction of 243, highest first, which is stored as one of 256."""
 
     source = "codes"
     runs = ((32, 5), (16, 5), (4, 4))
