@@ -146,9 +146,9 @@ def refine(
 def vector_sweep(weight: Tensor, hessian: Tensor, steps: Tensor, nearest: Callable) -> Tensor:
     """Values `[out, in]` where eight columns are chosen together, given each column's `steps [out, in]`.
 
-    As above with a block for a column (arXiv:2210.17323, equation 2; Optimal Brain Compression, arXiv:2208.11580,
-    equation 5): what a vector's error e costs is `e ([H⁻¹]_vv)⁻¹ eᵀ`, and it moves all remaining columns by
-    `-e ([H⁻¹]_vv)⁻¹ [H⁻¹]_v:`. `nearest(metric, y)` chooses levels `[8, out]` near `y [8, out]`.
+    As above with a block for a column (Optimal Brain Compression, arXiv:2208.11580, equation 5): a vector's
+    error e costs `e ([H⁻¹]_vv)⁻¹ eᵀ`, and moves all remaining columns by `-e ([H⁻¹]_vv)⁻¹ [H⁻¹]_v:`.
+    `nearest(metric, y)` chooses levels `[8, out]` near `y [8, out]`.
     """
     weight, inverse = weight.double().clone(), torch.linalg.inv(hessian.double())
     values = torch.zeros_like(weight)

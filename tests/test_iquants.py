@@ -1,5 +1,9 @@
-"""i-quants and ternary types: bytes against ggml's own encoder, vectors against every one there is, error feedback
-against the sweep written out."""
+"""i-quants and ternary types: bytes against ggml's own encoder, vectors against every one there is, error
+feedback against the sweep written out."""
+
+import hashlib
+import json
+from pathlib import Path
 
 import ggml_library
 import pytest
@@ -8,40 +12,74 @@ from reference_gptq import vector_sweep
 from test_ggml import WIDTH, importances, weights
 
 from quantkit.grids.ggml import MODULES, named
-from quantkit.grids.ggml.nearest import VectorSearch
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts.ggml.blocks import encode_rows
-from quantkit.models.llamacpp.file_types import NEED_IMPORTANCE
 from quantkit.quantize.solvers.gptq import GptqSolver, factorize, sweep
 from quantkit.quantize.solvers.loss import loss
 
 BOOKS = MODULES["iquants"]
 TYPES = (*BOOKS, *MODULES["iq1"], *MODULES["ternary"])
-ALWAYS = NEED_IMPORTANCE - {"IQ1_M", "IQ2_S", "IQ3_XXS"}  # without, ggml's encoder ends the process
+NEEDY = ("IQ2_XXS", "IQ2_XS", "IQ1_S")  # without importance ggml's encoder ends the process
+LIVE = ("IQ3_XXS", "IQ3_S", *MODULES["ternary"])  # ggml takes seconds to make the other types' tables
 needs_ggml = pytest.mark.skipif(ggml_library.library() is None, reason="xllamacpp is not installed")
+DIGESTS = Path(__file__).parent / "data" / "ggml_digests.json"
+
+
+def rows() -> torch.Tensor:
+    """Weights `[rows, 512]`, the same on every machine: sums of integers, in the units of powers of two."""
+    generator = torch.Generator().manual_seed(9)
+    normal = torch.randint(-4096, 4097, (12, 32, WIDTH), generator=generator).sum(0) * 2.0**-19
+    normal[8:16] *= 2.0 ** torch.randint(-6, 7, (8, WIDTH), generator=generator)
+    normal[16:20] *= torch.randint(0, 2, (4, WIDTH), generator=generator)
+    normal[20:24] *= 2.0 ** torch.randint(-40, 1, (4, WIDTH // 16), generator=generator).repeat_interleave(
+        16, 1
+    )
+    normal[24, :256], normal[25, 32:64], normal[26, 3::5] = 0, 0, -0.0
+    normal[28], normal[29], normal[30] = 0.25, -0.25, 0
+    normal[31] *= 2.0**-45
+    return normal
+
+
+def costs(kind: str) -> torch.Tensor | None:
+    """What columns count, `[512]`."""
+    generator = torch.Generator().manual_seed(10)
+    wide = 2.0 ** torch.randint(-10, 11, (WIDTH,), generator=generator)
+    kinds = {"none": None, "wide": wide, "zeros": wide * torch.randint(0, 2, (WIDTH,), generator=generator)}
+    return kinds[kind] if kind != "all zero" else torch.zeros(WIDTH)
+
+
+def digest(encoded: torch.Tensor) -> str:
+    return hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16]
+
+
+CASES = [
+    (name, kind)
+    for name in TYPES
+    for kind in ("none", "wide", "zeros", "all zero")
+    if kind != "none" or name not in NEEDY
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_bytes_equal_those_of_ggmls_encoder(name, kind):
+    """As scripts/ggml_digests.py found them, which asks ggml itself."""
+    weight = whole_sub_blocks(rows()) if name == "IQ3_S" else rows()
+    assert digest(encode_rows(name, weight, costs(kind))) == json.loads(DIGESTS.read_text())[f"{name} {kind}"]
+
+
+def whole_sub_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Rows without a sub-block of zeros, behind which ggml's IQ3_S puts what follows in wrong places."""
+    return weight[(weight.view(len(weight), -1, 32).abs().amax(2) > 0).all(1)]
 
 
 @needs_ggml
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("costs", importances())
-def test_bytes_equal_ggmls_encoder(name, costs):
-    weight, importance = weights(), importances()[costs]
-    if importance is None and name in ALWAYS:
-        importance = torch.ones(WIDTH)
-    if name == "IQ3_S":  # behind a sub-block of zeros ggml puts what follows in wrong places
-        weight = weight[(weight.view(-1, 32).abs().amax(1) > 0).view(len(weight), -1).all(1)]
+@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("kind", importances())
+def test_bytes_equal_ggmls_encoder_on_every_kind_of_row(name, kind):
+    weight, importance = weights(), importances()[kind]
+    weight = whole_sub_blocks(weight) if name == "IQ3_S" else weight
     wanted = ggml_library.encode(name, weight, importance)
     assert (encode_rows(name, weight, importance) != wanted).any(1).nonzero()[:, 0].tolist() == []
-
-
-@needs_ggml
-@pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("seed", [7, 8])
-def test_bytes_equal_ggmls_encoder_on_other_weights(name, seed):
-    torch.manual_seed(seed)
-    weight = torch.randn(8, WIDTH) * torch.rand(8, 1)
-    importance = torch.rand(WIDTH) ** 4
-    assert torch.equal(encode_rows(name, weight, importance), ggml_library.encode(name, weight, importance))
 
 
 def test_zeros_leave_what_follows_in_its_place():
@@ -128,13 +166,9 @@ def test_the_sweep_is_the_one_written_out(name):
     chosen = sweep(weight.t().contiguous(), A, grid)
     damped = H + 0.01 * H.diagonal().mean() * torch.eye(len(H))
     steps = torch.cat([grid.steps(params)[0] for params in chosen.params]).repeat_interleave(grid.sub_size, 0)
-    wanted = vector_sweep(
-        weight, damped, steps.t(), lambda M, y: VectorSearch(grid.book, grid.unit, grid.even, M).nearest(y)
-    )
+    wanted = vector_sweep(weight, damped, steps.t(), lambda metric, y: grid.search_in(metric).nearest(y))
     values = grid.levels(chosen.codes) * steps
-    assert torch.equal(chosen.E, weight.t() - values) or torch.allclose(
-        chosen.E, weight.t() - values, atol=1e-6
-    )
+    torch.testing.assert_close(chosen.E, weight.t() - values, rtol=0, atol=1e-6)
     differing = ((values.t() - wanted).abs() > 1e-5).float().mean()
     assert differing < 0.02  # a tie in float32 falls another way in float64, and is then fed back
     assert loss(values.t() - weight, damped) == pytest.approx(chosen.lost.sum().item(), rel=1e-3)
