@@ -5,6 +5,7 @@ finished column is eliminated from the inverse by one Gaussian step: no Cholesky
 The grid alone is quantkit's, so a comparison tests the error feedback and nothing else.
 """
 
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -140,3 +141,24 @@ def refine(
         losses.append(loss(codes, scale))
     params = AffineParams(scale.float(), zero)
     return QuantizedWeight(grid, codes.to(torch.uint8), params, start.column_group), losses
+
+
+def vector_sweep(weight: Tensor, hessian: Tensor, steps: Tensor, nearest: Callable) -> Tensor:
+    """Values `[out, in]` where eight columns are chosen together, given each column's `steps [out, in]`.
+
+    As above with a block for a column (Optimal Brain Compression, arXiv:2208.11580, equation 5): a vector's
+    error e costs `e ([H⁻¹]_vv)⁻¹ eᵀ`, and moves all remaining columns by `-e ([H⁻¹]_vv)⁻¹ [H⁻¹]_v:`.
+    `nearest(metric, y)` chooses levels `[8, out]` near `y [8, out]`.
+    """
+    weight, inverse = weight.double().clone(), torch.linalg.inv(hessian.double())
+    values = torch.zeros_like(weight)
+    for low in range(0, weight.shape[1], 8):
+        v = slice(low, low + 8)
+        metric = torch.linalg.inv(inverse[v, v])
+        step = steps[:, low].double()
+        levels = nearest(metric.float(), (weight[:, v] / step[:, None]).t().float())
+        values[:, v] = levels.double().t() * step[:, None]
+        error = (weight[:, v] - values[:, v]) @ metric
+        weight[:, low + 8 :] -= error @ inverse[v, low + 8 :]
+        inverse = inverse - inverse[:, v] @ metric @ inverse[v, :]
+    return values.float()

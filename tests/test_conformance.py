@@ -18,6 +18,7 @@ from quantkit.layouts import Layout
 from quantkit.layouts.bitsandbytes import Int8Layout, Nf4Layout
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
+from quantkit.models.llamacpp.file_types import NO_FEEDBACK
 from quantkit.quantize.capture import find_sites, gather
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
@@ -33,7 +34,7 @@ GRIDS = [
     Nf4Grid(),
     Nf4Grid(double_quant=False),
     Int8Grid(IN),
-    *(ggml.named(name, exact=False) for name in ggml.TYPES),
+    *(ggml.named(name, exact=False) for name in ggml.TYPES if name not in NO_FEEDBACK),
 ]
 SOLVERS = {
     "rtn": RtnSolver(weighted=True),

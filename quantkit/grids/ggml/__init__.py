@@ -6,6 +6,9 @@ of its sub-blocks. `quantize` chooses what ggml's own encoder does; `fit` and `r
 Begin with `params.py` (what is stored) and `block.py` (what a block type is, but for its encoder). Then the
 encoders: `legacy.py`, the plainest, `kquants.py`, `iq4.py`. They choose scales with `search.py`, ggml's own
 searches to the bit, or `fast.py`, others in a third of the steps. `refit.py` is error feedback's alone.
+
+`iquants.py` and `iq1.py` take vectors from a `codebook.py`, by way of their `neighbours.py` as ggml does;
+`nearest.py` is what error feedback looks for them with. `ternary.py` has the types of -1, 0 and 1.
 """
 
 from __future__ import annotations

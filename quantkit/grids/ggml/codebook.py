@@ -29,9 +29,9 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class CodeBook:
-    """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, those of the
-    digits as they are stored. found: int64 `[base ** vector_size]`, by its number a vector's place in the
-    book, -1 where it is not there."""
+    """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, those of
+    the digits. found: int64 `[base ** vector_size]`, by its number a vector's place in the book, -1 where it
+    is not there. wanted: at how many distances a point's neighbours are looked for."""
 
     digits: Tensor
     magnitudes: Tensor
@@ -72,8 +72,7 @@ class CodeBook:
 
 @cache
 def named(type_name: str, wanted: int = 1) -> CodeBook:
-    """The code book of a ggml type. wanted: distances from a point that are not in the book at which its
-    neighbours are looked for."""
+    """The code book of a ggml type; see CodeBook."""
     from gguf import quants
 
     kind = getattr(quants, type_name)

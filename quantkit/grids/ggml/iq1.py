@@ -30,8 +30,8 @@ DISTANCES = 3
 
 @dataclass(frozen=True)
 class OneBitGrid(BlockGrid):
-    """Values `d (2 scale + 1) (digit - 1 ± 1/8)`. epsilon: a sub-block without a larger weight is zero. fudge:
-    d is stored as so many times itself. plain: ggml encodes it without importance, too."""
+    """Values `d (2 scale + 1) (digit - 1 ± 1/8)`. epsilon: a sub-block without a larger weight is zero.
+    fudge: d is stored times this. plain: ggml encodes it without importance, too."""
 
     epsilon: float = 1e-12
     fudge: float = 1.125
@@ -46,9 +46,6 @@ class OneBitGrid(BlockGrid):
     def _level(self, codes: Tensor) -> Tensor:
         table = 2 * torch.tensor(UP + DOWN, device=codes.device)
         return table.index_select(0, codes.flatten().int()).view(codes.shape)
-
-    def _nearest(self, level: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def _weights(self, blocks: Blocks) -> Tensor:
         x, importance = blocks.x, blocks.importance
@@ -96,7 +93,8 @@ class OneBitGrid(BlockGrid):
             for held, value in ((low, first), (high, second), (move, k)):
                 held.masked_fill_(better, value)
         empty |= move < 0
-        rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(x), device=x.device)[:, None].expand_as(x))
+        places = torch.arange(len(x), device=x.device)[:, None].expand_as(x)
+        rank = torch.empty_like(order).scatter_(0, order, places)
         digits = (rank >= low).float().add_(rank >= high)
         flip = scale < 0
         digits = torch.where(flip, 2 - digits, digits)
@@ -138,17 +136,11 @@ Split = tuple[int, int, int, Tensor, Tensor]  # ranks where digits 1 and 2 begin
 def _whole(x: Tensor, weights: Tensor, order: Tensor) -> Iterator[Split]:
     """Every way to split the sorted weights in three, with Σ w q x and Σ w q² of either move."""
     sums = [_running((weights * x).gather(0, order)), _running(weights.gather(0, order))]
-    parts = []
-    for values in (UP, DOWN):
-        low, middle, high = values
-        qx, q2 = sums
-        parts.append(
-            (
-                (qx - qx[0]) * low, (qx[-1] - qx) * high, middle,
-                (q2 - q2[0]) * low * low, (q2[-1] - q2) * high * high,
-            )
-        )  # fmt: skip
     qx, q2 = sums
+    parts = []
+    for low, middle, high in (UP, DOWN):
+        ends = (qx - qx[0]) * low, (qx[-1] - qx) * high, middle
+        parts.append((*ends, (q2 - q2[0]) * low * low, (q2[-1] - q2) * high * high))
     for i in range(len(qx)):
         for j in range(i, len(qx)):
             between_x, between_2 = qx[j] - qx[i], q2[j] - q2[i]

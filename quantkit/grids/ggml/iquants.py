@@ -31,10 +31,10 @@ RANGES = (0.6, 0.75, 0.9, 1.05, 1.2)  # shares of the largest level that the lar
 class Search:
     """How C looks for the scale of a sub-block, whose magnitudes are 1, 3, 5 … scales.
 
-    tries, step: scales with which the largest weight is `2 base - 1 + step k`, k = -tries .. tries. epsilon: a
-    sub-block without a larger weight is zero. fitted: what make_qp finds stands for the largest weight. again:
-    which vectors are chosen anew for the best scale: `all`, all where `any` was beside the book, or `each`
-    that was. power: factor of the mean square in the weights. fudge: d is stored as so many times itself.
+    tries, step: scales with which the largest weight is `2 base - 1 + step k`, k = -tries .. tries. epsilon:
+    a sub-block without a larger weight is zero. fitted: what make_qp finds stands for the largest weight.
+    again: which vectors are chosen anew for the best scale: `all`, all where `any` was beside the book, or
+    `each` that was. power: factor of the mean square in the weights. fudge: d is stored times this.
     """
 
     tries: int
@@ -48,7 +48,7 @@ class Search:
 
 @dataclass(frozen=True)
 class CodeBookGrid(BlockGrid):
-    """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: see codebook.named. even: of eight
+    """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: see CodeBook. even: of eight
     signs an even number is negative. plain: ggml encodes it without importance, too."""
 
     distances: int = 2
@@ -81,9 +81,9 @@ class CodeBookGrid(BlockGrid):
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> SubHalves:
-        """Parameters `[out, groups]` for `weight [out, in]`, found faster than ggml does: scales that suit the
-        magnitudes, whatever vectors the book has. (The encoder's own scales, in a hundred times the time, gave
-        the same loss after error feedback.)"""
+        """Parameters `[out, groups]` for `weight [out, in]`, found faster than ggml does: scales that suit
+        the magnitudes, whatever vectors the book has. (With the encoder's own scales, which take ten times
+        as long, error feedback ends with the same loss.)"""
         blocks = weight.reshape(-1, self.sub_size).abs()
         weights = torch.ones_like(blocks[:1]) if importance is None else importance.reshape(-1, self.sub_size)
         weights = weights.repeat(len(blocks) // len(weights), 1)
@@ -175,8 +175,8 @@ class CodeBookGrid(BlockGrid):
 
 
 def _make_even(size: Tensor, negative: Tensor, cost: Tensor) -> None:
-    """Of every eight weights in a column with an odd number of negative ones, the cheapest gets the other sign,
-    its `size` below 0; in place."""
+    """Of every eight weights in a column with an odd number of negative ones, the cheapest gets the other
+    sign, its `size` below 0; in place."""
     cost, signs, sizes = (part.unflatten(0, (-1, SIGNS)) for part in (cost, negative, size))
     odd = signs.sum(1, keepdim=True) % 2 == 1
     cheapest = (cost == cost.amin(1, keepdim=True)).cumsum(1)

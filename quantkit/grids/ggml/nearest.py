@@ -1,11 +1,11 @@
 """The vector of signs and magnitudes that is nearest in a metric: what error feedback asks of a code book.
 
-Eight weights, y in steps of their scale, become q at the cost `(y - q) M (y - q)ᵀ`, where M is what the Hessian
-leaves for them. Magnitudes and signs are chosen in turn, each the best of all there are for the other: some
-hundred vectors are compared, of up to a quarter of a million that a book and its signs make.
+Eight weights, y in steps of their scale, become q at the cost `(y - q) M (y - q)ᵀ`, where M is what the
+Hessian leaves for them. Magnitudes and signs are chosen in turn, each the best of all there are for the
+other: some hundred vectors are compared, of up to a quarter of a million that a book and its signs make.
 
-For `q = s g`, signs times magnitudes, the cost is `g (s M s) gᵀ - 2 (s h) gᵀ` with `h = M y`, but for a constant.
-The first term is the same for all rows of these signs: a table. The second is a matrix product.
+For `q = s g`, signs times magnitudes, the cost is `g (s M s) gᵀ - 2 (s h) gᵀ` with `h = M y`, but for a
+constant. The first term is the same for all rows of these signs: a table. The second is a matrix product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TURNS = 2  # in which magnitudes are chosen
 
 
 class VectorSearch:
-    """For one metric `M [8, 8]`. unit: of the book's magnitudes. even: of eight signs an even number is negative.
+    """For one metric `M [8, 8]`. unit: of the book's magnitudes. even: an even number of signs is negative.
 
     A book of vectors of four is asked twice, for the first half with what the second one could still make up
     for taken into account.
@@ -115,8 +115,8 @@ def least(cost: Tensor) -> Tensor:
 
 @cache
 def _tables(book: CodeBook, unit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Magnitudes `[vectors, size]`, their products with one another `[size * size, vectors]`, and those of signs
-    `[2 ** size, size, size]`."""
+    """Magnitudes `[vectors, size]`, their products with one another `[size * size, vectors]`, and those of
+    signs `[2 ** size, size, size]`."""
     magnitudes = (book.magnitudes * unit)[book.digits].t().contiguous()
     outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1).t().contiguous()
     signs = _all_signs(book.size, magnitudes.device)

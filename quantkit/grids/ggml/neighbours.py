@@ -1,5 +1,5 @@
-"""The vector of a code book that is nearest to a point beside it, among the point's neighbours, as ggml finds it
-(iq2_find_best_neighbour and its like)."""
+"""The vector of a code book that is nearest to a point beside it, among the point's neighbours, as ggml finds
+it (iq2_find_best_neighbour and its like)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ TAIL = 1 << 12  # distances below which the rest of the neighbours is looked at 
 def nearest_neighbour(
     book: CodeBook, values: Tensor, points: Tensor, x: Tensor, weights: Tensor, scale: Tensor
 ) -> Tensor:
-    """Places in the book, int64 `[n]`, of those neighbours of `points [n]`, their numbers, that are nearest to
-    `x [vector_size, n]`: `Σ weights (scale value - x)²` is least, and of equals the first counts.
+    """Places in the book, int64 `[n]`, of those neighbours of `points [n]`, their numbers, that are nearest
+    to `x [vector_size, n]`: `Σ weights (scale value - x)²` is least, and of equals the first counts.
 
     values: `[vector_size, vectors]`, what the book's vectors stand for, in units of `scale [n]`. Points go in
     order of how many neighbours they have, so that at each rank those that have one more stand first.

@@ -1,5 +1,5 @@
-"""What a block of an i-quant stores instead of codes: places of vectors in the code book, and signs; in one bit,
-which way they are moved.
+"""What a block of an i-quant stores instead of codes: places of vectors in the code book, and signs; of one
+bit, which way they are moved.
 
 Of eight signs some types store seven: the eighth follows, since an even number of weights is negative.
 """
@@ -37,7 +37,8 @@ def integers(grid: BlockGrid, codes: Tensor, params: Any) -> dict[str, Tensor]:
     if isinstance(grid, CodeBookGrid):
         return {"places": _places(grid, codes >> 1), "signs": _bits(codes & 1)}
     places, down = _places(grid, codes % 3), (codes >= 3).long()
-    nibbles = params.d.half()[:, None].view(torch.int16).long() >> 4 * torch.arange(NIBBLES, device=codes.device)
+    shifts = 4 * torch.arange(NIBBLES, device=codes.device)
+    nibbles = params.d.half()[:, None].view(torch.int16).long() >> shifts
     return {
         "places": places,
         "moves": down[:, :: grid.sub_size],

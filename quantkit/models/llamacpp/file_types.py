@@ -39,6 +39,7 @@ BLOCKS = {  # type -> weights and bytes of a block; asking gguf would make `plan
     "TQ2_0": (256, 66),
 }
 NEED_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
+NO_FEEDBACK = {"IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}  # error feedback knows no way with them
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
@@ -99,9 +100,9 @@ class FileType:
     """A file type: `base` is the type of what no rule names.
 
     values: of attention's values, or q, k and v in one. queries, keys: of attention's. attention: of its
-    output; eight_experts: the same in models of eight experts. down, wide: of the feed-forward's way down, and
-    of its two ways up. embedding: of one that is not the output, too; output: of the output matrix. sparing: of
-    few bits, so that eight experts get no Q8_0, and ways down are counted, not numbered by their blocks.
+    output; eight_experts: the same in models of eight experts. down, wide: of the feed-forward's way down,
+    and of its two ways up. embedding: of one that is not the output, too. output: of the output matrix.
+    sparing: so few bits that eight experts get no Q8_0; ways down are counted, not numbered by their blocks.
     """
 
     base: str

@@ -10,8 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
-from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
-from quantkit.models.llamacpp.mixtures import EMBEDDING, Choice, Wishes, choose, nbytes
+from quantkit.models.llamacpp.file_types import (
+    BLOCKS,
+    FILE_TYPES,
+    NEED_IMPORTANCE,
+    NO_FEEDBACK,
+    Model,
+    parse_file_type,
+)
+from quantkit.models.llamacpp.mixtures import (
+    EMBEDDING,
+    Choice,
+    Wishes,
+    choose,
+    nbytes,
+    without_importance,
+)
 from quantkit.options import option
 from quantkit.quantize.methods import (
     GPTQ_PUBLISHED,
@@ -38,7 +52,7 @@ if TYPE_CHECKING:
 
 UNUSED = ("override", "towers", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
-SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M and others) or floats (F16, BF16, F32)."
+SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."
 WORK = Work(1, 10, (0.35e-6, 1.9e-6), (1.4, 8), GPTQ_PUBLISHED, sample=1 / 8, outside=True)
 
 
@@ -156,16 +170,21 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     feedback = options.solver != "rtn"
     choices = _choose(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
+    if feedback:
+        _check_feedback(choices)
     if feedback and encoded:
         choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
     tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
     given = options.imatrix if encoded and not feedback else "none"
+    weighed = None if given in ("auto", "none") else _imatrix(Path(given), targets)
+    if not feedback and given != "auto":
+        _check_importance(choices, weighed, given)
     output = GgufOutput(
         targets=tuple(targets),
         chosen={choice.name: choice.type for choice in choices},
         metadata=metadata.assemble(checkpoint, targets, file_type, tokenizer),
-        imatrix=_imatrix(Path(given), targets) if given not in ("auto", "none") else None,
+        imatrix=weighed,
         gathers=given == "auto",
         origin="gathered by quantkit" if given == "auto" else given,
         exact=options.exact,
@@ -195,6 +214,31 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     chosen = solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")
     transform = block_transform(options.transform, chosen) if feedback and encoded else None
     return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes))
+
+
+def _check_feedback(choices: Sequence[Choice]) -> None:
+    """Raise QuantkitError for types that only round to nearest makes."""
+    found = [choice for choice in choices if choice.type in NO_FEEDBACK]
+    if found:
+        types = name_all(sorted({choice.type for choice in found}))
+        raise QuantkitError(
+            f"error feedback cannot make {types}: {name_all([choice.name for choice in found], 3)}",
+            "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback",
+            UNSUPPORTED,
+        )
+
+
+def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given: str) -> None:
+    """Raise QuantkitError for tensors that would be worthless without importance, as llama-quantize does."""
+    known = imatrix.sums if imatrix else {}
+    lacking = [choice.name for choice in without_importance(choices) if choice.name not in known]
+    if lacking:
+        raise QuantkitError(
+            f"--imatrix {given} leaves {count(len(lacking), 'tensor')} without importance, which types like "
+            f"{sorted(NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}",
+            "leave out --imatrix: it is gathered from the calibration text",
+            USAGE,
+        )
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:

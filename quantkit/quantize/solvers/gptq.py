@@ -161,6 +161,8 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
         return torch.argsort(diagonal, descending=True, stable=True)
     parts = diagonal.view(-1, grid.sub_size)  # inside a sub-block: columns that share all parameters
     inside = torch.argsort(parts, dim=1, descending=True, stable=True)
+    if grid.vector_size > 1:  # the columns of a vector belong together
+        inside = torch.arange(parts.shape[1], device=parts.device).expand_as(parts)
     groups = torch.argsort(diagonal.view(-1, grid.group_size).mean(1), descending=True, stable=True)
     return columns.view_as(parts).gather(1, inside).view(-1, grid.group_size)[groups].flatten()
 
