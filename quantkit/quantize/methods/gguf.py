@@ -134,7 +134,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
     feedback = options.solver == "gptq"
-    choices = _choose(options, file_type, targets, skeleton)
+    choices = chosen_types(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
     if feedback and encoded:
         choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
@@ -228,8 +228,10 @@ def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
     return found
 
 
-def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton) -> list[Choice]:
-    """Raises QuantkitError where --strict refuses what does not fit."""
+def chosen_types(
+    options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
+) -> list[Choice]:
+    """The type of every target. Raises QuantkitError where --strict refuses what does not fit."""
     from quantkit.models.llamacpp import architectures
     from quantkit.models.llamacpp.architecture import kv_heads
 
