@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.capacity.budget.units import Candidate, Choice, Preset, Unit
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec, fusions
 from quantkit.quantize.job import Job
@@ -23,18 +24,31 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 @dataclass(frozen=True)
 class FolderSpace:
     """See `engines.Space`. widths: bits that the engine's kernels take; groups: group sizes, of which those
-    count that divide; fuses: q/k/v and gate/up become one linear there, so they are stored alike."""
+    count that divide; fuses: q/k/v and gate/up become one linear there, so they are stored alike.
+    zero_points: it reads several widths with a zero point per group; symmetric: without them."""
 
     layout: str
     widths: tuple[int, ...]
     groups: tuple[int, ...] = (32, 64, 128)
     fuses: bool = True
+    zero_points: bool = False
+    symmetric: bool = True
     method = "gptq"
 
     @property
     def options(self) -> gptq.Options:
         """The job whose linears are asked for, whatever their bits."""
-        return gptq.Options(layout=self.layout)
+        return gptq.Options(layout=self.layout, sym=self.symmetric)
+
+    def asymmetric(self) -> FolderSpace:
+        """With a zero point per group. Raises QuantkitError for an engine that does not read that."""
+        if not self.zero_points:
+            raise QuantkitError(
+                "--no-sym: this engine does not read several widths with zero points",
+                "leave it out, or use --engine any",
+                UNSUPPORTED,
+            )
+        return replace(self, symmetric=False)
 
     def units(self, job: Job) -> list[Unit]:
         """What engines fuse, each with all bits and group sizes that the layout holds."""
@@ -85,12 +99,13 @@ class FolderSpace:
             f"{_pattern(unit)}={choice[unit.name]}" for unit in units if choice[unit.name] != common
         )
         values = {"quant.layout": self.layout, "quant.bits": bits, "quant.group_size": group_size}
+        values |= {} if self.symmetric else {"quant.sym": False}
         return values | ({"run.override": overrides} if overrides else {})
 
 
 def _said(name: str) -> str:
     bits, group_size = name.split(",")
-    return f"{bits} bit, groups of {group_size}"
+    return f"{bits} bit g{group_size}"
 
 
 def _pattern(unit: Unit) -> str:

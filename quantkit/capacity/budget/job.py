@@ -107,6 +107,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     """Open and check. Raises QuantkitError for all that would fail later."""
     request.options.check()
     space = engines.load(request.options.engine)
+    space = space if request.options.sym else space.asymmetric()
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"
     if one_file and output.is_dir() and not request.overwrite:

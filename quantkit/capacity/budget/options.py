@@ -32,6 +32,9 @@ class AutoOptions:
         "Who is to load it. llama.cpp: a GGUF file of any block types; vllm: 4 and 8 bits; transformers: 2 "
         "to 8 bits, with compressed-tensors; any: the gptq layout in the widths most clients read.",
     )
+    sym: bool = option(
+        True, "Symmetric grids, or with --engine any a zero point per group, which is better at 2 and 3 bits."
+    )
     search_tokens: int = option(4096, "Tokens of the calibration text on which divergences are measured.")
     search_time: float | None = option(
         None, "Minutes that measuring may take: where they do not suffice, fewer widths are measured of each."

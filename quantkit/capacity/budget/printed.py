@@ -54,6 +54,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "engine": record["engine"],
             "budget": budget.replace("_", "-"),
             "chosen": f"{chosen}: {record['least_bits']:.2f} to {record['most_bits']:.2f} bits per weight",
+            "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
             "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
             f"{record['statistics_tokens']:,} others",
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",

@@ -108,6 +108,10 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "streams": sum(len(anchors(unit, ANCHORS)) for unit in auto.units),
         "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
         "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
+        "presets": {
+            preset.name: bits_per_weight(auto.units, preset.choice)
+            for preset in sorted(auto.presets, key=lambda one: nbytes(auto.units, one.choice))
+        },
         "search_tokens": auto.tokens.numel(),
         "statistics_tokens": auto.statistics.numel(),
         "held_out_sequences": auto.held_out,

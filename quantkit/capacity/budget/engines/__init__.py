@@ -37,6 +37,9 @@ class Space(Protocol):
     method: str
     options: Any
 
+    def asymmetric(self) -> Space:
+        """With zero points. Raises QuantkitError where the engine leaves no choice."""
+
     def units(self, job: Job) -> list[Unit]:
         """What is stored alike, with its candidates."""
 

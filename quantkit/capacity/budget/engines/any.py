@@ -2,4 +2,4 @@
 
 from quantkit.capacity.budget.folder import FolderSpace
 
-SPACE = FolderSpace("gptq", (2, 3, 4, 8))
+SPACE = FolderSpace("gptq", (2, 3, 4, 8), zero_points=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.capacity.budget.curve import Errors
 from quantkit.capacity.budget.units import Candidate, Choice, Preset, Unit
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
@@ -36,6 +37,10 @@ class GgufSpace:
 
     method = "gguf"
     options = gguf.Options()
+
+    def asymmetric(self) -> GgufSpace:
+        """Never: the types say which of them have a minimum."""
+        raise QuantkitError("--no-sym: ggml's types are what they are", "leave it out", UNSUPPORTED)
 
     def units(self, job: Job) -> list[Unit]:
         """Every matrix that a block type can hold, by its name in the file."""
