@@ -15,6 +15,7 @@ from quantkit.quantize import methods
 
 OTHERS = {  # every other command than the methods, and its help
     "run": "Run the job of a recipe.",
+    "auto": "The best within a budget: every linear gets the bits at which the model loses least.",
     "imatrix": "Measure how much each input of every linear counts: an importance matrix in a GGUF file.",
     "plan": "Memory, cache and speed of a model on a device, and what each job takes: before anything is "
     "loaded.",

@@ -168,7 +168,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
     feedback = options.solver != "rtn"
-    choices = _choose(options, file_type, targets, skeleton)
+    choices = chosen_types(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
     if feedback:
         _check_feedback(choices)
@@ -293,8 +293,10 @@ def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
     return found
 
 
-def _choose(options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton) -> list[Choice]:
-    """Raises QuantkitError where --strict refuses what does not fit."""
+def chosen_types(
+    options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
+) -> list[Choice]:
+    """The type of every target. Raises QuantkitError where --strict refuses what does not fit."""
     from quantkit.models.llamacpp import architectures
     from quantkit.models.llamacpp.architecture import kv_heads
 

@@ -131,7 +131,7 @@ class GgufOutput:
             if types[head.name] in TYPES:
                 progress.phase("measuring what enters the output matrix")
                 statistics = of_head(skeleton, batches)
-                blobs[head.name] = _solved(head, types[head.name], statistics, material, solver, progress)
+                blobs[head.name] = solved_head(head, types[head.name], statistics, material, solver, progress)
             staged.write_rest(blobs)
         ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
@@ -228,7 +228,7 @@ def _per_part(importance: Tensor | None, parts: int) -> Sequence[Tensor | None]:
     return [None] * parts if importance is None else importance.reshape(parts, -1)
 
 
-def _solved(
+def solved_head(
     head: Target,
     type_name: str,
     statistics: SiteStatistics,

@@ -1,0 +1,317 @@
+"""Search, make, measure, keep the better: what `quantkit auto` does once all is checked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.capacity.budget import allocation, made, sensitivities, streams
+from quantkit.capacity.budget.job import Auto
+from quantkit.capacity.budget.sensitivities import Sensitivities
+from quantkit.capacity.budget.solving import ANCHORS, Pace, Solving
+from quantkit.capacity.budget.units import Choice, Preset, anchors, bits_per_weight, nbytes
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation import evaluate
+from quantkit.models.device import free_memory
+from quantkit.models.open import open_checkpoint
+from quantkit.quantize import job, loop, replacing
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import disk_errors
+
+SCHEMA = "quantkit.auto/1"
+TABLE = "sensitivities.json"
+METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
+TRIES = 3  # of the search for the smallest model within a divergence
+CLOSE = 0.9  # share of the divergence asked for above which a result is not made smaller
+STREAMS_SHARE = 0.25  # of the free memory that streams may take
+
+
+@dataclass(frozen=True)
+class Made:
+    """One output, measured. predicted: the sum of its units' divergences, on calibration text; kld: measured
+    on the text that results are measured on. disk_bytes: of all its files."""
+
+    name: str
+    place: Path
+    written: str
+    choice: Choice
+    predicted: float
+    nbytes: int
+    disk_bytes: int
+    kld: float
+    kld_stderr: float
+    ppl: float
+
+    def record(self, auto: Auto) -> dict[str, Any]:
+        """JSON of it."""
+        return {
+            "name": self.name,
+            "bits_per_weight": bits_per_weight(auto.units, self.choice),
+            "chosen_bytes": self.nbytes,
+            "disk_bytes": self.disk_bytes,
+            "predicted_kld": self.predicted,
+            "kld": self.kld,
+            "kld_stderr": self.kld_stderr,
+            "ppl": self.ppl,
+        }
+
+
+def run(auto: Auto, progress: Progress) -> dict[str, Any]:
+    """The whole search; its record. What was measured survives an error, in the folder beside the output."""
+    began = time.monotonic()
+    _open(auto)
+    with disk_errors(auto.folder, "run the same command with --resume"):
+        table = _sensitivities(auto, progress)
+        losses = table.losses(auto.units)
+        tried = _within_divergence(auto, losses, progress) if auto.budget_bytes() is None else None
+        searched = tried[-1] if tried else _within_bytes(auto, losses, auto.budget_bytes(), progress)
+        uniform = _uniform(auto, losses, searched, progress)
+        kept = searched if uniform is None or searched.kld < uniform.kld else uniform
+        if recipe := auto.request.recipe_out:
+            recipe.write_text(kept.written, encoding="utf-8")
+        _publish(auto, kept)
+    record = plan_record(auto) | {
+        "output": str(auto.output),
+        "kept": "searched" if kept is searched else "uniform",
+        "searched": searched.record(auto),
+        "uniform": uniform and uniform.record(auto),
+        "tried": [one.record(auto) for one in tried or ()],
+        "reached": auto.request.options.max_kld is None or kept.kld <= auto.request.options.max_kld,
+        "recipe": kept.written,
+        "choice": dict(searched.choice),
+        "measured_on": vars(auto.windows.protocol),
+        "sensitivities_seconds": table.seconds,
+        "seconds": time.monotonic() - began,
+    }
+    return record
+
+
+def plan_record(auto: Auto) -> dict[str, Any]:
+    """What is known before anything is measured."""
+    options = auto.request.options
+    return {
+        "schema": SCHEMA,
+        "source": auto.request.source,
+        "output": str(auto.output),
+        "engine": options.engine,
+        "budget": {name: getattr(options, name) for name in ("bpw", "max_size", "max_kld")},
+        "budget_bytes": auto.budget_bytes(),
+        "units": len(auto.units),
+        "weights": auto.weights,
+        "candidates": sum(len(unit.candidates) for unit in auto.units),
+        "streams": sum(len(anchors(unit, ANCHORS)) for unit in auto.units),
+        "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
+        "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
+        "presets": {
+            preset.name: bits_per_weight(auto.units, preset.choice)
+            for preset in sorted(auto.presets, key=lambda one: nbytes(auto.units, one.choice))
+        },
+        "search_tokens": auto.tokens.numel(),
+        "statistics_tokens": auto.statistics.numel(),
+        "held_out_sequences": auto.held_out,
+        "measured_on": vars(auto.windows.protocol),
+    }
+
+
+def _open(auto: Auto) -> None:
+    """The folder beside the output. Raises QuantkitError if it is there, unasked."""
+    folder, request = auto.folder, auto.request
+    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {TABLE, "searched", "uniform"}
+    if folder.exists() and not ours:
+        raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
+    if folder.exists() and not (request.resume or request.overwrite):
+        hint = "continue it with --resume, or start again with --overwrite"
+        raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
+    if folder.exists() and not request.resume:
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _sensitivities(auto: Auto, progress: Progress) -> Sensitivities:
+    """As saved, else measured and saved."""
+    progress.phase("hashing the source")
+    identity, place = auto.identity, auto.folder / TABLE
+    if given := auto.request.sensitivities:
+        if given.exists():
+            return sensitivities.load(given, identity)
+    elif place.exists():
+        return sensitivities.load(place, identity)
+    table = measure(auto, progress)
+    table.save(place)
+    if given:
+        table.save(given)
+    return table
+
+
+def measure(auto: Auto, progress: Progress) -> Sensitivities:
+    """Measure all units."""
+    began, prepared, options = time.monotonic(), auto.job, auto.request.options
+    skeleton = prepared.skeleton
+    skeleton.streams = False  # a block's experts are replaced together
+    progress.phase("loading")
+    skeleton.load_rest()
+    batch = prepared.plan.execution.batch_size
+    tokens, statistics = auto.tokens.split(batch), auto.statistics.split(batch)
+    seconds = None if options.search_time is None else 60 * options.search_time
+    pace, done = Pace(len(auto.units), seconds), 0
+    solving = Solving(prepared, auto.space, auto.space.outside(prepared, statistics), pace)
+
+    def heard(unit: Any) -> None:
+        nonlocal done
+        done += 1
+        progress.counting("measuring sensitivities", done, len(auto.units))
+
+    progress.counting("measuring sensitivities", 0, len(auto.units))
+    with torch.no_grad():
+        room = _room(auto)
+        found = streams.measure(skeleton, auto.units, tokens, statistics, solving, room, heard)
+    skeleton.model.to("meta")
+    if pace.short:
+        progress.warn("--search-time: fewer widths were measured of some units than of others")
+    measured: dict[str, dict[str, Any]] = {unit.name: {} for unit in auto.units}
+    for (unit, candidate), divergence in found.items():
+        measured[unit][candidate] = divergence
+    seconds = time.monotonic() - began
+    return Sensitivities(auto.identity, solving.errors, measured, auto.tokens.numel(), seconds)
+
+
+def _room(auto: Auto) -> int:
+    """How many streams fit."""
+    skeleton = auto.job.skeleton
+    width = skeleton.checkpoint.text_config.hidden_size
+    each = auto.tokens.numel() * width * skeleton.dtype.itemsize
+    fit = int(STREAMS_SHARE * free_memory(skeleton.device) / each)
+    return max(1, min(auto.request.options.search_streams, fit))
+
+
+def _within_bytes(auto: Auto, losses: allocation.Losses, budget: int, progress: Progress) -> Made:
+    """The best choice of that size; smaller, where its files take more than was asked for."""
+    limit = None
+    if auto.request.options.max_size is not None:
+        limit = budget + auto.fixed_bytes
+    for _ in range(TRIES):
+        choice = allocation.within_bytes(auto.units, losses, budget)
+        found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
+        if limit is None or found.disk_bytes <= limit:
+            return found
+        budget -= found.disk_bytes - limit
+        shutil.rmtree(found.place.parent)
+    raise QuantkitError(
+        f"the files take {found.disk_bytes:,} bytes, whatever is chosen", "raise --max-size", USAGE
+    )
+
+
+def _within_divergence(auto: Auto, losses: allocation.Losses, progress: Progress) -> list[Made]:
+    """The smallest choice whose measured divergence fits, the last of those that were tried: where the
+    prediction was off, the bound is moved by as much."""
+    wanted = auto.request.options.max_kld
+    bound, tried, best = wanted, [], None
+    for _ in range(TRIES):
+        choice = allocation.within_loss(auto.units, losses, bound)
+        if tried and choice == tried[-1].choice:
+            break
+        _clear(auto.folder / "searched")
+        found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
+        tried.append(found)
+        if found.kld <= wanted and (best is None or found.nbytes < best.nbytes):
+            best = found
+        if CLOSE * wanted <= found.kld <= wanted:
+            break
+        margin = 0.5 * (1 + CLOSE)
+        bound = max(found.predicted * wanted * margin / max(found.kld, 1e-30), 1e-30)
+    if best is None:
+        progress.warn(f"no choice within a divergence of {wanted:g} was found; the nearest is kept")
+        best = min(tried, key=lambda one: one.kld)
+    if best is not tried[-1]:  # made again: one lies there at a time
+        _clear(auto.folder / "searched")
+        values = auto.space.values(auto.units, best.choice)
+        tried.append(_made(auto, "searched", best.choice, values, losses, progress))
+    return tried
+
+
+def _uniform(auto: Auto, losses: allocation.Losses, searched: Made, progress: Progress) -> Made | None:
+    """The best preset that is no larger, made and measured; None where all are larger."""
+    fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= searched.nbytes]
+    if not fit:
+        return None
+
+    def predicted(preset: Preset) -> float:
+        return sum(losses[item] for item in preset.choice.items())
+
+    best = min(fit, key=lambda preset: (predicted(preset), preset.name))
+    return _made(auto, "uniform", best.choice, best.values, losses, progress, best.name)
+
+
+def _made(
+    auto: Auto,
+    what: str,
+    choice: Choice,
+    values: Any,
+    losses: allocation.Losses,
+    progress: Progress,
+    name: str = "searched",
+) -> Made:
+    """Make an output of a choice, unless it is there, and measure it."""
+    size = bits_per_weight(auto.units, choice)
+    described = f"{auto.request.source} at {size:.3f} bits per weight for {auto.request.options.engine}"
+    written = made.text(auto.typed, auto.space.method, values, described)
+    place = auto.folder / what / auto.output.name
+    request = made.request_of(auto.typed, written, place)
+    if not (auto.request.resume and job.is_done(request)):
+        place.parent.mkdir(exist_ok=True)
+        progress.phase(f"making {what if name == 'searched' else name}")
+        loop.run(job.prepare(request, progress), progress)
+    metrics = _evaluated(auto, place, progress)
+    return Made(
+        name,
+        place,
+        written,
+        choice,
+        sum(losses[item] for item in choice.items()),
+        nbytes(auto.units, choice),
+        _disk_bytes(place),
+        metrics.kld.mean,
+        metrics.kld.stderr,
+        metrics.ppl.value,
+    )
+
+
+def _evaluated(auto: Auto, place: Path, progress: Progress) -> Any:
+    """Metrics of an output against the original, in float32."""
+    source = auto.job.checkpoint
+    found = open_checkpoint(str(place), trust_remote_code=source.trust_remote_code)
+    device = auto.job.plan.execution.torch_device
+
+    def listen(name: str, done: int, total: int) -> None:
+        progress.counting(f"evaluating {name}", done, total)
+
+    result = evaluate.evaluate([source, found], auto.windows, torch.float32, device, listen, chosen=METRICS)
+    return result.results[1].metrics
+
+
+def _disk_bytes(place: Path) -> int:
+    files = place.iterdir() if place.is_dir() else [place]
+    return sum(path.stat().st_size for path in files)
+
+
+def _clear(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _publish(auto: Auto, kept: Made) -> None:
+    """Rename what is kept into place, and remove the rest; the table stays where it was asked for."""
+    if auto.output.exists():
+        replacing.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
+        old = auto.folder / "searched" / "replaced"
+        old.parent.mkdir(exist_ok=True)
+        os.rename(auto.output, old)
+    auto.output.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(kept.place, auto.output)
+    shutil.rmtree(auto.folder)

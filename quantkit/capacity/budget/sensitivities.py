@@ -1,0 +1,92 @@
+"""The table of sensitivities: what the search measured, saved so that another budget costs no search."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.capacity.budget import curve
+from quantkit.capacity.budget.curve import Divergence, Errors
+from quantkit.capacity.budget.units import Unit
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
+from quantkit.quantize.fingerprint import differences
+
+SCHEMA = "quantkit.sensitivities/1"
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """Of every unit by its name: errors of all candidates, divergences of those that were measured.
+
+    identity: of model, candidates, solver and text: for others they do not hold. tokens, seconds: what
+    measuring took.
+    """
+
+    identity: dict
+    errors: Mapping[str, Errors]
+    measured: Mapping[str, Mapping[str, Divergence]]
+    tokens: int
+    seconds: float
+
+    def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
+        """The divergence of every candidate of every unit, by their names."""
+        return {
+            (unit.name, name): value
+            for unit in units
+            for name, value in curve.losses(unit, self.errors[unit.name], self.measured[unit.name]).items()
+        }
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        record = {
+            "schema": SCHEMA,
+            "identity": self.identity,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "units": {
+                name: {
+                    "errors": asdict(errors),
+                    "measured": {key: asdict(one) for key, one in self.measured[name].items()},
+                }
+                for name, errors in self.errors.items()
+            },
+        }
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
+    """A saved table. Raises QuantkitError where it is none, or not of this model and these options."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QuantkitError(
+            f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
+        ) from error
+    except ValueError:
+        stored = None
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        raise QuantkitError(f"{path} is no table of sensitivities", "leave it out to measure them", USAGE)
+    wanted = json.loads(json.dumps(identity))
+    if different := differences(stored["identity"], wanted):
+        raise QuantkitError(
+            f"{path} holds sensitivities of another search; different: {name_all(different)}",
+            "repeat the options of that search, or leave it out to measure anew",
+            USAGE,
+        )
+    rows = stored["units"]
+    return Sensitivities(
+        stored["identity"],
+        {name: Errors(**row["errors"]) for name, row in rows.items()},
+        {
+            name: {key: Divergence(**one) for key, one in row["measured"].items()}
+            for name, row in rows.items()
+        },
+        stored["tokens"],
+        stored["seconds"],
+    )

@@ -1,0 +1,159 @@
+"""A unit's candidates as a job would make them: by the job's own solver, on the inputs of the unquantized
+model; and the error of every other candidate by rounding to nearest, which costs next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from quantkit.capacity.budget.curve import TINY, Errors
+from quantkit.capacity.budget.engines import Outside, Space
+from quantkit.capacity.budget.streams import States, Values
+from quantkit.capacity.budget.units import Candidate, Unit, anchors
+from quantkit.grids.grid import Grid
+from quantkit.quantize import capture
+from quantkit.quantize.capture import Site
+from quantkit.quantize.job import Job
+from quantkit.quantize.measure import Block, Measuring
+from quantkit.quantize.solvers import SiteStatistics, rtn
+from quantkit.quantize.solvers.loss import loss
+from quantkit.quantize.timings import Timings
+
+ANCHORS = 3  # candidates of a unit that are measured
+HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts are gathered in turn
+RUNS_ON = 2.0  # what a stream costs in all, in terms of what it has cost when it begins
+
+
+class Pace:
+    """How many candidates of each unit are measured, so that all are in time. seconds: None for any time."""
+
+    def __init__(self, units: int, seconds: float | None):
+        self._left, self._seconds, self._begun = units, seconds, 0
+        self._start = time.monotonic()
+        self.short = False  # whether it had to give some up
+
+    def count(self) -> int:
+        """Of the next unit."""
+        found = ANCHORS
+        if self._seconds is not None and self._begun:
+            spent = time.monotonic() - self._start
+            each = RUNS_ON * spent / self._begun
+            fit = (self._seconds - RUNS_ON * spent) / (each * max(1, self._left))
+            found = max(1, min(ANCHORS, int(fit)))
+        self.short |= found < ANCHORS
+        self._left -= 1
+        self._begun += found
+        return found
+
+
+class Solving:
+    """Replaces units of a job's model; see `streams.Replacer`. `errors` of the units fill on the way."""
+
+    def __init__(self, job: Job, space: Space, outside: Outside | None, pace: Pace):
+        self._job, self._space, self._outside, self._pace = job, space, outside, pace
+        self.errors: dict[str, Errors] = {}
+        self._wanted: dict[str, tuple[Candidate, ...]] = {}
+        self._block: tuple[Block, dict[Site, SiteStatistics]] | None = None
+
+    def wanted(self, unit: Unit) -> Sequence[Candidate]:
+        """The anchors of a unit: all, or those in the middle where time is short."""
+        if unit.name not in self._wanted:
+            found, count = anchors(unit, ANCHORS), self._pace.count()
+            self._wanted[unit.name] = (
+                found[:2] if count == 2 else found[1:2] or found if count == 1 else found
+            )
+        return self._wanted[unit.name]
+
+    def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
+        """Each anchor, solved on the states that enter the unit's block."""
+        skeleton, index = self._job.skeleton, unit.block
+        rows = {row.local: row for row in unit.rows}
+        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.wanted(unit)}
+        sums, scale = Errors(), 0.0
+        for site, statistics in self._measured(unit, entering):
+            names = [name for name in site.linears if name in rows]
+            weights = [skeleton.part(index, name).weight.float() for name in names]
+
+            def lost(values: Sequence[Tensor], weights=weights, statistics=statistics) -> float:
+                """An expert's count by its tokens."""
+                both = zip(values, weights, strict=True)
+                return sum(loss(v - w, statistics.hessian) for v, w in both) * statistics.tokens
+
+            scale += sum(loss(weight, statistics.hessian) for weight in weights) * statistics.tokens
+            for candidate in unit.candidates:
+                grids = [self._space.grid(rows[name], candidate.name) for name in names]
+                near = [_nearest(*both, statistics) for both in zip(weights, grids, strict=True)]
+                _add(sums.nearest, candidate, lost(near))
+                if candidate.name in solved:
+                    found = self._job.method.solver.solve(weights, grids, statistics)
+                    values = [one.weight.values() for one in found]
+                    _add(sums.solved, candidate, lost(values))
+                    kept = (one.to(skeleton.dtype) for one in values)
+                    solved[candidate.name] |= dict(zip(names, kept, strict=True))
+        scale = max(scale, TINY)
+        self.errors[unit.name] = Errors(*({k: v / scale for k, v in part.items()} for part in _parts(sums)))
+        for candidate in self.wanted(unit):
+            yield candidate, solved.pop(candidate.name)
+
+    def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
+        """See `streams.Replacer`."""
+        assert self._outside is not None, "the space has units outside the blocks, and replaces them"
+        if unit.name not in self.errors:
+            self.errors[unit.name] = self._outside.solve(unit, self.wanted(unit))
+        return self._outside.replaced(unit, candidate)
+
+    def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics]]:
+        """Second moments of the unit's sites: those of a block at once, of experts some at a time."""
+        skeleton, index = self._job.skeleton, unit.block
+        measuring = Measuring(
+            skeleton,
+            entering,
+            self._job.plan.execution,
+            frozenset({"hessian"}),
+            self._job.request.run.experts,
+            Timings(),
+        )
+        if self._block is None or self._block[0].index != index:
+            self._block = None  # before the next one's are there
+            module, probe = skeleton.blocks[index], entering[0][:1, : capture.PROBE_TOKENS]
+            sites = capture.find_sites(module, lambda: skeleton.run_block(index, probe))
+            rows = {row.local: row for row in self._job.specs if row.block == index}
+            block = Block(index, module, rows, sites)
+            plain = [site for site in block.wanted if site.pool is None]
+            self._block = block, measuring.at_once(block, plain) if plain else {}
+        block, found = self._block
+        names = {row.local for row in unit.rows}
+        sites = [site for site in block.sites if names.intersection(site.linears)]
+        yield from ((site, found[site]) for site in sites if site in found)
+        layers = {site.pool: site for site in block.sites if not site.linears}
+        for some in _some([site for site in sites if site not in found]):
+            gathered = measuring.at_once(block, [layers[some[0].pool], *some])
+            yield from ((site, gathered.pop(site)) for site in some)
+
+
+def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
+    """As many experts' sites of a layer at a time as `HESSIAN_BYTES` hold."""
+    part: list[Site] = []
+    for site in sites:
+        if part and (site.pool != part[0].pool or (len(part) + 1) * 4 * site.in_features**2 > HESSIAN_BYTES):
+            yield part
+            part = []
+        part.append(site)
+    if part:
+        yield part
+
+
+def _parts(errors: Errors) -> tuple[dict[str, float], dict[str, float]]:
+    return errors.nearest, errors.solved
+
+
+def _add(sums: dict[str, float], candidate: Candidate, value: float) -> None:
+    sums[candidate.name] = sums.get(candidate.name, 0.0) + value
+
+
+def _nearest(weight: Tensor, grid: Grid, statistics: SiteStatistics) -> Tensor:
+    """Rounded to nearest, by what the grid makes of the inputs."""
+    return rtn.nearest(weight, grid, rtn.fitted(weight, grid, statistics.hessian)).values()

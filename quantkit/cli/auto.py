@@ -1,0 +1,124 @@
+"""`quantkit auto`: the best model within a budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.capacity.budget.options import AutoOptions, AutoRequest
+from quantkit.cli import flags, manners
+from quantkit.errors import NOT_FOUND, QuantkitError
+from quantkit.options import CalibrationOptions, RunOptions
+
+EPILOG = """Examples:
+
+  quantkit auto ./model --bpw 3.5
+
+  quantkit auto ./model --max-size 4GB --engine llama.cpp
+
+  quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
+
+  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, then used for any budget)
+
+  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
+
+Never worse: what does not beat the best uniform preset of its size on held-out text is not kept."""
+MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
+TEXT = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Text on which the results are measured. (default: an eighth of the calibration text, which is "
+        "held out of it)",
+        rich_help_panel="Budget",
+    ),
+]
+CONTEXT = Annotated[int | None, typer.Option(help="Tokens of a window of --text.")]
+LIMIT = Annotated[int | None, typer.Option(help="First tokens of --text that are used.")]
+SENSITIVITIES = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Table of sensitivities: read where it is there, else written, for further budgets.",
+        rich_help_panel="Budget",
+    ),
+]
+RECIPE_OUT = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the result as a recipe, too: quantkit run FILE makes the same bytes without a search.",
+        rich_help_panel="Budget",
+    ),
+]
+RUN = (
+    "exclude", "experts", "allow_unread", "dtype", "device", "batch_size", "sequential", "states", "threads",
+    "max_shard_gb",
+)  # fmt: skip
+FIXED = (
+    "dry_run", "resume", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet",
+)  # fmt: skip
+ASKED = ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
+
+
+def _command() -> Callable[..., None]:
+    """The function behind `quantkit auto`."""
+
+    def invoke(context: typer.Context, **values: Any) -> None:
+        request = _request(flags.typed(context, values), values)
+        request.options.check()
+        if (text := request.text) and not text.is_file():
+            raise QuantkitError(
+                f"text {text} cannot be read: no such file", "check the path given to --text", NOT_FOUND
+            )
+        from quantkit.cli.progress import listener, uncollected
+
+        with listener(values["quiet"]) as progress:
+            with uncollected():  # after something is seen: torch takes seconds
+                from quantkit.capacity.budget import job, printed, run
+
+            prepared = job.prepare(request, progress, values["dry_run"])
+            if values["dry_run"]:
+                record = run.plan_record(prepared)
+            else:
+                with manners.resumable(prepared.folder, "what was measured is"):
+                    record = run.run(prepared, progress)
+        if values["as_json"]:
+            print(json.dumps(record, indent=2))
+        else:
+            printed.print_record(record)
+
+    parameters = [flags.parameter("model", MODEL), *flags.of("budget", AutoOptions)]
+    parameters += [flags.parameter("text", TEXT, None), flags.parameter("ctx", CONTEXT, None)]
+    parameters += [flags.parameter("limit", LIMIT, None)]
+    parameters += [flags.parameter("sensitivities", SENSITIVITIES, None)]
+    parameters += [flags.parameter("recipe_out", RECIPE_OUT, None)]
+    parameters += [flags.parameter("output", flags.OUTPUT, None)]
+    parameters += flags.of("calibration", CalibrationOptions)
+    parameters += flags.of("run", RunOptions, RUN)
+    parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
+    return flags.sign(invoke, parameters)
+
+
+def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
+    options = {name: typed[name] for name in AutoOptions.__dataclass_fields__ if name in typed}
+    sections = {"calibration": CalibrationOptions, "run": RunOptions}
+    shared = {
+        f"{section}.{name}": typed[name]
+        for section, kind in sections.items()
+        for name in kind.__dataclass_fields__
+        if name in typed
+    }
+    return AutoRequest(
+        source=values["model"],
+        options=AutoOptions(**options),
+        typed=shared,
+        **{key: values[key] for key in ("text", "ctx", "limit", "sensitivities", "recipe_out", *ASKED)},
+    )
+
+
+command = _command()
