@@ -47,8 +47,7 @@ class KvCache:
         """Give block `index` this cache, once."""
         if index not in self._places:
             found = [(module, name) for module in block.modules() if (name := _parameter(module))]
-            inner = [pair for pair in found if not any(other in pair[0].children() for other, _ in found)]
-            self._places[index] = [_Place(module, name, self._rounding) for module, name in inner]
+            self._places[index] = [_Place(module, name, self._rounding) for module, name in found]
 
     def describe(self, source: str) -> Kv:
         """What was used. Raises QuantkitError for a model that has no such cache at all."""
@@ -70,7 +69,8 @@ def _parameter(module: nn.Module) -> str | None:
 
 
 class _Place:
-    """A module that reads a cache, its forward replaced. used: whether it handed keys and values to it."""
+    """A module that is given a cache, its forward replaced; what it passes on to modules inside is replaced
+    there. used: whether it handed keys and values to it."""
 
     def __init__(self, module: nn.Module, parameter: str, rounding: KvRounding):
         self.used, self._parameter, self._rounding = False, parameter, rounding
@@ -84,10 +84,11 @@ class _Place:
         bound.arguments[self._parameter] = reading
         try:
             out = self._forward(*bound.args, **bound.kwargs)
-        except _OtherCache:  # a recurrent layer's: its states are not quantized
-            return self._forward(*args, **kwargs)
+        except _OtherCache:  # a recurrent layer's, or an indexer's: what those keep is not quantized
+            bound.arguments[self._parameter] = None
+            return self._forward(*bound.args, **bound.kwargs)
         if not reading.ends:
-            return self._forward(*args, **kwargs)
+            return out
         self.used = True
         parts, start = [], 0
         while True:
