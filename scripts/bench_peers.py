@@ -1,13 +1,16 @@
-"""quantkit against llm-compressor, GPTQModel and AutoAWQ: time, memory and loss on the same tokens.
+"""quantkit against llm-compressor, GPTQModel, AutoRound, AutoAWQ and llama-quantize, on the same tokens.
 
-    python scripts/bench_peers.py [gptq] [quality] [awq] [--quick] [--repeats N]
+    python scripts/bench_peers.py [gptq] [awq] [--quick] [--repeats N]
+    python scripts/bench_peers.py quality --text frankenstein.txt --dtype float32 [--write]
+        [--ours "NAME=METHOD,OPTION=VALUE"]
 
 gptq: two random Llama blocks of 768/2048, 32 sequences of 512 tokens, 4 bit in groups of 128, default
-options: CPU seconds at one thread, wall seconds at two, peak memory. quality: KL divergence on the demo
-model at 4 and 3 bit. awq: one block, 4 and 16 sequences. The quantization phase is from tokens to solved
-weights; imports, loading, saving and verification stand apart. Each tool runs in an environment of its
-own, made on the first run unless a python is given. Machines are noisy: everything runs in turn, and
-the least of the repeats counts.
+options: CPU seconds at one thread, wall seconds at two, peak memory. awq: one block, 4 and 16 sequences.
+quality: KL divergence at 4, 3 and 2 bit and of GGUF types (peer_quality.py); what the others reached is kept
+in peers/results.json and not run again. The quantization phase is from tokens to solved weights; imports,
+loading, saving and verification stand apart. Each tool runs in an environment of its own, made on the first
+run unless a python is given. Machines are noisy: everything runs in turn, and the least of the repeats
+counts.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import peer_quality
 import random_llama
 from client_runs import DEMO, ROOT, Failed, run_script, table
 
@@ -30,7 +34,9 @@ ENVIRONMENTS = {  # name in clients-setup.sh, where it puts the python
     "llmcompressor": ("llmcompressor", ".venv-peers/llmcompressor/bin/python"),
     "gptqmodel": ("clients", ".venv-clients/bin/python"),
     "autoawq": ("legacy", ".venv-legacy/bin/python"),
+    "autoround": ("autoround", ".venv-peers/autoround/bin/python"),
 }
+OWN = ("quantkit", "llamacpp")  # run in this environment
 
 
 @dataclass(frozen=True)
@@ -41,15 +47,34 @@ class Measured:
     wall: float
     whole: float
     peak_bytes: int
+    versions: dict[str, str]
+
+    def least(self, other: Measured) -> Measured:
+        """The least of each figure."""
+        figures = {key: min(getattr(self, key), getattr(other, key)) for key in FIGURES}
+        return Measured(**figures, versions=self.versions)
+
+
+FIGURES = ("cpu", "wall", "whole", "peak_bytes")
 
 
 class Bench:
-    """Runs jobs of every tool on one calibration block. pythons: tool -> interpreter."""
+    """Runs jobs of every tool on one calibration block. given: tool -> interpreter, where one was named."""
 
-    def __init__(self, pythons: dict[str, str], folder: Path, args: argparse.Namespace):
-        self.pythons, self.folder, self.args = pythons, folder, args
+    def __init__(self, given: dict[str, str | None], folder: Path, args: argparse.Namespace):
+        self.given, self.folder, self.args = given, folder, args
         self.versions: dict[str, str] = {}
         self._runs = 0
+
+    def python(self, tool: str) -> str:
+        """The tool's interpreter; its environment is made where it is absent."""
+        if tool in OWN:
+            return sys.executable
+        name, place = ENVIRONMENTS[tool]
+        python = self.given.get(tool) or str(ROOT / place)
+        if not Path(python).exists():
+            subprocess.run([str(ROOT / "scripts/clients-setup.sh"), name], check=True)
+        return python
 
     def tokens(self, model: Path, samples: int, seqlen: int) -> Path:
         """The same block for every tool, cut as quantkit cuts it."""
@@ -67,21 +92,28 @@ class Bench:
         """One job in a process of its own; the checkpoint and what it took. Raises Failed."""
         self._runs += 1
         out = self.folder / f"{self._runs}-{tool}"
+        return self.job(tool, model, tokens, out, **options), out
+
+    def job(self, tool: str, model: Path, tokens: Path, out: Path, **options) -> Measured:
+        """One job in a process of its own, unless it left a result before. Raises Failed."""
         request = {"model": str(model), "tokens": str(tokens), "out": str(out)} | options
         request["calibration"] = self.args.calibration
-        path = self.folder / f"{self._runs}-{tool}.json"
-        script = ROOT / f"scripts/peers/run_{tool}.py"
-        pythonpath = str(ROOT) if tool == "quantkit" else ""
-        run_script(self.pythons[tool], script, request, path, options.get("threads", 1), pythonpath)
-        result = json.loads(path.with_suffix(".result.json").read_text())
+        path = out.with_name(f"{out.name}.json")
+        finished = path.with_suffix(".result.json")
+        if not finished.exists():
+            script = ROOT / f"scripts/peers/run_{tool}.py"
+            pythonpath = str(ROOT) if tool in OWN else ""
+            run_script(self.python(tool), script, request, path, options.get("threads", 1), pythonpath)
+        result = json.loads(finished.read_text())
         phases = result["phases"]
         whole = sum(phase["cpu"] for phase in phases.values())
         self.versions[tool] = result["versions"][tool]
+        quantize = phases["quantize"]
         measured = Measured(
-            phases["quantize"]["cpu"], phases["quantize"]["wall"], whole, result["peak_bytes"]
+            quantize["cpu"], quantize["wall"], whole, result["peak_bytes"], result["versions"]
         )
         print(f"{tool} {options}: {measured}", file=sys.stderr, flush=True)
-        return measured, out
+        return measured
 
     def least(self, tools: list[str], *job, **options) -> dict[str, Measured | str]:
         """The least of each figure over the repeats, the tools in turn; a tool's error stands for it."""
@@ -96,8 +128,7 @@ class Bench:
                     continue
                 old = found.get(tool, new)
                 if isinstance(old, Measured):
-                    pairs = zip(vars(old).values(), vars(new).values(), strict=True)
-                    found[tool] = Measured(*(min(pair) for pair in pairs))
+                    found[tool] = old.least(new)
         return found
 
 
@@ -177,81 +208,50 @@ def bench_awq(bench: Bench) -> None:
 
 
 def bench_quality(bench: Bench) -> None:
-    """KL divergence to the demo model, the same calibration tokens for all."""
-    import torch
+    """Loss at the same bytes, of everybody's best."""
+    peer_quality.run(bench, bench.args, demo_model(bench))
 
-    from quantkit.errors import QuantkitError
-    from quantkit.evaluation import evaluate
-    from quantkit.evaluation import windows as windows_of
-    from quantkit.models.open import open_checkpoint
 
-    model = demo_model(bench)
-    base = open_checkpoint(str(model))
-    tokens = bench.tokens(model, *(8, 128) if bench.args.quick else (128, 256))
-    windows = windows_of.load(base, bench.args.text, 256, None, 2048 if bench.args.quick else 40960)
-    cases = [("llmcompressor", {}), ("gptqmodel", {}), ("gptqmodel", {"mse": 2.4}), ("quantkit", {})]
-    rows = []
-    for bits in (4, 3):
-        losses: dict[bool, list[float]] = {True: [], False: []}  # by whether it is ours
-        for tool, options in cases:
-            label = f"{tool}{', mse' if options else ''}, {bits} bit"
-            try:
-                measured, out = bench.run(tool, model, tokens, method="gptq", bits=bits, **options)
-                written = open_checkpoint(str(out))
-                device = torch.device("cpu")
-                result = evaluate.evaluate([base, written], windows, torch.float32, device).results[1]
-            except (Failed, QuantkitError) as error:
-                rows.append([label, "", "", f"failed: {error}"])
-                continue
-            kld = result.metrics.kld.mean
-            losses[tool == "quantkit"].append(kld)
-            rows.append([label, f"{result.size.weight_bytes:,}", f"{measured.cpu:.1f}", f"{kld:.5f}"])
-        if all(losses.values()):
-            ratio = losses[True][0] / min(losses[False])
-            rows.append([f"**quantkit / best peer**, {bits} bit", "", "", f"{ratio:.2f}"])
-    print("## Loss on the demo model\n")
-    print(table(["", "weight bytes", "CPU s", "KL divergence"], rows))
-    print(f"{windows.protocol.tokens} tokens of {windows.protocol.text}, context 256, float32.\n")
+def warm_up(bench: Bench, parts: list[str]) -> None:
+    """GPTQModel compiles a packer once, the others fill caches of their own."""
+    warm = make_model(bench, 1)
+    for tool in ["quantkit", "llmcompressor", "gptqmodel", *(["autoawq"] if "awq" in parts else [])]:
+        try:
+            method = "awq" if tool == "autoawq" else "gptq"
+            bench.run(tool, warm, bench.tokens(warm, 2, 32), method=method, sym=method == "gptq")
+        except Failed as error:
+            print(f"{tool}: {error}", file=sys.stderr)
+
+
+def parse(benches: dict) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all)")
+    for tool, short in {"llmcompressor": "llmc"}.items() | {
+        t: t for t in ENVIRONMENTS if t != "llmcompressor"
+    }.items():
+        parser.add_argument(f"--{short}-python", dest=tool, metavar="PYTHON", help=f"of {tool}'s environment")
+    parser.add_argument("--calibration", help="text to calibrate on (default: the shipped text)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
+    peer_quality.add_flags(parser.add_argument_group("quality"))
+    args = parser.parse_args()
+    if unknown := set(args.parts) - benches.keys():
+        parser.error(f"no part is called {', '.join(unknown)}")
+    args.parts = args.parts or list(benches)
+    return args
 
 
 def main() -> None:
     benches = {"gptq": bench_gptq, "quality": bench_quality, "awq": bench_awq}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all)")
-    parser.add_argument("--llmc-python")
-    parser.add_argument("--gptqmodel-python")
-    parser.add_argument("--autoawq-python")
-    parser.add_argument("--calibration", help="text to calibrate on (default: the shipped text)")
-    parser.add_argument("--text", type=Path, default=ROOT / "tests/data/heldout.txt")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
-    args = parser.parse_args()
-    if unknown := set(args.parts) - benches.keys():
-        parser.error(f"no part is called {', '.join(unknown)}")
-    parts = args.parts or list(benches)
-    given = {
-        "llmcompressor": args.llmc_python,
-        "gptqmodel": args.gptqmodel_python,
-        "autoawq": args.autoawq_python,
-    }
-    pythons = {"quantkit": sys.executable}
-    for tool, (name, place) in ENVIRONMENTS.items():
-        if tool == "autoawq" and "awq" not in parts:
-            continue
-        pythons[tool] = given[tool] or str(ROOT / place)
-        if not Path(pythons[tool]).exists():
-            subprocess.run([str(ROOT / "scripts/clients-setup.sh"), name], check=True)
+    args = parse(benches)
+    given = {tool: getattr(args, tool) for tool in ENVIRONMENTS}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(pythons, Path(folder), args)
-        warm = make_model(bench, 1)  # GPTQModel compiles a packer once
-        for tool in pythons:
-            try:
-                method = "awq" if tool == "autoawq" else "gptq"
-                bench.run(tool, warm, bench.tokens(warm, 2, 32), method=method, sym=method == "gptq")
-            except Failed as error:
-                print(f"{tool}: {error}", file=sys.stderr)
-        for part in parts:
+        bench = Bench(given, Path(folder), args)
+        if set(args.parts) - {"quality"}:
+            warm_up(bench, args.parts)
+        for part in args.parts:
             benches[part](bench)
         print(", ".join(f"{tool} {version}" for tool, version in sorted(bench.versions.items())))
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Environments of the clients and peers that the scripts compare with: clients-setup.sh NAME...
-# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor.
+# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor, autoround.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh" "" # with an argument of its own, or it would take ours
 constraints=scripts/constraints
@@ -22,6 +22,9 @@ for name in "$@"; do
             ;;
         llmcompressor)
             ensure_venv .venv-peers/llmcompressor $constraints/llmcompressor.txt llmcompressor
+            ;;
+        autoround)
+            ensure_venv .venv-peers/autoround $constraints/autoround.txt transformers auto-round
             ;;
         *)
             echo "error: no environment is called $name" >&2

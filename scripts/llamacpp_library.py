@@ -17,6 +17,7 @@ LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
 LOAD_IMATRIX = (
     "_Z19common_imatrix_loadRKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEER14common_imatrix"
 )
+VERSION = "v0.5.0"  # whose structures are written down here
 MAX_BUFFER_BYTES = 8 << 30  # the default of a field near the end: says whether the fields are where we think
 
 
@@ -29,7 +30,7 @@ class TensorOverride(c.Structure):
 
 
 class Parameters(c.Structure):
-    """`llama_model_quantize_params` of llama.cpp v0.5.0."""
+    """`llama_model_quantize_params` of llama.cpp `VERSION`."""
 
     _fields_ = [
         ("threads", c.c_int32),
@@ -131,7 +132,9 @@ class Library:
         self.log.clear()
         parameters = self.llama.llama_model_quantize_default_params()
         if parameters.max_buffer_bytes != MAX_BUFFER_BYTES or not parameters.quantize_output_tensor:
-            raise SystemExit("llama_model_quantize_params of this llama.cpp has other fields than v0.5.0's")
+            raise SystemExit(
+                f"llama_model_quantize_params of this llama.cpp has other fields than {VERSION}'s"
+            )
         parameters.threads, parameters.file_type, parameters.pure = 1, file_type, pure
         if output_tensor_type:
             parameters.output_tensor_type = _number(output_tensor_type)

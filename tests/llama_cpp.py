@@ -19,7 +19,8 @@ import numpy as np
 os.environ["GGML_NO_BACKTRACE"] = "1"
 
 F32, F16 = 0, 1  # of enum ggml_type
-FLASH_AUTO, FLASH_OFF = -1, 0
+CACHES = {"f32": F32, "f16": F16, "q4_0": 2, "q8_0": 8}
+FLASH_AUTO, FLASH_OFF, FLASH_ON = -1, 0, 1
 
 
 class ModelParams(c.Structure):
@@ -107,12 +108,12 @@ def library() -> c.CDLL:
 
 
 class Llama:
-    """A GGUF file opened by llama.cpp, with a float32 key/value cache; a context manager.
+    """A GGUF file opened by llama.cpp, with a key/value cache of `CACHES`; a context manager.
 
     Raises RuntimeError with llama.cpp's own words when it refuses the file.
     """
 
-    def __init__(self, path: Path, ctx: int = 512):
+    def __init__(self, path: Path, ctx: int = 512, cache: str = "f32"):
         self._lib = library()
         LOG.clear()
         self._context = None
@@ -125,8 +126,9 @@ class Llama:
         known = params.n_ctx, params.flash_attn_type, params.type_k, params.type_v
         assert known == (512, FLASH_AUTO, F16, F16), "llama_context_params has another shape"
         params.n_ctx = params.n_batch = params.n_ubatch = ctx
-        params.type_k = params.type_v = F32
-        params.flash_attn_type = FLASH_OFF  # it computes in 16 bit
+        params.type_k = params.type_v = CACHES[cache]
+        quantized = cache.startswith("q")  # then it has to be flash attention, which computes in 16 bit
+        params.flash_attn_type = FLASH_ON if quantized else FLASH_OFF
         self._context = self._lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise RuntimeError("".join(LOG[-6:]))

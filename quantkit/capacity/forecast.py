@@ -18,6 +18,7 @@ from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.grids import kv_types
 
 SCHEMA = "quantkit.capacity/1"
 TOKENS = 4096  # of a sequence where nothing is said
@@ -43,7 +44,7 @@ class Question:
     @property
     def kv_bytes(self) -> Fraction:
         """Bytes per value of the cache."""
-        return kv_cache.DTYPES[self.kv_dtype]
+        return kv_types.TYPES[self.kv_dtype].nbytes
 
     @property
     def memory(self) -> int | None:

@@ -12,26 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Bytes per value. llama.cpp's types hold 32 values and a 16-bit scale; int4 is the quantized cache of
-# transformers, groups of 64 with a scale and a shift of 16 bit each; fp8 and int8 have a scale per tensor.
-DTYPES: dict[str, Fraction] = {
-    "float32": Fraction(4),
-    "bfloat16": Fraction(2),
-    "float16": Fraction(2),
-    "fp8": Fraction(1),
-    "int8": Fraction(1),
-    "q8_0": Fraction(34, 32),
-    "q4_0": Fraction(18, 32),
-    "int4": Fraction(64 * 4 + 32, 64 * 8),
-}
-ALIASES = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "float8": "fp8",
-    "auto": "bfloat16",
-}
 CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, states in float32
 PAGE = 16  # tokens per block of a paged cache, vLLM's default
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 
-from quantkit.capacity import formats, kv_cache
+from quantkit.capacity import formats
 from quantkit.errors import USAGE, QuantkitError
 
 FORMAT_ALIASES = {
@@ -15,11 +15,6 @@ FORMAT_ALIASES = {
     "float16": "bf16",
     "gguf": "Q4_K_M",
 }
-
-
-def kv_dtype(text: str) -> str:
-    """A precision of the cache. Raises QuantkitError with the nearest names for an unknown one."""
-    return _known(text.lower(), kv_cache.DTYPES, kv_cache.ALIASES, "--kv-dtype")
 
 
 def format(text: str) -> str:

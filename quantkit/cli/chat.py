@@ -83,8 +83,8 @@ def command(
         typer.Option(help="Precision. auto: the checkpoint's where the hardware has it."),
     ] = "auto",
     kv_dtype: Annotated[
-        Literal["float32", "float16", "bfloat16", "q8_0", "q4_0"] | None,
-        typer.Option(help="Of llama.cpp's cache. (default: float16)", show_default=False),
+        str | None,
+        typer.Option(help="Of llama.cpp's cache: fp16, bf16, fp32, q8_0, q4_0. (default: fp16)"),
     ] = None,
     device: flags.DEVICE = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as many as the engine chooses.")] = 0,
@@ -99,7 +99,9 @@ def command(
     """The function behind `quantkit chat`."""
     from quantkit.capacity.source import parse_tokens
     from quantkit.cli.progress import listener, uncollected
+    from quantkit.grids import kv_types
 
+    cache = None if kv_dtype is None else kv_types.named(kv_dtype)
     limit = parse_tokens(context) if context is not None else 0
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
@@ -114,7 +116,7 @@ def command(
             conversation.load(load)
         progress.phase(f"loading {model}")
         asked = start.Request(
-            model, engine, limit, device, dtype, kv_dtype, decoded, raw, template, revision, offline,
+            model, engine, limit, device, dtype, cache, decoded, raw, template, revision, offline,
             trust_remote_code, threads,
         )  # fmt: skip
         started = start.start(asked)

@@ -16,6 +16,8 @@ EPILOG = """Examples:
 
   quantkit eval ./model --as nf4 --as int8 --text test.txt     (nothing is written)
 
+  quantkit eval ./model ./model-gptq-w4g128 --text test.txt --kv-dtype q8_0     (and the cache quantized)
+
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
 
   quantkit eval ./model ./candidate --text test.txt --html report.html --plot plot.svg
@@ -36,6 +38,15 @@ def command(
             metavar="METHOD",
             help="Measure the first model as this data-free method (int8, nf4) would leave it, without "
             "writing anything. Repeatable.",
+        ),
+    ] = None,
+    kv_dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-dtype",
+            metavar="TYPE",
+            help="Measure every model with a key/value cache of this type as well: int8 or int4 as "
+            "transformers keeps it, fp8 as vLLM, q8_0 or q4_0 as llama.cpp. Repeatable.",
         ),
     ] = None,
     ctx: Annotated[
@@ -100,10 +111,12 @@ def command(
     from quantkit.evaluation import metrics as metrics_of
     from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs
+    from quantkit.grids import kv_types
 
     chosen = metrics_of.select(metrics)
     limits = gates.parse(max_ppl_increase, max_kld, min_top1)
-    gates.check(limits, chosen, len(models) - 1 + len(trials or ()))
+    caches = list(dict.fromkeys(map(kv_types.named, kv_dtypes or ())))
+    gates.check(limits, chosen, (len(models) + len(trials or ())) * (1 + len(caches)) - 1)
     outputs = Outputs(html, plot, summary)
     outputs.check()
 
@@ -129,8 +142,9 @@ def command(
         windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
         harness = Tasks.prepare(tasks, task_limit) if tasks else None
         measured = evaluate.evaluate(
-            checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness
-        )
+            checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness,
+            caches,
+        )  # fmt: skip
     given = harness.record() if harness else None
     result = record(windows.protocol, precision, place, measured, chosen, limits, given)
     if not as_json:

@@ -71,7 +71,8 @@ def command(
     kv_dtype: Annotated[
         str,
         typer.Option(
-            help="Precision of the KV cache: bf16, fp16, fp32, fp8, int8, int4, q8_0, q4_0.",
+            help="Precision of the KV cache: bf16, fp16, fp32, fp8, int8, int4, q8_0, q4_0. What each "
+            "costs in quality: quantkit eval --kv-dtype.",
             rich_help_panel=SERVING,
         ),
     ] = "bf16",
@@ -95,6 +96,7 @@ def command(
     """The function behind `quantkit plan`."""
     from quantkit.capacity import devices, forecast, names, source, tables
     from quantkit.errors import USAGE, QuantkitError
+    from quantkit.grids import kv_types
 
     if model is None and params is None:
         raise QuantkitError(
@@ -106,7 +108,7 @@ def command(
     question = forecast.Question(
         tokens=None if ctx is None else source.parse_tokens(ctx),
         batch=batch,
-        kv_dtype=names.kv_dtype(kv_dtype),
+        kv_dtype=kv_types.named(kv_dtype),
         method=None if method is None else names.format(method),
         device=devices.choose(gpu, vram, bandwidth, tflops, gpus),
         samples=samples,

@@ -103,10 +103,10 @@ def command(
     ] = False,
 ) -> None:
     """The function behind `quantkit serve`."""
-    from quantkit.capacity import names
     from quantkit.capacity.source import parse_tokens
     from quantkit.cli.manners import stopping
     from quantkit.cli.progress import listener
+    from quantkit.grids import kv_types
     from quantkit.serving.server.settings import Settings
 
     settings = Settings(
@@ -116,7 +116,7 @@ def command(
         api_key=api_key,
         ctx=None if ctx is None else parse_tokens(ctx),
         parallel=parallel,
-        kv_dtype=None if kv_dtype is None else names.kv_dtype(kv_dtype),
+        kv_dtype=None if kv_dtype is None else kv_types.named(kv_dtype),
         device=device,
         dtype=dtype,
         memory_fraction=memory_fraction,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
@@ -57,7 +58,8 @@ class LayerErrors:
 class Result:
     """One model of a comparison. layers: what its maker recorded about each linear, where that is known.
 
-    tasks: task -> metric -> value and standard error; None where none were run.
+    tasks: task -> metric -> value and standard error; None where none were run. kv: its quantized key/value
+    cache; None where keys and values were read as they were computed.
     """
 
     source: str
@@ -65,6 +67,7 @@ class Result:
     metrics: Metrics
     layers: LayerErrors | None
     tasks: TaskScores | None = None
+    kv: Kv | None = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,11 @@ class _Measured:
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
-    chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None,
+    chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
 ) -> Evaluation:  # fmt: skip
     """Metrics of every checkpoint and its divergence from the first; then those of the first as data-free
     methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as well.
+    kv_dtypes: every model, the first included, is measured with keys and values quantized so as well.
 
     Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
     """
@@ -110,19 +114,21 @@ def evaluate(
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
-    candidates: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
-    candidates += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
-    recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial in candidates]
+    models: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
+    models += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
+    candidates = [(*model, kv) for model in models for kv in (None, *kv_dtypes)]
+    recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, _ in candidates]
     context = _context(windows)
     results, base, base_scores, floor = [], None, None, None
-    for (checkpoint, trial), layers in zip(candidates, recorded, strict=True):
-        model = StreamedModel.open(checkpoint, dtype, device, trial)
+    for (checkpoint, trial, kv), layers in zip(candidates, recorded, strict=True):
+        model = StreamedModel.open(checkpoint, dtype, device, trial, kv)
         measured = _run(model, windows, listen)
         scores = _score(measured, windows, base, chosen)
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
         scored = tasks.measure(model, listen) if tasks else None
-        results.append(Result(model.name, _size(model.skeleton, trial), metrics, layers, scored))
+        size = _size(model.skeleton, trial)
+        results.append(Result(model.name, size, metrics, layers, scored, model.kv))
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantkit.evaluation.kv_cache import Kv, KvCache
 from quantkit.evaluation.trial import Trial
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -21,7 +22,7 @@ Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A checkpoint, or what a trial makes of it. name: as results call it.
+    """A checkpoint, or what a trial makes of it. name: as results call it. cache: quantized keys and values.
 
     errors: relative squared errors of the weights that the trial quantized, known once it has run.
     """
@@ -29,17 +30,21 @@ class StreamedModel:
     name: str
     skeleton: Skeleton
     trial: Trial | None = None
+    cache: KvCache | None = None
     errors: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def open(
-        checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, trial: Trial | None = None
-    ) -> StreamedModel:
-        """Load all but the blocks. Raises QuantkitError naming tensors that are absent."""
+        checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, trial: Trial | None = None,
+        kv_dtype: str | None = None,
+    ) -> StreamedModel:  # fmt: skip
+        """Load all but the blocks. kv_dtype: what keys and values are kept in, of `kv_types.TYPES`; None: as
+        they are computed. Raises QuantkitError naming tensors that are absent."""
         skeleton = Skeleton(checkpoint, dtype, device)
         skeleton.names.check_complete()
         skeleton.load_rest()
-        return StreamedModel(named(checkpoint, trial), skeleton, trial)
+        cache = KvCache(kv_dtype) if kv_dtype else None
+        return StreamedModel(named(checkpoint, trial, kv_dtype), skeleton, trial, cache)
 
     def states(self, batches: Sequence[Tensor], listen: Listener) -> States:
         """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`."""
@@ -49,6 +54,8 @@ class StreamedModel:
             listen(self.name, index, count)
             if self.trial:
                 self.errors.update(self.trial.apply(self.skeleton, index))
+            if self.cache:
+                self.cache.attach(index, self.skeleton.blocks[index])
 
         states = walk.through(self.skeleton, batches, entered=entered)
         listen(self.name, count, count)
@@ -59,11 +66,17 @@ class StreamedModel:
         return torch.log_softmax(self.skeleton.logits(hidden).float(), -1)
 
     @property
+    def kv(self) -> Kv | None:
+        """What its cache was, once it has run. Raises QuantkitError for a model that has none to quantize."""
+        return self.cache.describe(self.name) if self.cache else None
+
+    @property
     def chunk_tokens(self) -> int:
         """How many tokens' logits are held at a time."""
         return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))
 
 
-def named(checkpoint: Checkpoint, trial: Trial | None) -> str:
-    """`./model as nf4` for a trial."""
-    return f"{checkpoint.source} as {trial.method.name}" if trial else checkpoint.source
+def named(checkpoint: Checkpoint, trial: Trial | None, kv_dtype: str | None = None) -> str:
+    """`./model as nf4` for a trial, `./model, kv q8_0` with a quantized cache."""
+    name = f"{checkpoint.source} as {trial.method.name}" if trial else checkpoint.source
+    return f"{name}, kv {kv_dtype}" if kv_dtype else name

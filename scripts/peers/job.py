@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +32,10 @@ class Job:
     sym: bool = True
     desc_act: bool = False
     mse: float = 0.0  # GPTQModel's range search
+    gptaq: bool = False  # GPTQModel's asymmetric calibration
+    iterations: int = 200  # AutoRound's
+    options: dict = field(default_factory=dict)  # quantkit's, by the names of its method's Options
+    libraries: str = ""  # a prebuilt llama.cpp's folder
     threads: int = 1
     calibration: str | None = None  # the text the tokens were cut from, for quantkit; None: the shipped one
 

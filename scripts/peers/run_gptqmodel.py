@@ -9,7 +9,7 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # on two cores its own choi
 
 import torch  # noqa: E402
 from gptqmodel import BACKEND, GPTQModel  # noqa: E402
-from gptqmodel.quantization import AWQConfig, GPTQConfig  # noqa: E402
+from gptqmodel.quantization import AWQConfig, GPTAQConfig, GPTQConfig  # noqa: E402
 
 
 def config() -> GPTQConfig | AWQConfig:
@@ -19,6 +19,8 @@ def config() -> GPTQConfig | AWQConfig:
         return AWQConfig(**shared)
     if job.desc_act:
         shared["desc_act"] = True
+    if job.gptaq:
+        shared["gptaq"] = GPTAQConfig(device="cpu")
     return GPTQConfig(mse=job.mse, **shared)
 
 

@@ -16,6 +16,9 @@ if not torch.cuda.is_available():  # 0.14.0.1: its AWQ pins memory, which raises
     torch.Tensor.pin_memory = lambda self, *args: self
 
 
+CALIBRATED = ("gptq", "awq", "awq-gptq")
+
+
 def recipe() -> list:
     """The tool's own defaults, apart from what the job says. Methods that are no methods are schemes."""
     weights = {"num_bits": job.bits, "type": "int", "symmetric": job.sym}
@@ -25,6 +28,8 @@ def recipe() -> list:
         return [GPTQModifier(**scope)]
     if job.method == "awq":
         return [AWQModifier(), QuantizationModifier(**scope)]
+    if job.method == "awq-gptq":
+        return [AWQModifier(), GPTQModifier(**scope)]
     return [QuantizationModifier(targets="Linear", scheme=job.method, ignore=["lm_head"])]
 
 
@@ -42,7 +47,7 @@ def main() -> None:
         "shuffle_calibration_samples": False,
     }
     with clock("quantize"):
-        oneshot(model=model, recipe=recipe(), **(calibration if job.method in ("gptq", "awq") else {}))
+        oneshot(model=model, recipe=recipe(), **(calibration if job.method in CALIBRATED else {}))
     with clock("save"):
         model.save_pretrained(job.out, save_compressed=True)
         AutoTokenizer.from_pretrained(job.model).save_pretrained(job.out)

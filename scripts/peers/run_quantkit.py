@@ -22,10 +22,13 @@ from quantkit.text import calibration  # noqa: E402
 
 
 def options():
-    """The method's defaults, apart from what the job says."""
+    """The method's defaults, apart from what the job says; `options` has the last word."""
     chosen = {"bits": job.bits, "group_size": job.group_size, "sym": job.sym, "zero_point": not job.sym}
     fields = methods.load(job.method).Options.__dataclass_fields__
-    return methods.load(job.method).Options(**{key: chosen[key] for key in chosen if key in fields})
+    chosen = {key: chosen[key] for key in chosen if key in fields} | job.options
+    if "type" in chosen:  # as a JSON file has it
+        chosen["type"] = tuple(chosen["type"])
+    return methods.load(job.method).Options(**chosen)
 
 
 def main() -> None:

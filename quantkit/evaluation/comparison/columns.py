@@ -68,6 +68,12 @@ def _at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
 
 
 KLD = "metrics.kld"
+KV = Column(
+    "kv bits",
+    "bits per value of a quantized key/value cache, scales included",
+    lambda model: bits(model["kv"] and 8 * model["kv"]["bytes_per_value"]) if "kv" in model else NOTHING,
+    floor=False,
+)
 COLUMNS = (  # what people choose by comes first: narrow terminals cut a table in two
     Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes), floor=False),
     Column("bits/weight", "over the whole model", _at("size.bits_per_weight", bits), floor=False),
@@ -119,7 +125,8 @@ def columns(record: dict) -> list[Column]:
         for task, metrics in (model["tasks"] or {}).items()
         for metric in metrics
     )
-    shown = (*COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
+    cached = [KV] if any(model.get("kv") for model in record["models"]) else []
+    shown = (*cached, *COLUMNS, *([on_front] if compared else ()), *DISTRIBUTION)
     return [*(column for column in shown if column.needs in measured), *map(_task, tasks)]
 
 

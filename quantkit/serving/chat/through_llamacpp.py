@@ -10,6 +10,7 @@ from quantkit.capacity import attention, kv_cache
 from quantkit.capacity import source as capacity_source
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling
+from quantkit.grids import kv_types
 from quantkit.models.containers import gguf_file
 from quantkit.serving.chat.turn import Answer, Facts, Prompt, Stream
 from quantkit.serving.engines import llamacpp
@@ -117,4 +118,4 @@ def _kv_bytes(path: Path, context: int, kv_dtype: str) -> int | None:
         caches = attention.layer_caches(read.settings, read.parameters)
     except (QuantkitError, attention.Unsupported):
         return None
-    return kv_cache.sequence_bytes(caches, context, kv_cache.DTYPES[kv_dtype])
+    return kv_cache.sequence_bytes(caches, context, kv_types.TYPES[kv_dtype].nbytes)

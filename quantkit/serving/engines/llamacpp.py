@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.grids import kv_types
 from quantkit.serving.context import ContextFullError
 
 PACKAGE = "xllamacpp"
 SILENT = -1  # verbosity: its errors come back as answers
 TOO_LONG = "exceed_context_size_error"
-KV_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items() if kind.llamacpp}
 
 
 @dataclass(frozen=True)

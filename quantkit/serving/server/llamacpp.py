@@ -9,12 +9,13 @@ import shutil
 import sys
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import kv_types
 from quantkit.serving.server.command import Command
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room
 
 PARALLEL, RESERVES = 4, True
-KV_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "q8_0": "q8_0", "q4_0": "q4_0"}
+KV_DTYPES = {name: kind.llamacpp for name, kind in kv_types.TYPES.items() if kind.llamacpp}
 WHEEL = "quantkit.serving.engines.llama_server"
 
 

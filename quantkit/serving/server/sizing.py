@@ -14,6 +14,7 @@ from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.source import Source
 from quantkit.errors import RESOURCES, QuantkitError
+from quantkit.grids import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.tables import size
 
@@ -117,5 +118,5 @@ def _halved(value: int, least: int) -> Iterator[int]:
 
 def _bytes(caches: Sequence[LayerCache], tokens: int, settings: Settings) -> int:
     """Of one sequence in pages."""
-    dtype = kv_cache.DTYPES[settings.kv_dtype or ("float32" if settings.dtype == "float32" else "bfloat16")]
-    return kv_cache.sequence_bytes(caches, tokens, dtype, kv_cache.PAGE)
+    dtype = settings.kv_dtype or ("float32" if settings.dtype == "float32" else "bfloat16")
+    return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)

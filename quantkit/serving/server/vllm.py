@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import kv_types
 from quantkit.serving.server.command import Command
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room
 
 PARALLEL, RESERVES = 64, False
-KV_DTYPES = {"fp8": "fp8", "bfloat16": "bfloat16", "float16": "float16"}
+KV_DTYPES = {name: kind.vllm for name, kind in kv_types.TYPES.items() if kind.vllm}
 GIB = 1 << 30
 MODULE = "vllm.entrypoints.openai.api_server"
 

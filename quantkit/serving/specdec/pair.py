@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from quantkit.capacity import attention, kv_cache
 from quantkit.capacity.settings import Settings as Architecture
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.grids import kv_types
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.serving.specdec.settings import Settings
@@ -86,7 +87,7 @@ def kv_bytes(checkpoint: Checkpoint, tokens: int, dtype: str) -> int | None:
         caches = attention.layer_caches(Architecture.of(checkpoint.config.to_dict()))
     except attention.Unsupported:
         return None
-    return kv_cache.sequence_bytes(caches, tokens, kv_cache.DTYPES[dtype])
+    return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes)
 
 
 def stored_bytes(checkpoint: Checkpoint) -> int:

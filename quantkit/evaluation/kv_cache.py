@@ -1,0 +1,146 @@
+"""A model with a quantized key/value cache, streamed: attention reads what an engine's cache would give back.
+
+transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with what
+that returns. The cache here returns all of a window at once, rounded as the engine that has the type rounds
+(grids/kv_cache.py). Where a token is rounded only when others have come, a window is read several times, each
+time for the queries that find the cache in that state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import kv_cache, kv_types
+from quantkit.grids.kv_cache import KvRounding
+
+PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # what forwards call a cache
+
+
+@dataclass(frozen=True)
+class Kv:
+    """What the cache of a result was. dtype: a name of `kv_types.TYPES`; keeper: the engine whose rounding it
+    is; bytes_per_value with scales; layers: blocks that have a cache, of `blocks`."""
+
+    dtype: str
+    keeper: str
+    bytes_per_value: float
+    layers: int
+    blocks: int
+
+
+class KvCache:
+    """The quantized cache of one model that runs. name: of `kv_types.TYPES`."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._rounding = kv_cache.named(name)
+        self._places: dict[int, list[_Place]] = {}  # by block
+
+    def attach(self, index: int, block: nn.Module) -> None:
+        """Give block `index` this cache, once."""
+        if index not in self._places:
+            found = [(module, name) for module in block.modules() if (name := _parameter(module))]
+            self._places[index] = [_Place(module, name, self._rounding) for module, name in found]
+
+    def describe(self, source: str) -> Kv:
+        """What was used. Raises QuantkitError for a model that has no such cache at all."""
+        layers = sum(any(place.used for place in places) for places in self._places.values())
+        if not layers:
+            raise QuantkitError(
+                f"{source} keeps no keys and values: there is nothing to quantize",
+                "leave out --kv-dtype",
+                UNSUPPORTED,
+            )
+        kind = kv_types.TYPES[self.name]
+        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._places))
+
+
+def _parameter(module: nn.Module) -> str | None:
+    """What a module's forward calls the cache it reads."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in PARAMETERS if name in names), None)
+
+
+class _Place:
+    """A module that is given a cache, its forward replaced; what it passes on to modules inside is replaced
+    there. used: whether it handed keys and values to it."""
+
+    def __init__(self, module: nn.Module, parameter: str, rounding: KvRounding):
+        self.used, self._parameter, self._rounding = False, parameter, rounding
+        self._forward: Callable[..., Any] = module.forward
+        self._signature = inspect.signature(module.forward)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reading = _Reading(self._rounding)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.arguments[self._parameter] = reading
+        try:
+            out = self._forward(*bound.args, **bound.kwargs)
+        except _OtherCache:  # a recurrent layer's, or an indexer's: what those keep is not quantized
+            bound.arguments[self._parameter] = None
+            return self._forward(*bound.args, **bound.kwargs)
+        if not reading.ends:
+            return out
+        self.used = True
+        parts, start = [], 0
+        while True:
+            whole, end = out[0] if isinstance(out, tuple) else out, reading.ends[0]
+            parts.append(whole[:, start:end])
+            if len(reading.ends) == 1:
+                joined = torch.cat(parts, 1) if parts[1:] else whole
+                return (joined, *out[1:]) if isinstance(out, tuple) else joined
+            start = end
+            reading.next()
+            out = self._forward(*bound.args, **bound.kwargs)
+
+
+class _OtherCache(AttributeError):
+    """A module asked of the cache what no cache of keys and values is asked."""
+
+
+class _Reading:
+    """The cache of one call of one module. ends: where the queries of this reading and the later ones end;
+    empty until keys and values have come."""
+
+    def __init__(self, rounding: KvRounding):
+        self._rounding = rounding
+        self._readings: list[tuple[int, int]] = []
+        self._read: tuple[Tensor, Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise _OtherCache(name)
+
+    @property
+    def ends(self) -> list[int]:
+        return [end for _, end in self._readings]
+
+    def next(self) -> None:
+        """To the following reading."""
+        del self._readings[0]
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Nothing was read before this window."""
+        return 0
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What attention reads of keys and values `[batch, heads, tokens, head_dim]`. What was rounded before
+        is rounded again together with what was gathered since, as transformers does."""
+        if not self._readings:
+            self._readings = self._rounding.readings(keys.shape[-2])
+        first = self._readings[0][0]
+        before = self._read or (keys, values)
+        rounds = self._rounding.keys, self._rounding.values
+        found = []
+        for new, old, rounded in zip((keys, values), before, rounds, strict=True):
+            head = rounded(old[..., :first, :]) if first else old[..., :0, :]
+            found.append(torch.cat([head, new[..., first:, :]], -2))
+        self._read = tuple(found)
+        return self._read

@@ -1,0 +1,60 @@
+"""Precisions of a key/value cache, by name: what a value takes, scales and all, and which engine keeps it.
+
+One list for `eval`, `plan`, `serve`, `chat` and `bench`. What each rounds to: `kv_cache.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from fractions import Fraction
+
+from quantkit.errors import USAGE, QuantkitError
+
+GROUP = 64  # values of transformers' quantized cache that share a scale and a shift of 16 bit each
+BLOCK = 32  # values of llama.cpp's types that share a 16-bit scale
+
+
+@dataclass(frozen=True)
+class KvType:
+    """nbytes: of a value, its share of scales included. keeper: the engine whose rounding `eval` measures.
+    llamacpp, vllm: what these call it; None where they have no such cache."""
+
+    nbytes: Fraction
+    keeper: str
+    llamacpp: str | None = None
+    vllm: str | None = None
+
+
+TYPES = {
+    "float32": KvType(Fraction(4), "any engine", "f32"),
+    "bfloat16": KvType(Fraction(2), "any engine", "bf16", "bfloat16"),
+    "float16": KvType(Fraction(2), "any engine", "f16", "float16"),
+    "fp8": KvType(Fraction(1), "vLLM", vllm="fp8"),  # a scale per tensor, 1 unless it is calibrated
+    "int8": KvType(Fraction(GROUP * 8 + 32, GROUP * 8), "transformers, HQQ"),
+    "q8_0": KvType(Fraction(BLOCK + 2, BLOCK), "llama.cpp", "q8_0"),
+    "q4_0": KvType(Fraction(BLOCK // 2 + 2, BLOCK), "llama.cpp", "q4_0"),
+    "int4": KvType(Fraction(GROUP * 4 + 32, GROUP * 8), "transformers, quanto"),
+}
+ALIASES = {
+    "fp32": "float32",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "float8": "fp8",
+    "fp8_e4m3": "fp8",
+    "auto": "bfloat16",
+}
+
+
+def named(text: str) -> str:
+    """A name of `TYPES`. Raises QuantkitError with the nearest names for an unknown one."""
+    name = ALIASES.get(text.lower(), text.lower())
+    if name in TYPES:
+        return name
+    near = difflib.get_close_matches(text.lower(), [*TYPES, *ALIASES], 2)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise QuantkitError(
+        f"--kv-dtype {text!r} is not known", f"{meant}choose one of {', '.join(TYPES)}", USAGE
+    )

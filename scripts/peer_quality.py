@@ -1,0 +1,280 @@
+"""`bench_peers.py quality`: KL divergence of the best peers and of quantkit, by the same tokens and bits.
+
+Two models: the demo model and its twin with outlier channels (outlier_twin.py). What peers reach is kept in
+`peers/results.json` with what it was reached with, and only missing rows are run; quantkit's own options, one
+line each in `OURS`, are run every time. Losses are of the decoded weights in float32, read by quantkit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import outlier_twin
+import yaml
+from client_runs import ROOT, Failed, table, write_section
+
+STORE = ROOT / "scripts/peers/results.json"
+HELDOUT = ROOT / "tests/data/heldout.txt"
+SAMPLES, SEQLEN = 128, 256  # of calibration
+CONTEXT, LIMIT = 256, 40960  # of measuring
+BITS = (4, 3, 2)  # in groups of 128
+TYPES = ("Q4_K_M", "Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
+Width = int | str  # bits, or llama.cpp's file type
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one tool is run with. options: fields of peers/job.py."""
+
+    label: str
+    tool: str
+    options: dict
+    widths: tuple[Width, ...] = BITS
+
+    def job(self, width: Width) -> dict:
+        """The options at a width."""
+        if isinstance(width, int):
+            return self.options | {"bits": width}
+        if self.tool == "quantkit":
+            return self.options | {"options": self.options["options"] | {"type": [width]}}
+        return self.options | {"method": width}
+
+
+PEERS = (
+    Case("GPTQModel, mse 2.4", "gptqmodel", {"method": "gptq", "mse": 2.4}),
+    Case("GPTQModel, mse 2.4, GPTAQ", "gptqmodel", {"method": "gptq", "mse": 2.4, "gptaq": True}),
+    Case("llm-compressor gptq", "llmcompressor", {"method": "gptq"}),
+    Case("llm-compressor awq, asymmetric", "llmcompressor", {"method": "awq", "sym": False}),
+    Case("llm-compressor awq, then gptq, asymmetric", "llmcompressor", {"method": "awq-gptq", "sym": False}),
+    Case("AutoRound, 200 iterations", "autoround", {"method": "signround", "iterations": 200}),
+    Case("llama-quantize, imatrix", "llamacpp", {}, TYPES),
+)
+OURS = {  # label -> METHOD[,OPTION=VALUE...], by the names of the method's Options
+    "gptq": "gptq",
+    "awq gptq": "awq,solver=gptq,zero_point=true,layout=compressed-tensors",
+    "gguf": "gguf",
+}
+
+
+def our_case(label: str, text: str) -> Case:
+    """`gptq,solver=rtn` as a case."""
+    method, *pairs = text.split(",")
+    options = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
+    return Case(
+        label, "quantkit", {"method": method, "options": options}, TYPES if method == "gguf" else BITS
+    )
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def add_flags(group) -> None:
+    """Flags of this part, for an argparse group."""
+    add = group.add_argument
+    add("--text", type=Path, default=HELDOUT, help="measured on, beside the held-out text")
+    add("--ours", action="append", default=[], metavar="NAME=METHOD,OPTION=VALUE", help="besides `OURS`")
+    add("--only-given", action="store_true", help="of quantkit, what --ours names")
+    add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match")
+    add("--peers-only", action="store_true", help="run nothing of quantkit")
+    add("--models", action="append", choices=["demo", "twin"], help="for quantkit's rows (default: both)")
+    add("--store", type=Path, default=STORE, help="where the peers' rows are kept")
+    add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
+    add("--libraries", type=Path, help="a prebuilt llama.cpp, as gguf_mixtures.py takes it")
+    add("--write", action="store_true", help="put the tables where they belong")
+
+
+class Store:
+    """Rows of `results.json`: what each tool made of a model at a width, and what it was made with."""
+
+    def __init__(self, path: Path, protocol: dict):
+        self.path = path
+        found = json.loads(path.read_text()) if path.exists() else {"protocol": protocol, "rows": []}
+        if found["protocol"] != protocol:
+            raise SystemExit(f"{path} was measured otherwise: {found['protocol']}, not {protocol}")
+        self.protocol, self.rows = protocol, found["rows"]
+
+    def find(self, model: str, label: str, width: Width) -> dict | None:
+        """The row of one case, if it is there."""
+        key = (model, label, width)
+        return next((row for row in self.rows if (row["model"], row["label"], row["width"]) == key), None)
+
+    def add(self, row: dict) -> None:
+        """Keep a row on disk, in the place of an older one; another process may have added others."""
+        if self.path.exists():
+            self.rows = json.loads(self.path.read_text())["rows"]
+        old = self.find(row["model"], row["label"], row["width"])
+        self.rows = [each for each in self.rows if each is not old] + [row]
+        lines = ",\n  ".join(json.dumps(each) for each in self.rows)
+        protocol = json.dumps(self.protocol)
+        self.path.write_text(f'{{"protocol": {protocol}, "rows": [\n  {lines}\n]}}\n')
+
+
+def measure(base: Path, made: dict[tuple, Path], text: Path, limit: int) -> dict[tuple, dict]:
+    """KL divergence, bytes and bits per quantized weight of every checkpoint by its key."""
+    import torch
+
+    from quantkit.evaluation import evaluate
+    from quantkit.evaluation import windows as windows_of
+    from quantkit.models.open import open_checkpoint
+
+    torch.set_num_threads(1)
+    checkpoints = [open_checkpoint(str(path)) for path in (base, *made.values())]
+    windows = windows_of.load(checkpoints[0], text, CONTEXT, None, limit)
+    chosen = frozenset({"kld"})
+    found = evaluate.evaluate(checkpoints, windows, torch.float32, torch.device("cpu"), chosen=chosen)
+    return {
+        key: {
+            "kld": result.metrics.kld.mean,
+            "weight_bytes": result.size.weight_bytes,
+            "bits": result.size.bits_per_quantized_weight,
+        }
+        for key, result in zip(made, found.results[1:], strict=True)
+    }
+
+
+class Quality:
+    """All cases on all models. bench: the `Bench` of bench_peers.py, which runs the jobs."""
+
+    def __init__(self, bench, args: argparse.Namespace, demo: Path):
+        self.bench, self.args = bench, args
+        self.limit = 2048 if args.quick else LIMIT
+        self.folder = args.keep or bench.folder
+        twin = self.folder / "twin"
+        self.models = {
+            "demo": demo,
+            "twin": twin if twin.exists() else outlier_twin.make(demo, twin),
+        }
+        self.tokens = bench.tokens(demo, *(8, 128) if args.quick else (SAMPLES, SEQLEN))
+        self.texts = list(dict.fromkeys([args.text.resolve(), HELDOUT]))
+        protocol = {
+            "calibration": f"{args.calibration or 'shipped text'}",
+            "calibration_tokens_sha256": sha256(self.tokens),
+            "dtype": args.dtype,
+            "context": CONTEXT,
+            "limit": self.limit,
+            "texts": {path.name: sha256(path) for path in self.texts},
+        }
+        self.store = Store(self.folder / "quick.json" if args.quick else args.store, protocol)
+        self.failed: dict[str, str] = {}
+
+    def run(self, cases: list[Case], wanted: Callable[[str, Case, Width], bool]) -> Iterator[dict]:
+        """Rows of the cases that are wanted, on every model: all are made, then all are measured at once."""
+        for model, base in self.models.items():
+            made = {}
+            for case in cases:
+                for width in case.widths:
+                    if wanted(model, case, width):
+                        made |= self.make(model, case, width)
+            paths = {key: path for key, (path, _) in made.items()}
+            for text in self.texts if made else ():
+                for key, found in measure(base, paths, text, self.limit).items():
+                    row = made[key][1]
+                    row.setdefault("kld", {})[text.name] = round(found.pop("kld"), 6)
+                    row |= found
+            yield from (row for _, row in made.values())
+
+    def make(self, model: str, case: Case, width: Width) -> dict[tuple, tuple[Path, dict]]:
+        """Run one job: checkpoint and beginning of its row by label and width, nothing if it fails."""
+        words = re.sub(r"\W+", "-", f"{model}-{case.label}-{width}")
+        out = self.folder / (f"{words}.gguf" if isinstance(width, str) else words)
+        options = case.job(width)
+        place = {"libraries": str(self.args.libraries)} if case.tool == "llamacpp" else {}
+        try:
+            measured = self.bench.job(case.tool, self.models[model], self.tokens, out, **options, **place)
+        except Failed as error:
+            print(f"{words}: {error}", file=sys.stderr, flush=True)
+            self.failed[words] = str(error)
+            return {}
+        row = {"model": model, "label": case.label, "width": width, "tool": case.tool, "options": options}
+        row |= {"cpu": round(measured.cpu, 1), "whole": round(measured.whole, 1)}
+        row |= {"peak_bytes": measured.peak_bytes, "versions": measured.versions}
+        return {(case.label, width): (out, row)}
+
+    def peers(self) -> list[dict]:
+        """Rows of all peers; what the store lacks is run, one after the other."""
+
+        def wanted(model: str, case: Case, width: Width) -> bool:
+            named = re.search(self.args.peers, f"{model} {case.label} {width}")
+            return bool(named) and not self.store.find(model, case.label, width)
+
+        for row in self.run(list(PEERS), wanted):
+            self.store.add(row)
+        return self.store.rows
+
+    def ours(self) -> list[dict]:
+        """Rows of quantkit."""
+        given = dict(each.split("=", 1) for each in self.args.ours)
+        chosen = given if self.args.only_given else OURS | given
+        models = self.args.models or list(self.models)
+        cases = [our_case(label, text) for label, text in chosen.items()]
+        return list(self.run(cases, lambda model, *_: model in models))
+
+
+def tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tuple[str, str]:
+    """Markdown: the best of both at every width, and all rows."""
+    best, every = [], []
+    for model in dict.fromkeys(row["model"] for row in [*peers, *ours]):
+        for width in (*BITS, *TYPES):
+            theirs, own = (
+                sorted(
+                    (row for row in rows if (row["model"], row["width"]) == (model, width)),
+                    key=lambda row: row["kld"][texts[0]],
+                )
+                for rows in (peers, ours)
+            )
+            name = f"{model}, {width} bit" if isinstance(width, int) else f"{model}, {width}"
+            for row in [*theirs, *own]:
+                label = f"**quantkit {row['label']}**" if row["tool"] == "quantkit" else row["label"]
+                ratios = [
+                    f"{row['kld'][t] / min(r['kld'][t] for r in theirs):.2f}" if theirs else "" for t in texts
+                ]
+                losses = [f"{row['kld'][text]:.5f}" for text in texts]
+                every.append([name, label, f"{row['bits']:.2f}", *losses, *ratios, f"{row['cpu']:.0f}"])
+            if theirs and own:
+                first, mine = theirs[0], own[0]
+                cells = [first["label"], f"{first['kld'][texts[0]]:.5f}", f"{first['cpu']:.0f}"]
+                cells += [mine["label"], f"{mine['kld'][texts[0]]:.5f}", f"{mine['cpu']:.0f}"]
+                ratios = [
+                    f"{mine['kld'][text] / min(row['kld'][text] for row in theirs):.2f}" for text in texts
+                ]
+                best.append([name, *cells, *ratios])
+    short = [text.removesuffix(".txt") for text in texts]
+    heads = [f"KL, {text}" for text in short], [f"ratio, {text}" for text in short]
+    best_head = ["", "best peer", "KL", "CPU s", "quantkit", "KL", "CPU s", *heads[1]]
+    return table(best_head, best), table(["", "", "bits/weight", *heads[0], *heads[1], "CPU s"], every)
+
+
+def versions(rows: list[dict]) -> str:
+    """Of all tools."""
+    found = sorted({f"{row['tool']} {row['versions'].get(row['tool'], '')}".strip() for row in rows})
+    return ", ".join(found)
+
+
+def run(bench, args: argparse.Namespace, demo: Path) -> None:
+    """The whole part."""
+    quality = Quality(bench, args, demo)
+    peers = quality.peers()
+    ours = [] if args.peers_only else quality.ours()
+    best, every = tables(peers, ours, [path.name for path in quality.texts])
+    note = (
+        f"\nKL divergence on {quality.texts[0].name} unless another is named, {quality.limit:,} tokens, "
+        f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens; groups of 128; one thread, "
+        f"seconds from tokens to solved weights. {versions([*peers, *ours])}.\n"
+    )
+    for key, error in quality.failed.items():
+        print(f"failed: {key}: {error}", file=sys.stderr)
+    if args.write:
+        write_section("peers", best + note, ROOT / "docs/measurements.md")
+        write_section("peers-all", every, ROOT / "docs/measurements.md")
+        if "<!-- peers -->" in (ROOT / "README.md").read_text():
+            write_section("peers", best + note, ROOT / "README.md")
+    else:
+        print(best, note, every, sep="\n")
