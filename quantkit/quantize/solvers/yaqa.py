@@ -35,9 +35,9 @@ from quantkit.quantize.solvers.gptq import (
     assembled,
     column_order,
     factorize,
-    unit_upper,
     places,
     sweep,
+    unit_upper,
 )
 from quantkit.quantize.solvers.loss import loss
 from quantkit.quantize.solvers.vectors import refine as refine_vectors
