@@ -80,7 +80,7 @@ class Beside:
         return Meant(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
 
     def divide(self, scales: Mapping[Site, Tensor]) -> None:
-        """From now on the block divides these sites' inputs by a scale, `[in]`: so is what was kept of them."""
+        """The block divides these sites' inputs by a scale, `[in]`, now: so is what was kept of them."""
         self._scales.update(scales)
 
     def _missing(self, name: str, k: int) -> Tensor | None:

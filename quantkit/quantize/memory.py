@@ -191,8 +191,8 @@ def peak_memory(
     bytes to make look-up tables. states: None where the CPU computes; on an accelerator the `device` or the
     `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
     one repeated forward. drift: the original model runs beside. gradients: the outputs' curvatures are
-    gathered first, and solved with. sampled: a transform had those of `around` before, of some tokens, and has
-    left weights in float32 beside those that the block computes with.
+    gathered first, and solved with. sampled: a transform had those of `around` before, of some tokens, and
+    has left weights in float32 beside those that the block computes with.
     """
     element, hidden = shapes.element, shapes.hidden
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
@@ -212,7 +212,7 @@ def peak_memory(
         running, solving = _steps(shapes, hessian, transform, suspend, search, drift)
         if sampled:
             aside = shapes.block * FLOAT32 if narrow else 0
-            looking = _steps(shapes, hessian, True, False, search)
+            looking = _steps(shapes, hessian, True, False, search, False)
             running, solving = (max(a + aside, b) for a, b in zip((running, solving), looking, strict=True))
         verifying = block + _batch(shapes) + shapes.waiting + FLOAT32 * 4 * shapes.largest_linear
         verifying = rest + max(shapes.largest, verifying)

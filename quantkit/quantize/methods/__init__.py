@@ -221,8 +221,8 @@ def transform_suffix(value: str) -> str:
 
 
 def block_transform(value: str, solver: Solver) -> Transform | None:
-    """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it is,
-    so that it needs no text."""
+    """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
+    is, so that it needs no text."""
     from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.transforms.awq import AwqTransform
     from quantkit.quantize.transforms.feedback import FeedbackScaling

@@ -11,9 +11,9 @@ Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
 Beside this file: `columns.py` chooses the columns of a group, in the paper's lazy batches (step 2), fast;
 `vectors.py` those of a code book, several at a time; `refine.py` improves what the sweep found; `target.py`
-says what is rounded where the original model is the target; `site.py` splits it among the linears of a site,
-and keeps it where it beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the letter,
-slowly.
+says what is rounded where the original model is the target; `site.py` splits it among the linears of a
+site, and keeps it where it beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the
+letter, slowly.
 """
 
 from __future__ import annotations

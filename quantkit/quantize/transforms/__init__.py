@@ -50,11 +50,11 @@ class Transformed:
     statistics: of every site with linears, as its inputs are now. changed: parameters with new values, by
     name in the block, quantized linears left out. rtn_errors: by linear, the relative error of rounding the
     original weight to nearest. notes: by linear, what a user should know. scaled: by linear, what is recorded
-    of the scale of its columns. divided_by: by site, the scale of its inputs, `[in]`. row_factors: by linear,
-    what its rows were multiplied by, `[out]`. exact: by linear, the weight to be quantized, `[out, in]` float32,
-    where the block holds it rounded to what it computes in. pending: linears that were away and are to change.
-    expert: does to one expert what is left to do, when its linears are in memory and none is away; the view has
-    the statistics of its sites.
+    of the scale of its columns. divided_by: by site, the scale of its inputs, `[in]`. row_factors: by
+    linear, what its rows were multiplied by, `[out]`. exact: by linear, the weight to be quantized, `[out,
+    in]` float32, where the block holds it rounded to what it computes in. pending: linears that were away and
+    are to change. expert: does to one expert what is left to do, when its linears are in memory and none is
+    away; the view has the statistics of its sites.
     """
 
     statistics: dict[Site, SiteStatistics]
