@@ -319,6 +319,21 @@ def test_distill_learns_what_it_learns_on_the_cpu(both, make, source, text, meth
             assert torch.allclose(ours.floats[name], value, rtol=1e-3, atol=1e-6), name
 
 
+@pytest.mark.parametrize("engine", ["transformers", "llama.cpp"])
+def test_auto_measures_what_it_measures_on_the_cpu(far, quantkit, blocks_of_256, text, tmp_path, engine):
+    """The search alone: what is made of it are other commands' jobs."""
+    asked = ["auto", blocks_of_256, "--bpw", "5", "--engine", engine, "--text", text, "--ctx", "32"]
+    asked += ["--search-tokens", "32", "--dtype", "float32", "-q", *CALIBRATED]
+    assert quantkit(*asked, "-o", "cpu.gguf", "--sensitivities", "cpu.json").code == 0
+    far(*asked, "-o", "far.gguf", "--sensitivities", "far.json")
+    found, wanted = (json.loads((tmp_path / name).read_text())["units"] for name in ("far.json", "cpu.json"))
+    assert found.keys() == wanted.keys()
+    for unit, row in wanted.items():
+        for candidate, divergence in row["measured"].items():
+            mean = found[unit]["measured"][candidate]["mean"]
+            assert mean == pytest.approx(divergence["mean"], rel=0.05, abs=1e-6), (unit, candidate)
+
+
 # ---- what a device can and cannot do
 
 
