@@ -110,7 +110,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     space = space if request.options.sym else space.asymmetric()
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"
-    if one_file and output.is_dir() and not request.overwrite:
+    if one_file and output.is_dir():
         output = output / _name(request, space)
     prepared = job.prepare(
         job.Request(
