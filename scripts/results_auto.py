@@ -3,9 +3,9 @@
     python scripts/results_auto.py [MODEL ...] [--text TEXT] [--ctx 256] [--limit N] [--samples 128]
                                    [--only ENGINE] [--write]
 
-For every engine and every preset of PRESETS, `quantkit auto` is given the bits of that preset; the best uniform
-preset of that size is what it compares with. GGUF files are compared with llama-quantize's, too: the same
-types by its own encoder with an importance matrix (`--solver rtn`, byte for byte). Both are measured on
+For every engine and every preset of PRESETS, `quantkit auto` is given the bits of that preset; the best
+uniform preset of that size is what it compares with. GGUF files are compared with llama-quantize's, too: the
+same types by its own encoder with an importance matrix (`--solver rtn`, byte for byte). Both are measured on
 TEXT, on which nothing is chosen. Says which targets are missed.
 """
 

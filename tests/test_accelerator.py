@@ -13,6 +13,9 @@ import test_wrappers
 import torch
 from far_device import DEVICE
 
+from quantkit.capacity.budget import job as budget_job
+from quantkit.capacity.budget import measuring
+from quantkit.capacity.budget.options import AutoOptions, AutoRequest
 from quantkit.distillation.student import Student
 from quantkit.grids.affine import AffineGrid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
@@ -22,6 +25,7 @@ from quantkit.models.device import choose_device
 from quantkit.models.llamacpp.file_types import FILE_TYPES
 from quantkit.models.open import open_checkpoint
 from quantkit.quantize import staging
+from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import rtn
 from quantkit.quantize.states import States
 
@@ -335,6 +339,23 @@ def test_gradients_flow_back_there(both, tiny_model, monkeypatch):
     on_cpu, on_far = (json.loads((folder / "quantkit.json").read_text()) for folder in folders)
     errors = [{row["name"]: row.get("error") for row in found["linears"]} for found in (on_cpu, on_far)]
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
+
+
+def test_auto_measures_what_it_measures_on_the_cpu(source, text, tmp_path):
+    """The search alone: what is made of it are other commands' jobs."""
+    found = {}
+    for device in ("cpu", "far"):
+        typed = {"run.device": device, "run.threads": 1, "calibration.samples": 4, "calibration.seqlen": 32}
+        options = AutoOptions(bpw=4.0, engine="vllm", search_tokens=32)
+        request = AutoRequest(str(source), options, typed, tmp_path / "out", text=text, ctx=32)
+        with far_device.present():
+            prepared = budget_job.prepare(request, Progress(), dry_run=True)
+            found[device] = measuring.measure(prepared, Progress())
+    assert DEVICE.launches, "nothing ran on the device"
+    for unit, row in found["cpu"].measured.items():
+        for candidate, divergence in row.items():
+            mean = found["far"].measured[unit][candidate].mean
+            assert mean == pytest.approx(divergence.mean, rel=0.05, abs=1e-6), (unit, candidate)
 
 
 # ---- what a device can and cannot do

@@ -55,6 +55,10 @@ RECIPE_OUT = Annotated[
         rich_help_panel="Budget",
     ),
 ]
+OUTPUT = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"),
+]
 RUN = (
     "exclude", "experts", "allow_unread", "dtype", "device", "batch_size", "sequential", "states", "threads",
     "max_shard_gb",
@@ -97,7 +101,7 @@ def _command() -> Callable[..., None]:
     parameters += [flags.parameter("limit", LIMIT, None)]
     parameters += [flags.parameter("sensitivities", SENSITIVITIES, None)]
     parameters += [flags.parameter("recipe_out", RECIPE_OUT, None)]
-    parameters += [flags.parameter("output", flags.OUTPUT, None)]
+    parameters += [flags.parameter("output", OUTPUT, None)]
     parameters += flags.of("calibration", CalibrationOptions)
     parameters += flags.of("run", RunOptions, RUN)
     parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]

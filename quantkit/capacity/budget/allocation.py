@@ -24,15 +24,7 @@ def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str
 
     Raises QuantkitError where even the smallest candidates take more.
     """
-    least = sum(unit.candidates[0].nbytes for unit in units)
-    if least > budget:
-        weights = sum(unit.weights for unit in units)
-        raise QuantkitError(
-            f"{8 * budget / weights:.3f} bits per weight are too few: the smallest candidates of all take "
-            f"{8 * least / weights:.3f}",
-            "raise the budget, or choose another --engine",
-            UNSUPPORTED,
-        )
+    refuse_too_few(units, budget)
     rows = [_undominated(unit, losses) for unit in units]
     unit_bytes = math.gcd(*(one.nbytes for row in rows for one in row))
     return _solve(
@@ -42,6 +34,19 @@ def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str
         [one.nbytes // unit_bytes for row in rows for one in row],
         budget // unit_bytes,
     )
+
+
+def refuse_too_few(units: Sequence[Unit], budget: int) -> None:
+    """Raise QuantkitError where even the smallest candidates take more than `budget` bytes."""
+    least = sum(unit.candidates[0].nbytes for unit in units)
+    if least > budget:
+        weights = sum(unit.weights for unit in units)
+        raise QuantkitError(
+            f"{8 * max(0, budget) / weights:.3f} bits per weight are too few: the smallest candidates of all "
+            f"take {8 * least / weights:.3f}",
+            "raise the budget, or choose another --engine",
+            UNSUPPORTED,
+        )
 
 
 def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str, str]:

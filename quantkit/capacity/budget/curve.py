@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from quantkit.capacity.budget.units import Unit
 
 TINY = 1e-30
-NOISE = 0.1  # by how much factors of a unit's candidates differ beyond their standard errors
+SPREAD = 0.1  # by how much the factors of a unit's candidates differ by nature, relative
 
 
 @dataclass
@@ -41,10 +41,7 @@ Measured = Mapping[str, Divergence]  # by candidate
 
 def losses(unit: Unit, errors: Errors, measured: Measured) -> dict[str, float]:
     """The divergence of every candidate of a unit, by its name."""
-    points = sorted(
-        (max(errors.solved[name], TINY), max(one.mean, TINY), one.stderr / max(one.mean, TINY))
-        for name, one in measured.items()
-    )
+    points = _factors(errors, measured)
     found = {}
     for candidate in unit.candidates:
         name = candidate.name
@@ -60,14 +57,28 @@ def _corrected(name: str, errors: Errors) -> float:
     return nearest * errors.solved[like] / max(errors.nearest[like], TINY)
 
 
-def _factor(points: Sequence[tuple[float, float, float]], error: float) -> float:
+def _factors(errors: Errors, measured: Measured) -> list[tuple[float, float]]:
+    """Logarithms of error and of divergence per error, by error. What is known badly leans towards the
+    others (Gaussian posterior means, with SPREAD as the prior's deviation)."""
+    rows = []
+    for name, one in measured.items():
+        error, mean = max(errors.solved[name], TINY), max(one.mean, TINY)
+        rows.append((math.log(error), math.log(mean / error), (one.stderr / mean) ** 2))
+    weights = [1 / (noise + SPREAD**2) for *_, noise in rows]
+    centre = sum(w * factor for w, (_, factor, _) in zip(weights, rows, strict=True)) / sum(weights)
+    shares = [noise / (noise + SPREAD**2) for *_, noise in rows]
+    return sorted(
+        (at, factor + share * (centre - factor)) for share, (at, factor, _) in zip(shares, rows, strict=True)
+    )
+
+
+def _factor(points: Sequence[tuple[float, float]], error: float) -> float:
     """Divergence per error at `error`, between the measured ones, geometrically; beyond them, as there."""
-    logs = [(math.log(e), math.log(kld / e)) for e, kld, _ in points]
     at = math.log(error)
-    if at <= logs[0][0] or len(logs) == 1:
-        return math.exp(logs[0][1])
-    for (left, low), (right, high) in zip(logs, logs[1:], strict=False):
+    if at <= points[0][0]:
+        return math.exp(points[0][1])
+    for (left, low), (right, high) in zip(points, points[1:], strict=False):
         if at <= right:
             share = (at - left) / max(right - left, TINY)
             return math.exp(low + share * (high - low))
-    return math.exp(logs[-1][1])
+    return math.exp(points[-1][1])

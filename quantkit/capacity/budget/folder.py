@@ -37,8 +37,8 @@ class FolderSpace:
 
     @property
     def options(self) -> gptq.Options:
-        """The job whose linears are asked for, whatever their bits."""
-        return gptq.Options(layout=self.layout, sym=self.symmetric)
+        """The job whose linears are asked for, whatever their bits: what the smallest groups fit."""
+        return gptq.Options(group_size=min(self.groups), layout=self.layout, sym=self.symmetric)
 
     def asymmetric(self) -> FolderSpace:
         """With a zero point per group. Raises QuantkitError for an engine that does not read that."""

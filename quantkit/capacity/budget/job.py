@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.capacity.budget import engines, made
+from quantkit.capacity.budget import allocation, engines, made
 from quantkit.capacity.budget.engines import Space
 from quantkit.capacity.budget.options import AutoRequest, size_bytes
 from quantkit.capacity.budget.units import Preset, Unit, nbytes
@@ -110,7 +110,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     space = space if request.options.sym else space.asymmetric()
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"
-    if one_file and output.is_dir() and not request.overwrite:
+    if one_file and output.is_dir():
         output = output / _name(request, space)
     prepared = job.prepare(
         job.Request(
@@ -137,9 +137,12 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     kept = prepared.calibration.tokens[: len(prepared.calibration.tokens) - held_out]
     tokens, statistics = _apart(kept, request.options.search_tokens)
     presets = space.presets(units, prepared)
-    return Auto(
+    auto = Auto(
         request, space, prepared, units, presets, windows, tokens, statistics, output, held_out
     )  # fmt: skip
+    if (budget := auto.budget_bytes()) is not None:
+        allocation.refuse_too_few(units, budget)
+    return auto
 
 
 def _options(kind: type, section: str, typed: dict[str, Any]) -> Any:

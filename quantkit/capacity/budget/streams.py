@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.capacity.budget.units import Candidate, Unit
 from quantkit.models.skeleton import Skeleton
@@ -126,17 +126,18 @@ def _run(skeleton: Skeleton, index: int, states: States) -> States:
 
 
 @contextmanager
-def exchanged(block: torch.nn.Module, values: Values) -> Iterator[None]:
+def exchanged(block: nn.Module, values: Values) -> Iterator[None]:
     """A block with other weights in some of its linears, as long as this is open."""
     modules = {name: block.get_submodule(name) for name in values}
-    own = {name: module.weight.data for name, module in modules.items()}
+    own = {name: module.weight for name, module in modules.items()}
     try:
         for name, module in modules.items():
-            module.weight.data = values[name].to(own[name].device, own[name].dtype)
+            weight = values[name].to(own[name].device, own[name].dtype)
+            module.weight = nn.Parameter(weight, requires_grad=False)
         yield
     finally:
         for name, module in modules.items():
-            module.weight.data = own[name]
+            module.weight = own[name]
 
 
 def _compared(

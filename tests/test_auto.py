@@ -1,0 +1,108 @@
+"""`quantkit auto`: a budget is kept, the better is kept, recipes repeat the bytes, tables are used again."""
+
+import json
+from pathlib import Path
+
+import jobs
+import pytest
+
+from quantkit.capacity.budget import run
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+SMALL = ["--search-tokens", "64", "--threads", "1", "--dtype", "float32", "--engine", "transformers"]
+
+
+@pytest.fixture
+def source(tiny_model) -> Path:
+    return tiny_model("llama", tokenizer=True, **SIZES)
+
+
+@pytest.fixture
+def auto(quantkit, source, tmp_path):
+    """`auto("--bpw", 3.5, ...)`: the record."""
+    text = jobs.calibration(tmp_path).calibration
+    calibrated = ["--calibration", text, "--samples", "8", "--seqlen", "32"]
+
+    def search(*arguments, code: int = 0):
+        done = quantkit("auto", source, *SMALL, *calibrated, *arguments, "--json", "-q")
+        assert done.code == code, done.err
+        return done.err if code else json.loads(done.out)
+
+    return search
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All but how long it took."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if "timings" not in path.name}
+
+
+def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit, tmp_path, monkeypatch):
+    asked = ["-o", "found", "--recipe-out", "best.yaml", "--sensitivities", "table.json"]
+    found = auto("--bpw", "4.2", *asked)
+    assert found["searched"]["bits_per_weight"] <= 4.2 and found["kept"] in ("searched", "uniform")
+    assert found["searched"]["kld"] > 0 and found["searched"]["predicted_kld"] > 0
+    assert found["uniform"]["chosen_bytes"] <= found["searched"]["chosen_bytes"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "found" in path.name) == ["found"]
+    (tmp_path / "again").mkdir()
+    done = quantkit("run", "best.yaml", "-o", "again/found", "-q")
+    assert done.code == 0, done.err
+    assert files(tmp_path / "again" / "found") == files(tmp_path / "found")
+    monkeypatch.setattr(run, "measure", None)  # the table says it all
+    more = auto("--bpw", "6", "-o", "larger", "--sensitivities", "table.json")
+    assert more["searched"]["predicted_kld"] < found["searched"]["predicted_kld"]
+    refused = auto("--bpw", "4", "-o", "x", "--sensitivities", "table.json", "--exclude", "k_proj", code=2)
+    assert "table.json holds sensitivities of another search; different:" in refused
+
+
+def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
+    """The allocation is a bad one: most at 2 bits, some at 8. The uniform preset of its size stays."""
+
+    def bad(units, losses, budget):
+        choice = {unit.name: unit.candidates[0].name for unit in units}
+        for unit in units:
+            better = choice | {unit.name: unit.candidates[-1].name}
+            choice = better if run.nbytes(units, better) <= budget else choice
+        return choice
+
+    monkeypatch.setattr(run.allocation, "within_bytes", bad)
+    found = auto("--bpw", "5.2", "-o", "kept", "--recipe-out", "kept.yaml")
+    assert found["kept"] == "uniform" and found["searched"]["kld"] >= found["uniform"]["kld"]
+    manifest = json.loads((tmp_path / "kept" / "quantkit.json").read_text())
+    assert not manifest["job"]["override"] and "override" not in (tmp_path / "kept.yaml").read_text()
+
+
+def test_a_divergence_is_kept_within(auto):
+    found = auto("--max-kld", "0.002", "-o", "close")
+    assert found["reached"] and found["searched"]["kld"] <= 0.002
+    assert 1 <= len(found["tried"]) <= 4
+    smallest = min(found["tried"], key=lambda one: one["chosen_bytes"])
+    assert smallest["kld"] <= found["tried"][-1]["kld"] or smallest == found["tried"][-1]
+
+
+def test_a_size_holds_all_files(auto, tmp_path):
+    whole = auto("--bpw", "5", "-o", "whole", "--sensitivities", "table.json")["searched"]["disk_bytes"]
+    found = auto("--max-size", f"{whole}", "-o", "sized", "--sensitivities", "table.json")
+    assert found["searched"]["disk_bytes"] <= whole
+    assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole
+
+
+def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.loop, "run", stop)
+        auto("--bpw", "4.2", "-o", "found", code=130)
+    assert (tmp_path / "found.auto" / "sensitivities.json").is_file()
+    assert "holds an unfinished search" in auto("--bpw", "4.2", "-o", "found", code=2)
+    monkeypatch.setattr(run, "measure", None)
+    found = auto("--bpw", "4.2", "-o", "found", "--resume")
+    assert found["searched"]["bits_per_weight"] <= 4.2 and not (tmp_path / "found.auto").exists()
+
+
+def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
+    found = auto("--bpw", "4", "--dry-run")
+    assert found["units"] == 7 and found["presets"]["4 bit g32"] == pytest.approx(4.5, abs=0.1)
+    assert found["least_bits"] < 4 < found["most_bits"] and not (tmp_path / "found.auto").exists()
+    refused = auto("--bpw", "1", code=4)
+    assert "are too few: the smallest candidates of all take" in refused

@@ -1,0 +1,276 @@
+"""The parts of `quantkit auto`: allocation, units, streams, curve, budgets."""
+
+import itertools
+import random
+from contextlib import nullcontext
+
+import jobs
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantkit.capacity.budget import allocation, curve, engines, streams
+from quantkit.capacity.budget.curve import Divergence, Errors
+from quantkit.capacity.budget.options import AutoOptions, size_bytes
+from quantkit.capacity.budget.solving import Pace
+from quantkit.capacity.budget.units import Candidate, Unit, anchors, bits_per_weight, nbytes
+from quantkit.errors import QuantkitError
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+
+CPU = torch.device("cpu")
+
+
+def toy(seed: int, units: int = 5, candidates: int = 4) -> tuple[list[Unit], dict]:
+    """Random units; sizes and losses fall apart, some candidates are dominated."""
+    draw = random.Random(seed)
+    found, losses = [], {}
+    for number in range(units):
+        sizes = sorted(draw.sample(range(8, 200, 2), candidates))
+        row = tuple(Candidate(str(k), size) for k, size in enumerate(sizes))
+        found.append(Unit(f"u{number}", 0, (), 100, row))
+        losses |= {(f"u{number}", one.name): draw.random() / one.nbytes for one in row}
+    return found, losses
+
+
+def every(units: list[Unit]):
+    for names in itertools.product(*([one.name for one in unit.candidates] for unit in units)):
+        yield dict(zip([unit.name for unit in units], names, strict=True))
+
+
+def lost(losses: dict, choice: dict) -> float:
+    return sum(losses[item] for item in choice.items())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_allocation_is_the_best_of_all(seed):
+    units, losses = toy(seed)
+    smallest = sum(unit.candidates[0].nbytes for unit in units)
+    for budget in (smallest, smallest + 37, smallest + 150):
+        found = allocation.within_bytes(units, losses, budget)
+        fitting = [choice for choice in every(units) if nbytes(units, choice) <= budget]
+        assert nbytes(units, found) <= budget
+        assert lost(losses, found) == pytest.approx(min(lost(losses, one) for one in fitting), rel=1e-5)
+
+
+def test_the_smallest_within_a_loss_is_the_smallest_of_all():
+    units, losses = toy(7)
+    bound = 0.5 * sum(losses[unit.name, unit.candidates[0].name] for unit in units)
+    found = allocation.within_loss(units, losses, bound)
+    fitting = [choice for choice in every(units) if lost(losses, choice) <= bound]
+    assert lost(losses, found) <= bound
+    assert nbytes(units, found) == min(nbytes(units, one) for one in fitting)
+
+
+def test_what_cannot_be_is_said_with_what_can():
+    units, losses = toy(0)
+    with pytest.raises(QuantkitError, match="bits per weight are too few: the smallest candidates of all"):
+        allocation.within_bytes(units, losses, 3)
+    with pytest.raises(QuantkitError, match="a divergence of 1e-09 cannot be reached"):
+        allocation.within_loss(units, losses, 1e-9)
+
+
+def test_the_curve_goes_through_what_was_measured_and_between():
+    row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 20, 30, 40), strict=True))
+    unit = Unit("u", 0, (), 80, row)
+    errors = Errors({"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05})
+    found = curve.losses(unit, errors, {"a": Divergence(0.8, 0.0), "c": Divergence(0.05, 0.0)})
+    assert found["a"] == pytest.approx(0.8) and found["c"] == pytest.approx(0.05)
+    # rounding's error, halved as the solver did to the neighbours; factors of 2 and 1, in between √2^…
+    share = torch.log(torch.tensor(0.2 / 0.05)) / torch.log(torch.tensor(0.4 / 0.05))
+    assert found["b"] == pytest.approx(0.2 * 2 ** share.item())
+    assert found["d"] == pytest.approx(0.01)  # as at c: nothing better is known
+    noisy = curve.losses(unit, errors, {"a": Divergence(0.8, 0.0), "c": Divergence(0.05, 0.05)})
+    assert noisy["a"] == pytest.approx(0.8) and noisy["c"] == pytest.approx(0.1, rel=0.03)  # leans towards a
+
+
+def test_anchors_are_far_apart_and_fewer_where_time_is_short():
+    row = tuple(Candidate(str(bits), bits * 10) for bits in (2, 2.5, 3, 3.5, 4, 5, 8))
+    unit = Unit("u", 0, (), 80, row)
+    assert [one.name for one in anchors(unit, 3)] == ["2", "3", "4"]
+    assert Pace(10, None).count() == 3
+    short = Pace(1000, 1e-9)
+    assert short.count() == 3 and short.count() == 1 and short.short
+
+
+@pytest.mark.parametrize(
+    "engine, names",
+    [
+        ("vllm", ["mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj"]),
+        ("any", ["mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj"]),
+        (
+            "transformers",
+            ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
+            + [f"self_attn.{leaf}_proj" for leaf in ("k", "o", "q", "v")],
+        ),
+    ],
+)
+def test_what_an_engine_fuses_is_one_unit(tiny_model, tmp_path, engine, names):
+    source = tiny_model("llama", tokenizer=True, hidden_size=128, intermediate_size=128)
+    space = engines.load(engine)
+    prepared = prepared_for(space, source, tmp_path)
+    units = space.units(prepared)
+    assert sorted({unit.name.split(".", 3)[3] for unit in units}) == names
+    for unit in units:
+        assert [one.nbytes for one in unit.candidates] == sorted(one.nbytes for one in unit.candidates)
+    for unit in units[1:3]:
+        choice = {one.name: one.candidates[0].name for one in units} | {unit.name: unit.candidates[-1].name}
+        made = jobs.job.prepare(
+            jobs.job.Request(
+                str(source), "gptq", **options_of(space.values(units, choice)), output=tmp_path / "made",
+                calibration=jobs.calibration(tmp_path),
+            ),
+            jobs.Progress(),
+            dry_run=True,
+        )  # fmt: skip
+        grids = {row.name: f"{row.grid.bits},{row.grid.group_size}" for row in made.specs}
+        assert grids == {row.name: choice[one.name] for one in units for row in one.rows}
+        sizes = made.method.output.sizes(made.checkpoint, made.specs, made.method.layout)
+        assert sizes.bits_per_weight == pytest.approx(bits_per_weight(units, choice))
+
+
+def prepared_for(space, source, tmp_path, **options):
+    """The engine's job, as the search asks it for linears."""
+    return jobs.job.prepare(
+        jobs.job.Request(
+            str(source), space.method, space.options, jobs.calibration(tmp_path), jobs.RunOptions(threads=1),
+            output=tmp_path / "out.gguf",
+        ),
+        jobs.Progress(),
+        dry_run=True,
+    )  # fmt: skip
+
+
+def options_of(values: dict) -> dict:
+    """Method's options and run options of a recipe's values."""
+    from quantkit.quantize.methods import gptq
+
+    quant = {key.removeprefix("quant."): value for key, value in values.items() if key.startswith("quant.")}
+    run = jobs.RunOptions(threads=1, override=values.get("run.override", ()))
+    return {"options": gptq.Options(**quant), "run": run}
+
+
+def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projection(tiny_model, tmp_path):
+    source = tiny_model("qwen3_moe", tokenizer=True, norm_topk_prob=True)
+    space = engines.load("vllm")
+    units = space.units(prepared_for(space, source, tmp_path))
+    experts = [unit for unit in units if unit.name.endswith("experts")]
+    assert experts and all(len({row.local.split(".")[-1] for row in unit.rows}) == 3 for unit in experts)
+    choice = {unit.name: unit.candidates[unit is experts[0]].name for unit in units}
+    (pattern,) = space.values(units, choice)["run.override"]
+    assert r"layers\.0\.mlp\.experts\.\d+\.(" in pattern
+    space = engines.load("llama.cpp")
+    names = {unit.name: len(unit.rows) for unit in space.units(prepared_for(space, source, tmp_path))}
+    count = len(experts[0].rows) // 3
+    assert {names[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")} == {count}
+    assert names["token_embd.weight"] == 0
+
+
+class Noisy:
+    """Candidates that are a unit's own weights and noise."""
+
+    def __init__(self, skeleton, outside=None):
+        self.skeleton, self.embedding = skeleton, outside
+
+    def values(self, unit: Unit, candidate: Candidate, weight: torch.Tensor) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(hash((unit.block, candidate.nbytes)) % 2**31)
+        return weight + candidate.nbytes / 100 * torch.randn(weight.shape, generator=draw)
+
+    def wanted(self, unit: Unit):
+        return unit.candidates
+
+    def of_block(self, unit: Unit, entering):
+        for candidate in unit.candidates:
+            own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
+            yield candidate, {name: self.values(unit, candidate, weight) for name, weight in own.items()}
+
+    def outside(self, unit: Unit, candidate: Candidate):
+        return nullcontext()
+
+
+@pytest.mark.parametrize("room", [3, 64])
+def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, room):
+    """However many walks they take."""
+    source = tiny_model("llama", tokenizer=True, num_hidden_layers=3)
+    space = engines.load("vllm")
+    row = (Candidate("small", 1), Candidate("large", 9))
+    units = [
+        Unit(unit.name, unit.block, unit.rows, unit.weights, row)
+        for unit in space.units(prepared_for(space, source, tmp_path))
+    ]
+    skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, CPU)
+    skeleton.load_rest()
+    ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
+    noisy = Noisy(skeleton)
+    with torch.no_grad():
+        found = streams.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(ids).logits.log_softmax(-1)
+    assert len(found) == 2 * len(units)
+    for unit in units[::3]:
+        for candidate in unit.candidates:
+            own = {}
+            for linear in unit.rows:
+                module = model.get_submodule(linear.name)
+                own[module] = module.weight.data
+                module.weight.data = noisy.values(unit, candidate, module.weight.data)
+            with torch.no_grad():
+                moved = model(ids).logits.log_softmax(-1)
+            for module, weight in own.items():
+                module.weight.data = weight
+            naive = (expected.exp() * (expected - moved)).sum(-1).mean().item()
+            assert found[unit.name, candidate.name].mean == pytest.approx(naive, rel=1e-3, abs=1e-9)
+            assert naive > 0 and found[unit.name, candidate.name].stderr > 0
+
+
+def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_model, tmp_path):
+    """Tied, as llama.cpp's files hold it."""
+    source = tiny_model("llama", tokenizer=True, tie_word_embeddings=True, hidden_size=64)
+    space = engines.load("llama.cpp")
+    prepared = prepared_for(space, source, tmp_path)
+    skeleton = prepared.skeleton
+    skeleton.load_rest()
+    unit = next(one for one in space.units(prepared) if one.name == "token_embd.weight")
+    ids = prepared.calibration.tokens
+    outside = space.outside(prepared, list(ids.split(2)))
+    candidate = next(one for one in unit.candidates if one.name == "Q4_0")
+    with torch.no_grad():
+        errors = outside.solve(unit, [candidate])
+    assert 0 < errors.solved["Q4_0"] <= errors.nearest["Q4_0"] < errors.nearest["Q8_0"] * 1e4
+    own = skeleton.model.get_input_embeddings().weight
+    with outside.replaced(unit, candidate):
+        inside = skeleton.model.get_input_embeddings().weight
+        assert inside is skeleton.model.get_output_embeddings().weight and inside is not own
+    assert (
+        skeleton.model.get_input_embeddings().weight is own is skeleton.model.get_output_embeddings().weight
+    )
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("4GB", 4 * 10**9), ("3.5GiB", 3.5 * 2**30), ("700 mb", 7 * 10**8), ("12", 12)],
+)
+def test_sizes_are_read(text, size):
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "no budget is given"),
+        ({"bpw": 3.0, "max_kld": 0.1}, "2 budgets are given"),
+        ({"bpw": -1.0}, "--bpw -1 makes no sense"),
+        ({"max_size": "many"}, "--max-size 'many' is no size"),
+    ],
+)
+def test_a_budget_is_one_and_makes_sense(options, message):
+    with pytest.raises(QuantkitError, match=message):
+        AutoOptions(**options).check()
+
+
+def test_engines_that_do_not_read_zero_points_say_so():
+    for engine in ("vllm", "transformers", "llama.cpp"):
+        with pytest.raises(QuantkitError, match="--no-sym"):
+            engines.load(engine).asymmetric()
+    assert engines.load("any").asymmetric().options.sym is False
