@@ -137,8 +137,9 @@ def target_option() -> Any:
     """The field of a method's Options that says `--target`."""
     return option(
         "own",
-        "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, what "
-        "the original model has, so that it makes up for what was lost before: less divergence, twice the time.",
+        "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, "
+        "what the original model has, so that it makes up for what was lost before: less divergence, twice "
+        "the time.",
         names=TARGETS,
     )
 
