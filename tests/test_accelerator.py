@@ -117,7 +117,6 @@ METHODS = {
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "awq": ["awq", *SMALL, *CALIBRATED],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq"],
-    "awq gptq original": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq", "--target", "original"],
     "awq ct": ["awq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
 }
 

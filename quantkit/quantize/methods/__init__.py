@@ -145,17 +145,24 @@ def check_feedback(damp: float, refine: int) -> None:
         raise QuantkitError(f"--damp {damp} is no share", "choose one between 0 and 1", USAGE)
 
 
+TARGETS = ("own", "original")  # short of a Literal: its width in the help would cut other names off
+
+
 def target_option() -> Any:
     """The field of a method's Options that says `--target`."""
     return option(
         "own",
-        "gptq: what a linear's output is to be: its own, on what quantized blocks leave it; or the original "
-        "model's, so that it makes up for what was lost before it: less divergence for twice the time.",
+        "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, "
+        "what the original model has, so that it makes up for what was lost before: less divergence, twice "
+        "the time.",
+        names=TARGETS,
     )
 
 
 def check_target(target: str, solver: str) -> None:
-    """Raise QuantkitError for a target that nothing would be done about."""
+    """Raise QuantkitError for a target that there is not, or that nothing would be done about."""
+    if target not in TARGETS:
+        raise QuantkitError(f"--target {target}: no such target", f"choose {' or '.join(TARGETS)}", USAGE)
     if target == "original" and solver == "rtn":
         raise QuantkitError(
             "--target original is for --solver gptq: rounding to nearest has no target but the weight",

@@ -47,7 +47,7 @@ class Options:
     )
     damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
-    target: Literal["own", "original"] = target_option()
+    target: str = target_option()
     layout: Literal["awq", "compressed-tensors"] = option(
         "awq", "What is written, and so which clients load it."
     )

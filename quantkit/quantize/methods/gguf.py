@@ -105,7 +105,7 @@ class Options:
     damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
     transform: str = transform_option()
-    target: Literal["own", "original"] = target_option()
+    target: str = target_option()
 
 
 def suffix(options: Options) -> str:

@@ -50,7 +50,7 @@ class Options:
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
     damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
     refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
-    target: Literal["own", "original"] = target_option()
+    target: str = target_option()
     solver: Literal["gptq", "yaqa", "rtn"] = option(
         "gptq",
         "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
