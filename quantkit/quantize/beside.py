@@ -57,14 +57,14 @@ class Beside:
         self.leaving = self._observe()
         self._hooks = self._listen(self._ours, skeleton.device)
 
-    def run(self, k: int) -> Tensor:
-        """The block's output on batch k of the states, as it computes now."""
-        return self._run(self._states, k)
+    def run(self, k: int, most: int | None = None) -> Tensor:
+        """The block's output on batch k of the states, or `most` of its sequences, as it computes now."""
+        return self._run(self._states, k, most)
 
-    def _run(self, states: States, k: int) -> Tensor:
+    def _run(self, states: States, k: int, most: int | None = None) -> Tensor:
         token = self._batch.set(k)
         try:
-            return self._skeleton.run_block(self._index, states[k])
+            return self._skeleton.run_block(self._index, states[k][:most])
         finally:
             self._batch.reset(token)
 

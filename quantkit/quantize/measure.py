@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 
@@ -71,11 +72,11 @@ class Measuring:
     timings: Timings
     beside: Beside | None = None
 
-    def run(self, block: Block) -> Callable[[int], Tensor]:
-        """How a batch goes through the block, by its number."""
+    def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
+        """How a batch goes through the block, by its number; `most` of its sequences."""
         if self.beside:
-            return self.beside.run
-        return lambda k: self.skeleton.run_block(block.index, self.states[k])
+            return partial(self.beside.run, most=most)
+        return lambda k: self.skeleton.run_block(block.index, self.states[k][:most])
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
         """The block's outputs, batch by batch, as it computes now."""
@@ -91,10 +92,12 @@ class Measuring:
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
-        sample of the batches."""
-        whole, run = sample == 1, self.run(block)
-        taken = range(0, len(self.states), round(1 / sample))
-        outputs = self.skeleton.in_step(block.index, lambda k: run(taken[k]), len(taken))
+        sample of the sequences."""
+        every, sequences = range(0, len(self.states), round(1 / sample)), len(self.states[0])
+        wanted = sample * sequences * len(self.states)
+        most = math.ceil(wanted / len(every))  # sequences of a batch: fewer than all where batches are few
+        run, whole = self.run(block, most), sample == 1
+        outputs = self.skeleton.in_step(block.index, lambda k: run(every[k]), len(every))
         with self.timings("forward"):
             gathered = capture.gather(
                 block.module, sites, self.needs, self.skeleton.device,
