@@ -29,6 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--sequential", default="auto", choices=["auto", "suspend", "repeat"])
+    parser.add_argument("--transform", default="auto")
     return parser.parse_args()
 
 
@@ -82,7 +83,7 @@ def main() -> None:
         request = job.Request(
             source=f"{folder}/model",
             method="gptq",
-            options=Options(),
+            options=Options(transform=args.transform),
             calibration=CalibrationOptions(samples=args.samples, seqlen=args.seqlen),
             run=RunOptions(
                 dtype=args.dtype, device=str(device), threads=args.threads, sequential=args.sequential

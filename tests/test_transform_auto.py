@@ -178,7 +178,8 @@ def test_auto_loses_less_on_outlier_channels_and_says_what_it_did(twin, tmp_path
 def test_a_resumed_job_writes_the_same_bytes(twin, tmp_path, monkeypatch):
     model, text = twin("llama"), jobs.calibration(tmp_path)
     options = {"solver": "gptq"}
-    jobs.quantize("nf4", model, tmp_path / "whole", options, calibration=text, **RUN)
+    (tmp_path / "whole").mkdir()
+    jobs.quantize("nf4", model, tmp_path / "whole/out", options, calibration=text, **RUN)
     write = staging.Staging.write_block
 
     def stop(self, index, *rest):
@@ -193,7 +194,7 @@ def test_a_resumed_job_writes_the_same_bytes(twin, tmp_path, monkeypatch):
         other = options | {"transform": "none"}
         jobs.quantize("nf4", model, tmp_path / "out", other, calibration=text, resume=True, **RUN)
     jobs.quantize("nf4", model, tmp_path / "out", options, calibration=text, resume=True, **RUN)
-    assert jobs.contents(tmp_path / "out") == jobs.contents(tmp_path / "whole")
+    assert jobs.contents(tmp_path / "out") == jobs.contents(tmp_path / "whole/out")
     assert any(row["into"] for row in (r.get("scaled", {"into": None}) for r in rows_of(tmp_path / "out")))
 
 

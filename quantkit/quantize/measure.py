@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -83,10 +84,15 @@ class Measuring:
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
-        sample of the batches."""
-        taken = range(0, len(self.states), round(1 / sample))
-        run = partial(self.skeleton.run_block, block.index)
-        outputs = self.skeleton.in_step(block.index, lambda k: run(self.states[taken[k]]), len(taken))
+        sample of the sequences."""
+        every, sequences = range(0, len(self.states), round(1 / sample)), len(self.states[0])
+        wanted = sample * sequences * len(self.states)
+        most = math.ceil(wanted / len(every))  # sequences of a batch: fewer than all where batches are few
+
+        def run(k: int) -> Tensor:
+            return self.skeleton.run_block(block.index, self.states[every[k]][:most])
+
+        outputs = self.skeleton.in_step(block.index, run, len(every))
         with self.timings("forward"):
             gathered = capture.gather(
                 block.module, sites, self.needs, self.skeleton.device, lambda: list(map(len, outputs))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
@@ -51,7 +51,6 @@ class AwqTransform:
     n_grid: int = 20
     needs = frozenset({"hessian", "magnitude"})
     sample = 1.0
-    enough = 1.0  # share of the loss as it is that a scale has to stay below
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
@@ -110,7 +109,7 @@ class AwqTransform:
             return {}
         scale, new = divided(view, fold.producer, scale)
         after = losses.of(scale, limit=float(before))
-        if not after < self.enough * before:
+        if not after < self.enough(view.block.get_submodule(fold.producer.name)) * before:
             return {}
         names = [name for site in sites for name in _quantized(view, site)]
         spread = (scale.max() / scale.min()).item()
@@ -131,6 +130,10 @@ class AwqTransform:
     def rounded_on(grid: Grid) -> Grid:
         """What candidates are rounded on."""
         return grid.plain()
+
+    def enough(self, producer: nn.Module) -> float:
+        """The share of the loss as it is that a scale has to stay below."""
+        return 1.0
 
     def losses(self, readers: Sequence[Reader]) -> Losses:
         """What these lose, by scale."""
