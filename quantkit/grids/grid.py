@@ -27,9 +27,9 @@ class Grid:
     the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
     fitted for the whole matrix before any column is chosen. vector_size: so many columns are chosen together,
-    from a code book, by what `search_in` returns; then no column can be rounded by itself. weighted: round to nearest, too, is to know how
-    much each input column counts, as llama.cpp's encoders do with an importance matrix. clip: given second
-    moments, round to nearest cuts off each group's range by AWQ's search.
+    from a code book, by what `search_in` returns; then none can be rounded by itself. weighted: round to
+    nearest, too, is to know how much each input column counts, as llama.cpp's encoders do with an importance
+    matrix. clip: given second moments, round to nearest cuts off each group's range by AWQ's search.
     """
 
     group_size: int
