@@ -30,6 +30,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 from llama_cpp import Llama  # noqa: E402
 
 LIMITS = {  # type -> KL divergence with error feedback, at most so many times that with the imatrix encoder
+    "IQ2_XXS": 0.7,
+    "IQ2_XS": 0.7,
+    "IQ2_M": 0.7,
+    "IQ3_XXS": 0.6,
+    "IQ3_S": 0.6,
+    "IQ3_M": 0.6,
     "Q2_K": 0.6,
     "Q3_K_M": 0.6,
     "Q4_0": 1.0,
