@@ -8,7 +8,7 @@ import torch
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.containers.gguf_file import read_header
-from quantkit.quantize import methods, staging
+from quantkit.quantize import composing, methods, staging
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.awq import AwqTransform, Reader
 from quantkit.quantize.transforms.feedback import FedReader, FeedbackScaling, candidate
@@ -42,8 +42,8 @@ def twin(tiny_model):
 
 
 def test_parts_are_joined_by_plus():
-    assert methods.transform_parts("none") == ()
-    assert methods.transform_parts("awq") == ("awq",)
+    assert composing.transform_parts("none") == ()
+    assert composing.transform_parts("awq") == ("awq",)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import linears, methods, plan, replacing
+from quantkit.quantize import composing, linears, methods, plan, replacing
 from quantkit.quantize.linears import Kept
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
@@ -116,7 +116,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
 
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     turned = None
-    if asked := methods.rotation(request.options):
+    if asked := composing.rotation(request.options):
         turned = rotation.rotate(skeleton, asked, progress, prove=not (dry_run or staged))
         skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
     checkpoint = skeleton.checkpoint

@@ -24,7 +24,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.options import option
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout, Width
@@ -124,53 +123,6 @@ def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple
     return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
-def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
-    """The solver that a method's `--solver` names. weighted: rounding to nearest weighs by activations, as it
-    does behind a scaling, too."""
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
-    from quantkit.quantize.solvers.yaqa import YaqaSolver
-
-    if options.solver == "rtn":
-        return RtnSolver(weighted=weighted or "awq" in transform_parts(getattr(options, "transform", "none")))
-    kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
-    return kind(options.damp, act_order, options.refine, options.target)
-
-
-def check_feedback(damp: float, refine: int) -> None:
-    """Raise QuantkitError for options of error feedback that make no sense."""
-    if refine < 0:
-        raise QuantkitError(f"--refine {refine} makes no sense", "choose 0 or more", USAGE)
-    if not 0 < damp < 1:
-        raise QuantkitError(f"--damp {damp} is no share", "choose one between 0 and 1", USAGE)
-
-
-TARGETS = ("own", "original")  # short of a Literal: its width in the help would cut other names off
-
-
-def target_option() -> Any:
-    """The field of a method's Options that says `--target`."""
-    return option(
-        "own",
-        "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, "
-        "what the original model has, so that it makes up for what was lost before: less divergence, twice "
-        "the time.",
-        names=TARGETS,
-    )
-
-
-def check_target(target: str, solver: str) -> None:
-    """Raise QuantkitError for a target that there is not, or that nothing would be done about."""
-    if target not in TARGETS:
-        raise QuantkitError(f"--target {target}: no such target", f"choose {' or '.join(TARGETS)}", USAGE)
-    if target == "original" and solver == "rtn":
-        raise QuantkitError(
-            "--target original is for --solver gptq: rounding to nearest has no target but the weight",
-            "add --solver gptq, or leave it out",
-            USAGE,
-        )
-
-
 def check_grid(bits: int, group_size: int, where: str = "") -> None:
     """Raise QuantkitError for an affine grid no layout has. `where`: the flag that asks for it, if it is
     neither --bits nor --group-size."""
@@ -182,62 +134,6 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
             "choose groups of -1, 16, 32, 64 or 128",
             USAGE,
         )
-
-
-# ---- transforms: what --transform says, one or several parts joined by '+'
-
-ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
-TRANSFORMS = ("awq", "auto", *ROTATIONS)
-TRANSFORM = "auto"
-
-
-def transform_option() -> Any:
-    """The field of a method's Options that says `--transform`."""
-    return option(
-        TRANSFORM,
-        "What is rewritten before rounding so that the model computes the same. auto: where --solver gptq "
-        "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
-        "what round to nearest loses; rotate: the hidden states are, and values inside attention, for which "
-        "a tied head becomes a tensor of its own; rotate-v: the values alone; rotate+auto: both; none.",
-        names=("none", *TRANSFORMS),
-    )
-
-
-def transform_parts(value: str) -> tuple[str, ...]:
-    """The parts of `--transform VALUE`; () for none. Raises QuantkitError for one that is not known, or two
-    that exclude each other."""
-    parts = () if value == "none" else tuple(value.split("+"))
-    if unknown := [part for part in parts if part not in TRANSFORMS]:
-        hint = "choose none, " + " or ".join(TRANSFORMS)
-        raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
-    turned = [part for part in parts if part in ROTATIONS]
-    if len(turned) > 1 or len(parts) - len(turned) > 1:
-        raise QuantkitError(f"--transform {value} asks for two of a kind", "choose one of them", USAGE)
-    return parts
-
-
-def rotation(options: Any) -> str | None:
-    """The part of a method's `--transform` that turns the whole model."""
-    parts = transform_parts(getattr(options, "transform", "none"))
-    return next((part for part in parts if part in ROTATIONS), None)
-
-
-def transform_suffix(value: str) -> str:
-    """What a transform other than the default adds to derived names, such as `-awq`."""
-    return "" if value == TRANSFORM else f"-{value}"
-
-
-def block_transform(value: str, solver: Solver) -> Transform | None:
-    """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
-    is, so that it needs no text."""
-    from quantkit.quantize.solvers.rtn import RtnSolver
-    from quantkit.quantize.transforms.awq import AwqTransform
-    from quantkit.quantize.transforms.feedback import FeedbackScaling
-
-    parts = transform_parts(value)
-    if "auto" in parts and not isinstance(solver, RtnSolver):
-        return FeedbackScaling(solver=solver)
-    return AwqTransform() if "awq" in parts else None
 
 
 def affine_width(

@@ -10,15 +10,12 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.options import option
+from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     Method,
     Work,
     affine_width,
-    check_feedback,
     check_grid,
-    check_target,
-    solver,
-    target_option,
 )
 
 if TYPE_CHECKING:
@@ -45,9 +42,9 @@ class Options:
         "rtn",
         "rtn rounds the scaled weights to nearest; gptq gives them error feedback, yaqa by gradients, too.",
     )
-    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
-    target: str = target_option()
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    target: str = composing.target_option()
     layout: Literal["awq", "compressed-tensors"] = option(
         "awq", "What is written, and so which clients load it."
     )
@@ -68,8 +65,7 @@ def check(options: Options) -> None:
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
     if options.n_grid < 2:
         raise QuantkitError(f"--n-grid {options.n_grid} leaves nothing to search", "choose 2 or more", USAGE)
-    check_feedback(options.damp, options.refine)
-    check_target(options.target, options.solver)
+    composing.check(options)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
@@ -89,7 +85,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         clip = options.clip and not feedback and not name.rpartition(".")[2].startswith(UNCLIPPED)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, search=feedback, clip=clip)
 
-    chosen = solver(options, "group", weighted=True)
+    chosen = composing.solver(options, "group", weighted=True)
     return Method("awq", chosen, layout(options), make_grid, AwqTransform(options.n_grid))
 
 

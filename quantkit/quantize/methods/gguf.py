@@ -27,19 +27,12 @@ from quantkit.models.llamacpp.mixtures import (
     without_importance,
 )
 from quantkit.options import option
+from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     GPTQ_PUBLISHED,
     Method,
     Work,
-    block_transform,
-    check_feedback,
-    check_target,
     refuse_override,
-    solver,
-    target_option,
-    transform_option,
-    transform_parts,
-    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -102,15 +95,15 @@ class Options:
     pre: str | None = option(
         None, "llama.cpp's name for the tokenizer's pre-tokenizer, where it is not recognised."
     )
-    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
-    transform: str = transform_option()
-    target: str = target_option()
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    transform: str = composing.transform_option()
+    target: str = composing.target_option()
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `Q4_K_M.gguf`."""
-    return f"{stored_as(options)}{transform_suffix(options.transform)}.gguf"
+    return f"{stored_as(options)}{composing.transform_suffix(options.transform)}.gguf"
 
 
 def stored_as(options: Options) -> str:
@@ -124,14 +117,13 @@ def check(options: Options) -> None:
         raise QuantkitError("no file type is given", "for example --type Q4_K_M", USAGE)
     for name in options.type:
         parse_file_type(name)
-    check_feedback(options.damp, options.refine)
-    if "awq" in transform_parts(options.transform) and options.solver == "rtn":
+    composing.check(options)
+    if "awq" in composing.transform_parts(options.transform) and options.solver == "rtn":
         raise QuantkitError(
             f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
             "leave it out, or choose --solver gptq",
             USAGE,
         )
-    check_target(options.target, options.solver)
     if options.solver != "rtn" and options.imatrix != "auto":
         raise QuantkitError(
             f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that",
@@ -211,8 +203,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         type = stored.get(f"{name}.weight")
         return named(type) if feedback and type in TYPES else None
 
-    chosen = solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")
-    transform = block_transform(options.transform, chosen) if feedback and encoded else None
+    chosen = composing.solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")
+    transform = composing.block_transform(options.transform, chosen) if feedback and encoded else None
     return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes))
 
 

@@ -10,20 +10,13 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
+from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     GPTQ_PUBLISHED,
     Method,
     Work,
     affine_width,
-    block_transform,
-    check_feedback,
     check_grid,
-    check_target,
-    solver,
-    target_option,
-    transform_option,
-    transform_parts,
-    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -48,15 +41,15 @@ class Options:
         "or across them (desc_act; slower kernels, fewer clients).",
     )
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
-    damp: float = option(0.01, "Dampening: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "Cycles of coordinate descent on codes and scales after the sweep; 0 for none.")
-    target: str = target_option()
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    target: str = composing.target_option()
     solver: Literal["gptq", "yaqa", "rtn"] = option(
         "gptq",
         "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
         "times the time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
     )
-    transform: str = transform_option()
+    transform: str = composing.transform_option()
     layout: Literal["gptq", "compressed-tensors"] = option(
         "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
     )
@@ -69,16 +62,14 @@ def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = "-ct" if options.layout == "compressed-tensors" else ""
-    changed = transform_suffix(options.transform)
+    changed = composing.transform_suffix(options.transform)
     return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym") + changed + layout
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_grid(options.bits, options.group_size)
-    check_feedback(options.damp, options.refine)
-    transform_parts(options.transform)
-    check_target(options.target, options.solver)
+    composing.check(options)
     if options.layout == "compressed-tensors":
         _check_compressed_tensors(options)
 
@@ -112,8 +103,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         chosen = width(options, in_features, override)
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
-    chosen = solver(options, options.act_order)
-    transform = block_transform(options.transform, chosen)
+    chosen = composing.solver(options, options.act_order)
+    transform = composing.block_transform(options.transform, chosen)
     split = options.layout == "gptq" and options.bits in SPLIT
     return Method("gptq", chosen, stored, make_grid, transform, notes=(ALONE,) if split else ())
 

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
+from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     Method,
     Work,
-    block_transform,
-    check_feedback,
-    check_target,
     refuse_override,
-    solver,
-    target_option,
-    transform_option,
-    transform_parts,
-    transform_suffix,
 )
 
 if TYPE_CHECKING:
@@ -44,24 +37,22 @@ class Options:
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first, inside their blocks."
     )
-    damp: float = option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
-    refine: int = option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales; 0 for none.")
-    transform: str = transform_option()
-    target: str = target_option()
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    transform: str = composing.transform_option()
+    target: str = composing.target_option()
 
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `nf4-gptq`."""
-    changed = transform_suffix(options.transform)
+    changed = composing.transform_suffix(options.transform)
     solver = "" if options.solver == "rtn" else f"-{options.solver}"
     return "nf4" + solver + changed + ("" if options.double_quant else "-single")
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
-    check_feedback(options.damp, options.refine)
-    transform_parts(options.transform)
-    check_target(options.target, options.solver)
+    composing.check(options)
 
 
 def layout(options: Options) -> Nf4Layout:
@@ -83,6 +74,6 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         width(options, in_features, override)
         return Nf4Grid(options.double_quant)
 
-    chosen = solver(options, options.act_order)
-    transform = block_transform(options.transform, chosen)
+    chosen = composing.solver(options, options.act_order)
+    transform = composing.block_transform(options.transform, chosen)
     return Method("nf4", chosen, layout(options), make_grid, transform, tables=WORK.tables)

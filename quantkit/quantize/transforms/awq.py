@@ -198,8 +198,6 @@ class Later:
         return result
 
 
-
-
 def _quantized(view: BlockView, site: Site) -> list[str]:
     return [name for name in site.linears if view.grids[name]]
 

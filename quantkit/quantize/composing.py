@@ -1,0 +1,122 @@
+"""What methods with error feedback are composed of, and the options that say it: `--solver`, `--damp`,
+`--refine`, `--target` and `--transform`, whose value is one part, or several joined by `+`.
+
+torch is imported inside, so that `--help` stays instant.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.options import option
+
+if TYPE_CHECKING:
+    from quantkit.quantize.solvers import Solver
+    from quantkit.quantize.transforms import Transform
+
+TARGETS = ("own", "original")  # short of a Literal: its width in the help would cut other names off
+ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
+TRANSFORMS = ("awq", "auto", *ROTATIONS)
+TRANSFORM = "auto"
+
+
+def damp_option() -> Any:
+    """The field of a method's Options that says `--damp`."""
+    return option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
+
+
+def refine_option() -> Any:
+    """The field of a method's Options that says `--refine`."""
+    return option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales after the sweep.")
+
+
+def target_option() -> Any:
+    """The field of a method's Options that says `--target`."""
+    return option(
+        "own",
+        "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, "
+        "what the original model has, so that it makes up for what was lost before: less divergence, twice "
+        "the time.",
+        names=TARGETS,
+    )
+
+
+def transform_option() -> Any:
+    """The field of a method's Options that says `--transform`."""
+    return option(
+        TRANSFORM,
+        "What is rewritten before rounding so that the model computes the same. auto: where --solver gptq "
+        "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
+        "what round to nearest loses; rotate: the hidden states are, and values inside attention, for which "
+        "a tied head becomes a tensor of its own; rotate-v: the values alone; rotate+auto: both; none.",
+        names=("none", *TRANSFORMS),
+    )
+
+
+def check(options: Any) -> None:
+    """Raise QuantkitError for options of a method with error feedback that make no sense."""
+    if options.refine < 0:
+        raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
+    if not 0 < options.damp < 1:
+        raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
+    if options.target not in TARGETS:
+        hint = f"choose {' or '.join(TARGETS)}"
+        raise QuantkitError(f"--target {options.target}: no such target", hint, USAGE)
+    if options.target == "original" and options.solver == "rtn":
+        raise QuantkitError(
+            "--target original is for --solver gptq: rounding to nearest has no target but the weight",
+            "add --solver gptq, or leave it out",
+            USAGE,
+        )
+    transform_parts(getattr(options, "transform", "none"))
+
+
+def transform_parts(value: str) -> tuple[str, ...]:
+    """The parts of `--transform VALUE`; () for none. Raises QuantkitError for one that is not known, or two
+    that exclude each other."""
+    parts = () if value == "none" else tuple(value.split("+"))
+    if unknown := [part for part in parts if part not in TRANSFORMS]:
+        hint = "choose none, " + " or ".join(TRANSFORMS)
+        raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
+    turned = [part for part in parts if part in ROTATIONS]
+    if len(turned) > 1 or len(parts) - len(turned) > 1:
+        raise QuantkitError(f"--transform {value} asks for two of a kind", "choose one of them", USAGE)
+    return parts
+
+
+def rotation(options: Any) -> str | None:
+    """The part of a method's `--transform` that turns the whole model."""
+    parts = transform_parts(getattr(options, "transform", "none"))
+    return next((part for part in parts if part in ROTATIONS), None)
+
+
+def transform_suffix(value: str) -> str:
+    """What a transform other than the default adds to derived names, such as `-awq`."""
+    return "" if value == TRANSFORM else f"-{value}"
+
+
+def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
+    """The solver that a method's `--solver` names. weighted: rounding to nearest weighs by activations, as it
+    does behind a scaling, too."""
+    from quantkit.quantize.solvers.gptq import GptqSolver
+    from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.solvers.yaqa import YaqaSolver
+
+    if options.solver == "rtn":
+        return RtnSolver(weighted=weighted or "awq" in transform_parts(getattr(options, "transform", "none")))
+    kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
+    return kind(options.damp, act_order, options.refine, options.target)
+
+
+def block_transform(value: str, solver: Solver) -> Transform | None:
+    """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
+    is, so that it needs no text."""
+    from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.transforms.awq import AwqTransform
+    from quantkit.quantize.transforms.feedback import FeedbackScaling
+
+    parts = transform_parts(value)
+    if "auto" in parts and not isinstance(solver, RtnSolver):
+        return FeedbackScaling(solver=solver)
+    return AwqTransform() if "awq" in parts else None
