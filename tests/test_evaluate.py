@@ -350,6 +350,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
                 },
                 "layers": None,
                 "tasks": None,
+                "kv": None,
             }
             for folder in (base, copy)
         ],

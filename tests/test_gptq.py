@@ -191,7 +191,7 @@ GRIDS = [
     AffineGrid(3, 512),
     Nf4Grid(),
     Nf4Grid(double_quant=False),
-    *(ggml.named(name) for name in ggml.TYPES),
+    *(grid for grid in map(ggml.named, ggml.TYPES) if grid.vector_size == 1),
 ]
 
 

@@ -14,7 +14,7 @@ from test_ggml import WIDTH, importances, weights
 from quantkit.grids.ggml import MODULES, named
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts.ggml.blocks import encode_rows
-from quantkit.quantize.solvers.gptq import GptqSolver, factorize, sweep
+from quantkit.quantize.solvers.gptq import GptqSolver, factorize, sweep, unit_upper
 from quantkit.quantize.solvers.loss import loss
 
 BOOKS = MODULES["iquants"]
@@ -163,7 +163,7 @@ def problem(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_sweep_is_the_one_written_out(name):
     grid, (weight, H) = named(name), problem(3, 512)
     A, _ = factorize(H.clone(), 0.01)
-    chosen = sweep(weight.t().contiguous(), A, grid)
+    chosen = sweep(weight.t().contiguous(), *unit_upper(A), grid)
     damped = H + 0.01 * H.diagonal().mean() * torch.eye(len(H))
     steps = torch.cat([grid.steps(params)[0] for params in chosen.params]).repeat_interleave(grid.sub_size, 0)
     wanted = vector_sweep(weight, damped, steps.t(), lambda metric, y: grid.search_in(metric).nearest(y))

@@ -352,7 +352,7 @@ def test_the_listener_fits_the_place(monkeypatch, tty, term, quiet, kind):
         ("re", {"recipes", "report"} & COMMANDS.keys() | {"recipes"}),
         ("insp", {"inspect"}),
         ("gptq --solv", {"--solver"}),
-        ("gptq --solver ", {"gptq", "rtn"}),
+        ("gptq --solver ", {"gptq", "yaqa", "rtn"}),
         ("run int", {"int8"}),
         ("recipes init nf", {"nf4"}),
         ("gguf model -t Q4_K", {"Q4_K_S", "Q4_K_M"}),

@@ -75,7 +75,9 @@ def _of_method(
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         states = "device" if on_gpu else None
-        return peak_memory(shapes, needs, needs, transform, suspend, work.tables, states, at_once, sampled)
+        return peak_memory(
+            shapes, needs, needs, transform, suspend, work.tables, states, at_once, sampled=sampled
+        )
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     suspend = needs and not transform and (memory is None or peak(True).computing < COMFORT * memory)

@@ -15,10 +15,16 @@ if TYPE_CHECKING:
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms import Transform
 
-TARGETS = ("own", "original")  # short of a Literal: its width in the help would cut other names off
+SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would cut names off
+TARGETS = ("own", "original")
 ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
 TRANSFORMS = ("awq", "auto", *ROTATIONS)
 TRANSFORM = "auto"
+
+
+def solver_option(default: str, help: str) -> Any:
+    """The field of a method's Options that says `--solver`."""
+    return option(default, help, names=SOLVERS)
 
 
 def damp_option() -> Any:
@@ -60,6 +66,9 @@ def check(options: Any) -> None:
         raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
     if not 0 < options.damp < 1:
         raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
+    if options.solver not in SOLVERS:
+        hint = f"choose {' or '.join(SOLVERS)}"
+        raise QuantkitError(f"--solver {options.solver}: no such solver", hint, USAGE)
     if options.target not in TARGETS:
         hint = f"choose {' or '.join(TARGETS)}"
         raise QuantkitError(f"--target {options.target}: no such target", hint, USAGE)

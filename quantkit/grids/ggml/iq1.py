@@ -31,11 +31,11 @@ DISTANCES = 3
 @dataclass(frozen=True)
 class OneBitGrid(BlockGrid):
     """Values `d (2 scale + 1) (digit - 1 ± 1/8)`. epsilon: a sub-block without a larger weight is zero.
-    fudge: d is stored times this. plain: ggml encodes it without importance, too."""
+    fudge: d is stored times this. unweighted: ggml encodes it without importance, too."""
 
     epsilon: float = 1e-12
     fudge: float = 1.125
-    plain: bool = False
+    unweighted: bool = False
     scale_range = 0, LARGEST_SCALE
 
     @property
@@ -49,7 +49,7 @@ class OneBitGrid(BlockGrid):
 
     def _weights(self, blocks: Blocks) -> Tensor:
         x, importance = blocks.x, blocks.importance
-        if importance is None and self.plain:
+        if importance is None and self.unweighted:
             return x * x
         power = total(x * x).mul_(2 / SUPER_BLOCK)
         return error_weights(x, torch.ones_like(x) if importance is None else importance, power)
@@ -186,5 +186,5 @@ def _running(terms: Tensor) -> Tensor:
 
 GRIDS = {
     "IQ1_S": OneBitGrid("IQ1_S", 1, SUPER_BLOCK),
-    "IQ1_M": OneBitGrid("IQ1_M", 1, SUPER_BLOCK, 16, epsilon=1e-7, fudge=1.1125, plain=True),
+    "IQ1_M": OneBitGrid("IQ1_M", 1, SUPER_BLOCK, 16, epsilon=1e-7, fudge=1.1125, unweighted=True),
 }

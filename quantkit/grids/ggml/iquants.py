@@ -49,12 +49,12 @@ class Search:
 @dataclass(frozen=True)
 class CodeBookGrid(BlockGrid):
     """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: see CodeBook. even: of eight
-    signs an even number is negative. plain: ggml encodes it without importance, too."""
+    signs an even number is negative. unweighted: ggml encodes it without importance, too."""
 
     distances: int = 2
     unit: float = 0.25
     even: bool = False
-    plain: bool = True
+    unweighted: bool = True
     search: Search = Search(9, 0.1, 1e-15)
     scale_range = 0, LARGEST_SCALE
 
@@ -169,7 +169,7 @@ class CodeBookGrid(BlockGrid):
         """What errors cost: x², or importance times the root of x² and the block's mean square."""
         x, importance = blocks.x, blocks.importance
         power = total(x * x).mul_(self.search.power / SUPER_BLOCK)
-        if importance is None and self.plain:
+        if importance is None and self.unweighted:
             return x * x if self.book.size == 4 else x * x + power * 0.25
         return error_weights(x, torch.ones_like(x) if importance is None else importance, power)
 
@@ -261,11 +261,11 @@ class _SubBlocks:
 
 GRIDS = {
     "IQ2_XXS": CodeBookGrid(
-        "IQ2_XXS", 2, SUPER_BLOCK, even=True, plain=False,
+        "IQ2_XXS", 2, SUPER_BLOCK, even=True, unweighted=False,
         search=Search(6, 0.1, 1e-15, "all", power=1.0, fitted=True),
     ),
     "IQ2_XS": CodeBookGrid(
-        "IQ2_XS", 2, SUPER_BLOCK, 16, even=True, plain=False, search=Search(9, 0.1, 1e-15, power=1.0)
+        "IQ2_XS", 2, SUPER_BLOCK, 16, even=True, unweighted=False, search=Search(9, 0.1, 1e-15, power=1.0)
     ),
     "IQ2_S": CodeBookGrid(
         "IQ2_S", 2, SUPER_BLOCK, 16, distances=1, search=Search(9, 0.1, 1e-8, fudge=0.9875)

@@ -38,7 +38,7 @@ class Options:
     zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
     n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
     clip: bool = option(True, "Search how far to cut off each group's range; q and k are spared.")
-    solver: Literal["rtn", "gptq", "yaqa"] = option(
+    solver: str = composing.solver_option(
         "rtn",
         "rtn rounds the scaled weights to nearest; gptq gives them error feedback, yaqa by gradients, too.",
     )

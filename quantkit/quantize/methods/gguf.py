@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models.llamacpp.file_types import (
@@ -60,7 +60,7 @@ class Options:
         short="-t",
         names=FILE_TYPES,
     )
-    solver: Literal["gptq", "yaqa", "rtn"] = option(
+    solver: str = composing.solver_option(
         "gptq",
         "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; yaqa by "
         "gradients, too, in several times the time; rtn is llama-quantize's own encoder.",

@@ -44,7 +44,7 @@ class Options:
     damp: float = composing.damp_option()
     refine: int = composing.refine_option()
     target: str = composing.target_option()
-    solver: Literal["gptq", "yaqa", "rtn"] = option(
+    solver: str = composing.solver_option(
         "gptq",
         "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
         "times the time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",

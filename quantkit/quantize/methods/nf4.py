@@ -29,7 +29,7 @@ class Options:
     """Flags of `quantkit nf4`."""
 
     double_quant: bool = option(True, "Store the scales in 8 bits, too: 4.13 bits per weight instead of 4.5.")
-    solver: Literal["rtn", "gptq", "yaqa"] = option(
+    solver: str = composing.solver_option(
         "rtn",
         "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes; yaqa "
         "less still, by gradients, too, in several times the time.",

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader
@@ -97,7 +98,7 @@ def candidate(readers: Sequence[FedReader], b: float, a: float) -> Tensor:
     ]
     rows = sum(count.sum() for count in counts).clamp(min=1e-30)
     both = list(zip(counts, readers, strict=True))
-    weight = sum(count @ reader.weight.square() for count, reader in both) / rows
+    weight = sum(torch.mv(reader.weight.square().t(), count) for count, reader in both) / rows
     pivots = sum(count.sum() * reader.pivots for count, reader in both) / rows
     column = weight.sqrt().clamp(min=1e-30)
     column = column.clamp(min=FLOOR * column.mean())
