@@ -536,7 +536,7 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
     ("arguments", "words"),
     [
         ("gptq model --act-order sideways", ["--act-order", "sideways", "none", "group", "full"]),
-        ("gptq model --solver magic", ["--solver", "magic", "gptq", "rtn"]),
+        ("gptq model --layout magic", ["--layout", "magic", "gptq", "compressed-tensors"]),
         ("gptq model --bits four", ["--bits", "integer"]),
         ("gptq model --dtype float8", ["--dtype", "float32", "bfloat16"]),
         ("gptq model --groupsize 64", ["--groupsize", "did you mean --group-size?", "gptq --help"]),

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.ggml import MODULES
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join
 from quantkit.grids.nf4 import Nf4Grid
+from quantkit.models.llamacpp.file_types import NO_FEEDBACK
 from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
 from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.gptq import GptqSolver, factorize
@@ -191,7 +193,7 @@ GRIDS = [
     AffineGrid(3, 512),
     Nf4Grid(),
     Nf4Grid(double_quant=False),
-    *(grid for grid in map(ggml.named, ggml.TYPES) if grid.vector_size == 1),
+    *(ggml.named(name) for name in ggml.TYPES if name not in (*NO_FEEDBACK, *MODULES["iquants"])),
 ]
 
 

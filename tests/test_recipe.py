@@ -173,7 +173,7 @@ def test_settings_may_leave_out_the_section_and_write_dashes():
         ("run.exclude", "q_proj", ["q_proj", "a list of str"]),
         ("run.exclude", "[1]", ["1"]),
         ("quant.act_order", "sideways", ["sideways", "none", "group", "full"]),
-        ("quant.solver", "magic", ["magic", "gptq", "rtn"]),
+        ("quant.layout", "magic", ["magic", "gptq", "compressed-tensors"]),
         ("quant.checkpoint_format", "3", ["3"]),
         ("run.dtype", "float8", ["float8", "bfloat16"]),
         ("run.sequential", "never", ["never", "suspend", "repeat"]),

@@ -83,7 +83,8 @@ class FeedbackScaling(AwqTransform):
         best, least = None, float(sum(losses.plain))
         for b, a in EXPONENTS:
             scale = producer.tied(candidate(losses.readers, b, a)).exp()
-            scale = scale / (scale.max() * scale.min()).sqrt()
+            # in few digits, so that it is the same wherever sums are added in another order
+            scale = (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
             loss = losses.of(scale, limit=least)
             if loss < least:
                 best, least = scale, loss
