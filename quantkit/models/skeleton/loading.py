@@ -137,7 +137,7 @@ class Installer:
 def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
     """Parameters and buffers that a state dict has, all or some; that of a mixture takes a while to make."""
     if names is None:
-        return block.state_dict()
+        return block.state_dict(keep_vars=True)  # not a view of any is made: this is the reading thread
     found = ((name, *name.rpartition(".")[::2]) for name in names)
     return {name: getattr(block.get_submodule(owner), leaf) for name, owner, leaf in found}
 
