@@ -58,8 +58,11 @@ PEERS = (
 )
 OURS = {  # label -> METHOD[,OPTION=VALUE...], by the names of the method's Options
     "gptq": "gptq",
-    "awq gptq": "awq,solver=gptq,zero_point=true,layout=compressed-tensors",
+    "gptq, target original": "gptq,target=original",
+    "yaqa, target original": "gptq,solver=yaqa,target=original",
+    "the same, asymmetric": "gptq,solver=yaqa,target=original,sym=false",
     "gguf": "gguf",
+    "gguf, yaqa, target original": "gguf,solver=yaqa,target=original",
 }
 
 
