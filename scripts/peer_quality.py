@@ -60,7 +60,7 @@ OURS = {  # label -> METHOD[,OPTION=VALUE...], by the names of the method's Opti
     "gptq": "gptq",
     "gptq, target original": "gptq,target=original",
     "yaqa, target original": "gptq,solver=yaqa,target=original",
-    "the same, asymmetric": "gptq,solver=yaqa,target=original,sym=false",
+    "yaqa, target original, asymmetric": "gptq,solver=yaqa,target=original,sym=false",
     "gguf": "gguf",
     "gguf, yaqa, target original": "gguf,solver=yaqa,target=original",
 }
