@@ -244,3 +244,22 @@ def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
     source, written = jobs.tensors(model), jobs.tensors(tmp_path / "out")
     norm = "model.layers.0.post_attention_layernorm.weight"
     assert torch.equal(source[norm], written[norm])
+
+
+def test_the_original_beside_is_divided_as_the_block_is(twin, tmp_path, monkeypatch):
+    """What enters the first site of all is the original's: behind a scale, too, nothing drifts there."""
+    seen = []
+    solve = GptqSolver.solve
+
+    def listen(self, weights, grids, statistics):
+        seen.append((statistics.drift.abs().max(), statistics.hessian.abs().max()))
+        return solve(self, weights, grids, statistics)
+
+    monkeypatch.setattr(GptqSolver, "solve", listen)
+    options = SMALL | {"target": "original"}
+    jobs.quantize(
+        "gptq", twin("llama"), tmp_path / "out", options, calibration=jobs.calibration(tmp_path), **RUN
+    )
+    found = jobs.manifest(tmp_path / "out")
+    assert found["model.layers.0.self_attn.q_proj"]["scaled"]["spread"] > 8
+    assert seen[0][0] < 1e-5 * seen[0][1] and all(drift > 1e-4 * hessian for drift, hessian in seen[1:])

@@ -8,7 +8,7 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import named
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.quantize.solvers import SiteStatistics, descent, yaqa
-from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.solvers.gptq import GptqSolver, aimed
 from quantkit.quantize.solvers.yaqa import YaqaSolver, two_sided_loss
 
 OUT, IN, GROUP = 6, 16, 8
@@ -113,3 +113,19 @@ def test_groups_of_zeros_stay_zero():
     weight[2:4, :16] = 0
     found = YaqaSolver().quantize(weight, named("Q4_0"), hessian, curvature)
     assert torch.isfinite(found.values()).all()
+
+
+def test_with_the_original_as_the_target_it_rounds_the_moved_weights():
+    """The same codes as of those weights without a drift, in both of its answers."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(600, 32, generator=generator)
+    weight, root = torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
+    drift = torch.stack([half.t() @ half for half in (0.1 * x[:300], 0.1 * x[300:])])
+    found = {"hessian": 2 * x.t() @ x / 600, "curvatures": (root @ root.t(),)}
+    drifting = SiteStatistics(**found, drift=drift / 300)
+    grid = AffineGrid(3, 16, True)
+    moved = aimed([weight], drifting, 0.01)
+    assert not torch.allclose(moved[0], weight, atol=1e-3)
+    one = YaqaSolver(target="original").solve([weight], [grid], drifting)[0]
+    other = YaqaSolver().solve(moved, [grid], SiteStatistics(**found))[0]
+    assert torch.equal(one.weight.values(), other.weight.values()) and one.error == other.error
