@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.models.containers.safetensors_folder import INDEX, SINGLE
 
 COMPANIONS = (
@@ -21,6 +21,7 @@ COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
+WEIGHTS = (".safetensors", ".gguf")
 
 
 def is_id(source: str) -> bool:
@@ -41,7 +42,10 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 def local(source: str) -> Path | None:
     """The folder `source` if it exists; None for a hub id. Raises QuantkitError (exit code 3) for neither."""
     path = Path(source).expanduser()
-    if path.is_dir() or (path.is_file() and is_gguf(path)):
+    if path.is_dir():
+        refuse_links(path)
+        return path
+    if path.is_file() and is_gguf(path):
         return path
     if path.exists():
         raise QuantkitError(
@@ -58,6 +62,27 @@ def local(source: str) -> Path | None:
             exit_code=NOT_FOUND,
         )
     return None
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise QuantkitError for links that lead out of a model's folder: what they lead to would be read as the
+    model's, and much of it copied into the output. Those of the hub's cache lead to its blobs; weights that
+    lie elsewhere are the user's own affair."""
+    inside = folder.resolve()
+    allowed = [inside, *([inside.parents[1] / "blobs"] if inside.parent.name == "snapshots" else [])]
+    leading_out = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_symlink()
+        and path.suffix not in WEIGHTS
+        and not any(path.resolve().is_relative_to(place) for place in allowed)
+    )
+    if leading_out:
+        raise QuantkitError(
+            f"{folder} holds links that lead out of it: {name_all(leading_out)}",
+            hint="a downloaded model has none; put the files themselves there if you trust them",
+            exit_code=UNSUPPORTED,
+        )
 
 
 def is_gguf(path: Path) -> bool:

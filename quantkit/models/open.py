@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
@@ -11,6 +12,9 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import headers, hub
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import slices
+
+ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
+EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 
 
 def open_checkpoint(
@@ -56,4 +60,25 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
         ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the skeleton is the plain model; layouts decode
+    for part in _parts(config):
+        _choose_code(part)
     return config
+
+
+def _parts(config: transformers.PretrainedConfig) -> Iterator[transformers.PretrainedConfig]:
+    """A configuration and those inside it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, transformers.PretrainedConfig):
+            yield from _parts(value)
+
+
+def _choose_code(config: transformers.PretrainedConfig) -> None:
+    """Leave to transformers which of its own code computes attention and experts, unless that is named:
+    a downloaded configuration may name kernels of the hub, which would be fetched and run. Nor are attention
+    weights and hidden states returned, whatever it says."""
+    if config._attn_implementation not in ATTENTION:
+        config._attn_implementation = None
+    if config._experts_implementation not in EXPERTS:
+        config._experts_implementation = None
+    config.output_attentions = config.output_hidden_states = False

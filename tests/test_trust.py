@@ -1,0 +1,81 @@
+"""A downloaded checkpoint is not believed: it names no code to run, and no file outside its folder."""
+
+import json
+
+import jobs
+import pytest
+import test_wrappers
+import torch
+
+from quantkit.errors import QuantkitError
+from quantkit.models.meta_model import empty
+from quantkit.models.open import open_checkpoint
+
+KERNEL = "some-org/some-kernel"
+
+
+def edit(folder, change) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("value", [KERNEL, {"": KERNEL}, "flash_attention_2", "paged|sdpa"])
+@pytest.mark.parametrize("key", ["attn_implementation", "experts_implementation"])
+def test_a_configuration_names_no_kernels(tiny_model, key, value):
+    folder = tiny_model("mixtral")
+    plain = empty(open_checkpoint(str(folder)).config, "plain").config
+    edit(folder, lambda config: config.update({key: value}))
+    found = empty(open_checkpoint(str(folder)).config, "changed").config
+    for name in ("_attn_implementation", "_experts_implementation"):
+        assert getattr(found, name) == getattr(plain, name) in ("sdpa", "eager", "grouped_mm", "batched_mm")
+
+
+def test_nor_does_that_of_a_part(tmp_path):
+    folder = test_wrappers.save(tmp_path / "model", next(iter(test_wrappers.WRAPPERS)))
+    edit(folder, lambda config: config["text_config"].update(attn_implementation=KERNEL))
+    assert open_checkpoint(str(folder)).text_config._attn_implementation in (None, "sdpa", "eager")
+
+
+def test_outputs_that_nobody_asked_for_are_not_made(tiny_model, quantkit):
+    folder = tiny_model("llama", tokenizer=True)
+    (folder.parent / "text.txt").write_text(test_wrappers.TEXT)
+    edit(folder, lambda config: config.update(output_attentions=True, output_hidden_states=True))
+    done = quantkit("eval", folder, "--text", "text.txt", "--limit", 64, "--ctx", 32, "--json", "-q")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("name", ["tokenizer_notes.txt", "LICENSE", "merges.txt"])
+def test_links_out_of_the_folder_are_refused(tiny_model, tmp_path, name):
+    folder = tiny_model("llama", tokenizer=True)
+    secret = tmp_path / "secret"
+    secret.write_text("root:x:0:0")
+    (folder / name).symlink_to(secret)
+    with pytest.raises(QuantkitError, match=f"links that lead out of it: {name}"):
+        open_checkpoint(str(folder))
+
+
+def test_links_inside_the_folder_and_to_the_cache_are_followed(tiny_model, tmp_path):
+    """As the hub's cache has them: snapshots/COMMIT/NAME leads to blobs/HASH."""
+    folder = tiny_model("llama", tokenizer=True)
+    (folder / "NOTICE").write_text("as it is")
+    (folder / "LICENSE").symlink_to("NOTICE")
+    open_checkpoint(str(folder))
+    cache = tmp_path / "models--org--name"
+    snapshot = cache / "snapshots" / "0123"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for place, path in enumerate(sorted(folder.iterdir())):
+        (cache / "blobs" / str(place)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{place}")
+    found = open_checkpoint(str(snapshot))
+    assert torch.equal(
+        found.read("model.norm.weight", torch.float32), jobs.tensors(folder)["model.norm.weight"].float()
+    )
+
+
+def test_weights_may_lie_elsewhere(tiny_model, tmp_path):
+    folder = tiny_model("llama", tokenizer=True)
+    (folder / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
+    assert open_checkpoint(str(folder)).names
