@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import unicodedata
 
 RUNTIME = 1
@@ -24,6 +26,11 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/job
     GATE: "a gate failed",
     INTERRUPTED: "interrupted",
     TERMINATED: "terminated",
+}
+FULL = {  # what a disk says that takes no more
+    errno.ENOSPC: "is full",
+    errno.EDQUOT: "is full: the quota is used up",
+    errno.EFBIG: "takes no file of that size (ulimit -f says how large)",
 }
 
 
@@ -54,6 +61,14 @@ class DamagedError(QuantkitError):
 def first_line(error: BaseException) -> str:
     """What an error of another library says, for a message; its kind where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def full_disk(error: BaseException) -> str | None:
+    """What of `FULL` an error says; None for another. safetensors wraps the OSError in words of its own."""
+    if isinstance(error, OSError):
+        return FULL.get(error.errno)
+    wrapped = re.search(r"\(os error (\d+)\)", str(error))
+    return FULL.get(int(wrapped[1])) if wrapped else None
 
 
 def printable(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import functools
 import inspect
 import json
@@ -21,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from quantkit.cli import streams
 from quantkit.errors import (
     EXIT_CODES,
     INTERRUPTED,
@@ -30,6 +30,7 @@ from quantkit.errors import (
     USAGE,
     QuantkitError,
     first_line,
+    full_disk,
     printable,
 )
 
@@ -86,6 +87,7 @@ def exit_codes() -> str:
 
 def run(app: typer.Typer) -> NoReturn:
     """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
+    streams.prepare()
     state = SimpleNamespace(verbose=False)  # which the command line may change
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
@@ -186,9 +188,9 @@ def _unexpected(error: Exception) -> QuantkitError:
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         hint = "close other programs, or see the command's help for what takes less"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if full := full_disk(error):
         hint = "free some space, or write elsewhere"
-        return QuantkitError(f"the disk is full: {first_line(error)}", hint, RESOURCES)
+        return QuantkitError(f"the disk {full}: {first_line(error)}", hint, RESOURCES)
     hint = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
     return QuantkitError(f"{type(error).__name__}: {first_line(error)}", hint, RUNTIME)
 

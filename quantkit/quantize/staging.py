@@ -9,7 +9,6 @@ too: nobody can tell whether they are of the source a later job is given.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -23,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, name_all
+from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.quantize import replacing
@@ -301,11 +300,11 @@ def disk_errors(
     try:
         yield
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not full and "No space left" not in str(error):  # safetensors wraps the OSError in its own kind
+        full = full_disk(error)
+        if full is None:
             raise
         raise QuantkitError(
-            f"the disk of {folder} is full",
+            f"the disk of {folder} {full}",
             hint=f"free some space and {then}",
             exit_code=RESOURCES,
         ) from error
