@@ -4,7 +4,6 @@ repository of the hub or of a GGUF file. Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +13,11 @@ from typing import Any
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts import quantization_of
 from quantkit.models import hub
-from quantkit.models.containers import git_lfs, safetensors_folder
+from quantkit.models.containers import bounded, git_lfs, safetensors_folder
+from quantkit.models.containers.bounded import SMALL_BYTES
 from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.hub_headers import Repository
 
-SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
@@ -104,8 +103,8 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
         problems.append(f"{name} is a Git LFS pointer, not the file it stands for")
         return None
     try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        content = bounded.parse(data)
+    except ValueError as error:
         problems.append(f"{name} is not JSON: {first_line(error)}")
         return None
     if not isinstance(content, dict):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.models.containers import bounded
 from quantkit.models.containers.safetensors_folder import INDEX, SINGLE
 
 COMPANIONS = (
@@ -133,7 +133,7 @@ def _weights(folder: Path) -> list[str]:
     """Names of the weight files of a snapshot."""
     index = folder / INDEX
     try:
-        named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+        named = set(bounded.parse(bounded.read(index))["weight_map"].values()) if index.is_file() else set()
     except (ValueError, KeyError, TypeError, AttributeError):
         named = set()  # reading the folder will say what is wrong with it
     return sorted(map(str, named)) or [SINGLE]

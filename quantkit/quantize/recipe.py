@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.models.containers import bounded
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import methods
 from quantkit.text.shipped import shipped_folder
 
+RECIPE_BYTES = 1 << 20
 SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections every method has
 
 
@@ -85,7 +87,7 @@ def read(name: str) -> tuple[Path, str]:
     """Path and text of a shipped recipe or a file. Raises QuantkitError where there is none."""
     path = shipped().get(name, Path(name))
     try:
-        return path, path.read_text(encoding="utf-8")
+        return path, bounded.read(path, RECIPE_BYTES).decode("utf-8")
     except OSError as error:
         near = difflib.get_close_matches(name, shipped(), 1)
         raise QuantkitError(
@@ -126,7 +128,14 @@ def _parse(origin: str, text: str) -> tuple[Any, dict[str, int]]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Takes 1e-3 for a number, as YAML 1.2 and people do."""
+        """Takes 1e-3 for a number, as YAML 1.2 and people do; and no aliases, by which a few lines would
+        stand for more than memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=mark)
+            return super().compose_node(parent, index)
 
     exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
@@ -146,8 +155,10 @@ def _parse(origin: str, text: str) -> tuple[Any, dict[str, int]]:
         node = loader.get_single_node()
         walk(node, "")
         return (loader.construct_document(node) if node else None), lines
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise _not_yaml(origin, error) from error
+    except RecursionError as error:
+        raise _not_yaml(origin, ValueError("it is nested too deeply")) from error
 
 
 def _not_yaml(origin: str, error: Exception) -> QuantkitError:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line
+from quantkit.models.containers.bounded import refuse_irregular
 from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets
 from quantkit.text.chat import Conversation, column_of
@@ -84,6 +85,7 @@ def _json_lines(path: Path, column: str) -> Iterator[Document]:
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
     try:
+        refuse_irregular(path)
         with open(path, encoding="utf-8") as file:
             yield file
     except UnicodeDecodeError as error:

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.containers import bounded
 from quantkit.models.containers.git_lfs import refuse_pointer
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
+MAX_DIMENSIONS = 64  # as many as torch has
 COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -44,7 +46,13 @@ class TensorInfo:
 
 def natural(name: str) -> list:
     """Sort key that puts block 2 before block 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    return [_number(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def _number(digits: str) -> tuple[int, str]:
+    """Sorts as the number does, of however many digits."""
+    digits = digits.lstrip("0")
+    return len(digits), digits
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -62,8 +70,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
             raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
         try:
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError) as error:
+            header = bounded.parse(file.read(length))
+        except ValueError as error:
             raise _malformed(path, error) from error
     return check_header(path, header, file_bytes, 8 + length)
 
@@ -94,6 +102,8 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     nbytes = end - start
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name}: {len(shape)} dimensions")
     if not all(type(size) is int and size >= 0 for size in (start, end, nbytes, *shape)):
         raise ValueError(f"{name}: sizes must be whole numbers")
     if entry["dtype"] in DTYPE_BYTES and nbytes != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
@@ -121,8 +131,8 @@ def read_json(path: Path) -> dict:
             exit_code=NOT_FOUND,
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = bounded.parse(bounded.read(path))
+    except ValueError as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
     if not isinstance(content, dict):
         raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
@@ -191,10 +201,10 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
 def _read_index(path: Path) -> dict[str, str]:
     """The shard of every tensor. Raises QuantkitError for no index, or one that points outside its folder."""
     try:
-        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(bounded.parse(bounded.read(path))["weight_map"])
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("shard names must be strings")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error

@@ -1,0 +1,46 @@
+"""Small files of strangers: read whole, so believed only as far as they are plain files and small."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+
+SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
+UNSAID = 1 << 16  # bytes of files that say they have none, as those under /proc
+BRACKETS = 4_000_000  # of JSON: each becomes an object of a hundred bytes, and a tensor takes three
+
+
+def refuse_irregular(path: Path) -> None:
+    """Raise QuantkitError for a pipe, a device or a socket, which may never end. OSError is the caller's."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise QuantkitError(f"{path} is no plain file", "copy what it gives into one", UNSUPPORTED)
+
+
+def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
+    """Its bytes. Raises QuantkitError for what is no plain file, or is larger; OSError where it cannot be
+    read."""
+    refuse_irregular(path)
+    size = max(path.stat().st_size, UNSAID)
+    with open(path, "rb") as file:
+        data = file.read(min(limit, size) + 1)
+    if len(data) > min(limit, size):
+        raise QuantkitError(
+            f"{path} is larger than {limit / 2**20:g} MiB: not read", "download it again", UNSUPPORTED
+        )
+    return data
+
+
+def parse(data: bytes) -> Any:
+    """What a JSON text says. Raises ValueError, also for one that would take far more memory than bytes, or
+    that is nested too deeply."""
+    if data.count(b"[") + data.count(b"{") > BRACKETS:
+        raise ValueError(f"more than {BRACKETS:,} lists and objects")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
