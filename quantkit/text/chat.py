@@ -6,11 +6,11 @@ import datetime
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
-
-from quantkit.errors import USAGE, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.text import limited
 
 COLUMNS = ("messages", "conversations")  # where chat datasets keep their conversations
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # {"from", "value"}: other names mean themselves
@@ -60,18 +60,26 @@ class ChatTemplate:
         if self.sha256 is None:
             self.sha256 = hashlib.sha256(template.encode()).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
+        work = partial(
+            self.tokenizer.apply_chat_template,
+            messages,
+            tokenize=False,
+            chat_template=_at_a_fixed_date(template, self._today),
+            add_generation_prompt=answer,
+        )
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                chat_template=_at_a_fixed_date(template, self._today),
-                add_generation_prompt=answer,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            return limited.run(work)
+        except limited.Failed as error:
             raise QuantkitError(
-                f"{conversation.where} does not fit the model's chat template: {first_line(error)}",
+                f"{conversation.where} does not fit the model's chat template: {error}",
                 hint="leave such rows out, or give their text under another column",
                 exit_code=USAGE,
+            ) from error
+        except limited.Runaway as error:
+            raise QuantkitError(
+                f"the model's chat template was stopped: {error}",
+                hint="do not trust it; give plain text, without --chat",
+                exit_code=UNSUPPORTED,
             ) from error
 
 
