@@ -27,6 +27,8 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/job
     INTERRUPTED: "interrupted",
     TERMINATED: "terminated",
 }
+LONG_WORD, LONG = 400, 1600  # characters, beyond which a message is shortened
+TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # right to left, and back
 FULL = {  # what a disk says that takes no more
     errno.ENOSPC: "is full",
     errno.EDQUOT: "is full: the quota is used up",
@@ -72,10 +74,21 @@ def full_disk(error: BaseException) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Text of strangers (names in files, what models write) without what would steer a terminal."""
+    """Text of strangers (names in files, what models write) without what would steer a terminal, turn the
+    direction of what follows, or be no character at all."""
     return "".join(
-        letter if letter in "\n\t" or unicodedata.category(letter) != "Cc" else "\ufffd" for letter in text
+        letter
+        if letter in "\n\t" or (unicodedata.category(letter) not in ("Cc", "Cs") and letter not in TURNING)
+        else "\ufffd"
+        for letter in text
     )
+
+
+def shortened(message: str) -> str:
+    """A message without the middle of what is quoted in it at great length: a value of a stranger's file may
+    have any. Words that people use, paths among them, stay whole."""
+    words = re.sub(rf"\S{{{LONG_WORD},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", message)
+    return words if len(words) <= LONG else f"{words[: LONG - 201]}…{words[-200:]}"
 
 
 def count(number: int, word: str) -> str:

@@ -219,7 +219,16 @@ def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, tmp_pa
 
 def test_what_strangers_write_cannot_steer_the_terminal(fails):
     assert printable("a\x1b[2Jb\tc\nd\x9b\x00é안") == "a\ufffd[2Jb\tc\nd\ufffd\ufffdé안"
+    assert printable("\ud800 \u202eabc") == "\ufffd \ufffdabc"
     assert fails(QuantkitError("a\x1bb", "c\x07d")).err == "error: a\ufffdb\nhint: c\ufffdd\n"
+
+
+def test_what_strangers_write_is_no_error_of_pages(fails):
+    said = fails(QuantkitError(f"rope_type {'x' * 5000!r} is not known", "1, " * 5000)).err.splitlines()
+    assert said[0] == f"error: rope_type '{'x' * 59}…{'x' * 19}' is not known"
+    assert len(said[1]) == len("hint: ") + 1600 and said[1].count("…") == 1
+    path = "/".join(["folder"] * 50)
+    assert fails(QuantkitError(f"no such folder: {path}")).err == f"error: no such folder: {path}\n"
 
 
 def test_long_facts_are_wrapped_on_terminals_alone():

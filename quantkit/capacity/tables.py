@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 def show(record: Record, quiet: bool = False) -> None:
     """Print a record of forecast.py; `quiet` leaves out what explains it, but for warnings."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     print_facts(console, _about(record))
     console.print(_weights(record))
     print_facts(console, _cache(record))

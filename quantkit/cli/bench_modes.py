@@ -102,7 +102,7 @@ class Asked:
 
 def console() -> Console:
     """On stdout, as wide as that is."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else WIDE)
 
 
 def attention(asked: Asked, implementations: str, beyond: bool) -> None:

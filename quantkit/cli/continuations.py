@@ -35,7 +35,7 @@ def stream(settings: Settings) -> Callable[[str], None]:
 
 def show(settings: Settings, made: Sequence[Continuation], streamed: bool = False) -> None:
     """The texts: of one model bare, of several in columns, or one below the other where they are narrow."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if len(made) == 1:
         if not streamed:
             sys.stdout.write(printable(("" if settings.chat else settings.prompt) + made[0].text))
@@ -87,7 +87,10 @@ def name_of(made: Continuation) -> str:
 
 def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
     """How long it took, on stderr: one run of a few tokens is no benchmark."""
-    console, precision = Console(stderr=True, highlight=False), str(dtype).removeprefix("torch.")
+    console, precision = (
+        Console(stderr=True, highlight=False, markup=False),
+        str(dtype).removeprefix("torch."),
+    )
     for row in made:
         rate = len(row.ids) / max(row.seconds, 1e-9)
         stopped = "at the end of the text" if row.stop == "end" else "by -n"

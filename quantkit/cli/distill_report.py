@@ -15,7 +15,7 @@ from quantkit.tables import make_table, megabytes, print_facts
 
 def print_record(record: dict, evaluation: dict | None) -> None:
     """What was learned or, of a dry run, what is to be."""
-    console, done = Console(highlight=False), "stages" in record
+    console, done = Console(highlight=False, markup=False), "stages" in record
     options, made, held_out = record["options"], record["calibration"], record["sequences"]["held_out"]
     memory, execution, trained = record["memory"], record["execution"], record["trained"]
     facts = {

@@ -47,7 +47,7 @@ def _show(found: dict[str, list], quiet: bool) -> None:
 
     from quantkit.tables import print_line
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for subject, rows in found.items():
         rows = [row for row in rows if row.ok is False or not quiet]
         if rows:

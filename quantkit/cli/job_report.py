@@ -47,7 +47,7 @@ def plan_record(job: Job) -> dict:
 
 def print_plans(jobs: Sequence[Job]) -> None:
     """`--dry-run` for people: what becomes of each output, then what all of them take together."""
-    console, plans = Console(highlight=False), [job.plan for job in jobs]
+    console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
         sizes = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
@@ -148,7 +148,7 @@ def summary_record(summary: Summary, evaluation: dict | None) -> dict:
 
 def print_summary(summary: Summary, evaluation: dict | None) -> None:
     """Bytes before and after, bits per weight, error, seconds, fallbacks, and what to do next."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     ratio = summary.source_bytes / summary.output_bytes
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
@@ -201,7 +201,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 
 def print_imatrix(record: dict) -> None:
     """What `quantkit imatrix` wrote or, without `seconds`, would write."""
-    console, done, how = Console(highlight=False), record.get("seconds"), record["execution"]
+    console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
     facts = {
         "written" if done else "output": record["output"],
         "matrices": str(record["matrices"]),

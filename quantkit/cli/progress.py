@@ -29,7 +29,7 @@ class Quiet(Progress):
     """Warnings only; the base of the other two. Keeps the arithmetic of the estimated time."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._warned: set[str] = set()
         self._blocks = 0
         self._finished = 0

@@ -27,7 +27,7 @@ class Terminal:
     def __init__(self, as_json: bool = False, quiet: bool = False):
         self.as_json, self.quiet = as_json, quiet
         self.typed = sys.stdin.isatty()
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, markup=False)
         if self.typed and sys.stdout.isatty():
             try:
                 import readline  # noqa: F401  (input() edits lines with it)

@@ -14,7 +14,7 @@ LOADS = {True: "yes", False: "no", None: "not tried"}
 
 def print_record(record: dict[str, Any]) -> None:
     """Facts, then bytes by part, tensors and clients."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     print_facts(console, _facts(record))
     for warning in (*record["positions"]["warnings"], *record["integrity"]["warnings"]):
         print_line(console, f"warning: {warning}", "yellow")
@@ -156,7 +156,7 @@ def _print_integrity(console: Console, found: dict[str, Any]) -> None:
 
 def print_comparison(record: dict[str, Any], top: int = 10) -> None:
     """The facts in which two checkpoints differ, and their largest relative differences."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     sides = [_facts(model) for model in record["models"]]
     rows = make_table("", "A", "B")
     for column in rows.columns[1:]:

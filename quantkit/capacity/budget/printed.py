@@ -14,7 +14,7 @@ from quantkit.tables import make_table, megabytes, print_facts, print_line, rang
 
 def print_record(record: dict[str, Any]) -> None:
     """What was found or, of a dry run, what is to be searched."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if "searched" not in record:
         return _print_plan(console, record)
     _print_choice(console, record["choice"])

@@ -10,7 +10,7 @@ from quantkit.tables import megabytes, print_facts
 
 def print_record(record: dict) -> None:
     """What was done or, without `published`, would be."""
-    console, done = Console(highlight=False), "published" in record
+    console, done = Console(highlight=False, markup=False), "published" in record
     big, small, how, schedule = record["teacher"], record["student"], record["execution"], record["schedule"]
     share = f"{small['parameters']:,} of {big['parameters']:,} parameters"
     size = f", {megabytes(small['bytes'])} of {megabytes(big['bytes'])}" if done else ""

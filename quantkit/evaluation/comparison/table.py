@@ -19,7 +19,7 @@ GAP = 3  # cells between two columns
 def print_comparison(record: dict) -> None:
     """The table, split where the terminal is too narrow for all columns, and what it holds for."""
     wide = 10_000  # a file or pipe has no width
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else wide)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else wide)
     headers = ["model", *(column.header for column in columns(record))]
     found = [row.cells for row in rows(record)]
     for part in split(headers, found, console.width):

@@ -45,7 +45,7 @@ class Panels:
                 outputs.plot.write_text(drawing.standalone(element), encoding="utf-8")
         if outputs.html:
             file = StringIO()
-            self.show(Console(file=file, width=COLUMNS, highlight=False, no_color=True))
+            self.show(Console(file=file, width=COLUMNS, highlight=False, markup=False, no_color=True))
             template = Path(__file__).with_name("panels.html")
             text = render(template, title=self.title, printed=file.getvalue().splitlines(), drawn=element)
             with writing(outputs.html):

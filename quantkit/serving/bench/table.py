@@ -17,7 +17,7 @@ from quantkit.tables import make_table, print_line
 def show(record: dict[str, Any], quiet: bool = False) -> None:
     """The table, split where the terminal is too narrow for all columns; what failed; what it holds for."""
     wide = 10_000  # a file or pipe has no width
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else wide)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else wide)
     headers = ["model", *(column.header for column in columns(record))]
     parts = list(rows(record))
     found = [row.cells for _, part in parts for row in part]

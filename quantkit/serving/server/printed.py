@@ -16,7 +16,7 @@ from quantkit.tables import print_facts, print_line, size
 
 def announce(prepared: Prepared) -> None:
     """The engine, its room and its command, on stderr, which the engine will write to, too."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     room = prepared.room
     cache = "" if room.cache_bytes is None else f", cache {size(room.cache_bytes)}"
     facts = {
@@ -32,7 +32,7 @@ def announce(prepared: Prepared) -> None:
 
 def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
     """The proof, the address and an example, on stdout."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     text = " ".join(proof["text"].split())
     facts = {
         "healthy": f"after {proof['started_seconds']:.1f} s",

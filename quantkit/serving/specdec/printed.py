@@ -23,7 +23,7 @@ SHOWN = 3  # partings that are told one by one
 
 def show(made: Comparison, tokenizer: Any, quiet: bool = False) -> None:
     """Print everything. tokenizer: the target's, to name tokens; quiet: no explanations."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for draft in made.drafts:
         print_line(console, verdict(draft), "bold yellow" if draft.slows else "bold green")
     for draft in made.drafts:
