@@ -110,7 +110,7 @@ FAULTS = {
     "hashed beside": lambda: hashed(0.2, kill=False),
     "slow": slow,
     "swallowed": swallowed,
-    "record": lambda: before(staging, "save_file", die, 2),
+    "file": lambda: before(staging, "save_file", die, 2),
     "torn": torn,
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
     "next": lambda: before(staging.Staging, "write_block", die, 2),
@@ -259,7 +259,7 @@ def test_killed_at_ten_random_moments(workplace, reference, tmp_path, number):
 @pytest.mark.parametrize(
     ("fault", "blocks", "left"),
     [
-        ("record", 1, "block-00001.json"),
+        ("file", 1, "block-00000.json"),
         ("torn", 1, "block-00001.tmp"),
         ("rename", 1, "block-00001.tmp"),
         ("next", 1, "fingerprint.json"),
@@ -424,6 +424,34 @@ def test_a_job_without_calibration_resumes(workplace, tmp_path):
     assert run(tmp_path / "killed", rtn, "next") == -signal.SIGKILL
     assert run(tmp_path / "killed", [*rtn, "--resume"]) == 0
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
+
+
+def flip(path: Path) -> None:
+    """A bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit of its tensors": lambda folder: flip(folder / "block-00000.safetensors"),
+    "a record that is a list": lambda folder: (folder / "block-00000.json").write_text("[]"),
+    "a record that is not JSON": lambda folder: (folder / "block-00000.json").write_text('{"linears": '),
+    "a record of nothing": lambda folder: (folder / "block-00000.json").write_text('{"linears": []}'),
+    "a record of files elsewhere": lambda folder: (folder / "block-00000.json").write_text(
+        '{"linears": [], "files": {"../../config.json": ""}}'
+    ),
+    "no record": lambda folder: (folder / "block-00000.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_staged_block_that_was_damaged_is_made_again(workplace, reference, quantkit, staged, what):
+    DAMAGE[what](staged)
+    code, said = quantkit(*job(workplace), "--resume")
+    assert code == 0, said
+    assert "warning: of the staged blocks, these are damaged and made again: 1\n" in said
+    assert contents(staged.parent / "out") == reference
 
 
 @pytest.mark.parametrize(("late", "resumed"), [("early", 1), ("late", 0)])

@@ -68,7 +68,7 @@ def walk(
 ) -> Final:
     """Both models side by side, block by block; what lies outside the blocks is loaded. Blocks that an
     earlier run has staged are only run."""
-    done = [staging.is_done(index) for index in range(student.depth)]
+    done = staging.done(student.depth, progress.warn)
     progress.start(student.depth, sum(done))
     taught, theirs = (_enter(teacher, ids) for ids in (text.train, text.held_out))
     before, after = (_enter(student.skeleton, text.held_out) for _ in range(2))

@@ -105,7 +105,7 @@ class _Loop:
 
     def _done(self) -> list[bool]:
         """Which blocks an earlier run has staged."""
-        return [self.job.staging.is_done(index) for index in range(len(self.skeleton.blocks))]
+        return self.job.staging.done(len(self.skeleton.blocks), self.progress.warn)
 
     def run(self) -> Summary:
         """All blocks, then what they become."""

@@ -55,4 +55,4 @@ class BlockParts:
     def finish(self, record: list[dict]) -> None:
         """Begin to stage what is left, and that the block is done; `record` is about its linears."""
         self._staging.wait()
-        self._staging.write_block(self._index, self._waiting, record, self._count)
+        self._staging.write_block(self._index, self._waiting, record)

@@ -10,6 +10,7 @@ too: nobody can tell whether they are of the source a later job is given.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -44,6 +45,8 @@ class Staging:
         self._lock = None
         self._replaces = False
         self._signed: dict = {}
+        self._sums: dict[Path, str] = {}  # of the parts of a block that is being made
+        self._whole: set[int] = set()  # blocks known to be as they were written
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
         self._writing: Future[None] | None = None
 
@@ -143,20 +146,32 @@ class Staging:
     def _block(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"
 
-    def is_done(self, index: int) -> bool:
-        """Whether block `index` is staged, whole; a folder half removed may have lost any of its files."""
-        path = self._block(index)
-        return path.is_file() and path.with_suffix(".json").is_file() and self._is_whole(index)
+    def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
+        """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
+        lose a bit, a folder half removed any of its files."""
+        found = [self.is_done(index) for index in range(count)]
+        damaged = [index + 1 for index, done in enumerate(found) if not done and self._block(index).exists()]
+        if damaged:
+            warn(f"of the staged blocks, these are damaged and made again: {name_all(map(str, damaged))}")
+            for index in damaged:
+                self.forget(index - 1)
+        return found
 
-    def _is_whole(self, index: int) -> bool:
-        return len(self._parts(index)) == _record(self._block(index))["parts"]
+    def is_done(self, index: int) -> bool:
+        """Whether block `index` is staged, byte for byte as it was written."""
+        path = self._block(index)
+        if path.is_file() and index not in self._whole:
+            files = _files(_record(path))
+            if files and all(_sha256(self.folder / name) == told for name, told in files.items()):
+                self._whole.add(index)
+        return index in self._whole
 
     def _parts(self, index: int) -> list[Path]:
         return sorted(self.folder.glob(f"part-{index:05d}-*.safetensors"))
 
     def records(self) -> list[dict]:
         """What was recorded about the linears of all staged blocks."""
-        return [row for path in self._staged() for row in _record(path)["linears"]]
+        return [row for path in self._staged() for row in (_record(path) or {})["linears"]]
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Places of all staged blocks' tensors, by stored name."""
@@ -173,6 +188,7 @@ class Staging:
 
     def forget(self, index: int) -> None:
         """Remove what an attempt at block `index` that failed has left; nothing of it is being written."""
+        self._whole.discard(index)
         for path in (self._block(index), *self._parts(index)):
             path.unlink(missing_ok=True)
 
@@ -180,13 +196,13 @@ class Staging:
         """Begin to stage some of a block's tensors; waits for what was begun before."""
         self.wait()
         path = self.folder / f"part-{index:05d}-{number:04d}.safetensors"
-        self._writing = self._writer.submit(self._save, path, tensors)
+        self._writing = self._writer.submit(self._save_part, path, tensors)
         return path
 
-    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict], parts: int = 0) -> None:
-        """Begin to stage a block, but for the tensors that lie in `parts`; `wait` says when it is done, or
+    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """Begin to stage a block, but for the tensors that lie in its parts; `wait` says when it is done, or
         raises what went wrong."""
-        self._writing = self._writer.submit(self._write_block, index, tensors, record, parts)
+        self._writing = self._writer.submit(self._write_block, index, tensors, record)
 
     def wait(self) -> None:
         """Until what was last begun is staged."""
@@ -194,22 +210,28 @@ class Staging:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict], parts: int) -> None:
-        """The record first, then the tensors, each whole or not at all."""
+    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """The record, with the sha256 of every file, then the tensors, each whole or not at all."""
         path = self._block(index)
-        _write_text(path.with_suffix(".json"), json.dumps({"parts": parts, "linears": record}))
-        self._save(path, tensors)
+        temporary = _saved(path, tensors)
+        files = {part.name: self._sums.pop(part) for part in self._parts(index)}
+        files[path.name] = _sha256(temporary)
+        _write_text(path.with_suffix(".json"), json.dumps({"files": files, "linears": record}))
+        self._rename(temporary, path)
+        self._whole.add(index)
 
-    def _save(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        temporary = path.with_suffix(".tmp")
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        _sync(temporary)
+    def _save_part(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        temporary = _saved(path, tensors)
+        self._sums[path] = _sha256(temporary)
+        self._rename(temporary, path)
+
+    def _rename(self, temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
         _sync(self.folder)
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
         """Stage what lies outside the blocks."""
-        self._save(self.folder / REST, tensors)
+        self._rename(_saved(self.folder / REST, tensors), self.folder / REST)
 
     def rest(self) -> dict[str, TensorInfo]:
         """Places of what is staged of it, by the names it was staged under."""
@@ -254,9 +276,37 @@ class Staging:
         shutil.rmtree(self.folder)
 
 
-def _record(path: Path) -> dict:
-    """What was recorded of a block whose tensors are at `path`."""
-    return json.loads(path.with_suffix(".json").read_text())
+def _record(path: Path) -> dict | None:
+    """What was recorded of a block whose tensors are at `path`; None where nothing is that says so."""
+    try:
+        found = json.loads(path.with_suffix(".json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("linears"), list) else None
+
+
+def _files(record: dict | None) -> dict[str, str]:
+    """The sha256 of every file of a block; {} where none is recorded, or a file of another folder."""
+    files = (record or {}).get("files")
+    named = isinstance(files, dict) and all(Path(name).name == name for name in files)
+    return files if named else {}
+
+
+def _sha256(path: Path) -> str | None:
+    """None for no file."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def _saved(path: Path, tensors: dict[str, Tensor]) -> Path:
+    """A file of tensors that is to be renamed to `path`, on the disk."""
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    _sync(temporary)
+    return temporary
 
 
 def _remove(path: Path) -> None:
