@@ -301,8 +301,9 @@ def run(bench, args: argparse.Namespace, demo: Path) -> None:
     best, every = tables(peers, ours, [path.name for path in quality.texts])
     note = (
         f"\nKL divergence on {quality.texts[0].name} unless another is named, {quality.limit:,} tokens, "
-        f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens; groups of 128; one thread, "
-        f"seconds from tokens to solved weights. {versions([*peers, *ours])}.\n"
+        f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, where own text is said, "
+        f"on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); groups of 128; "
+        f"one thread, seconds from tokens to solved weights. {versions([*peers, *ours])}.\n"
     )
     for key, error in quality.failed.items():
         print(f"failed: {key}: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,11 +26,10 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Sequences that the text is to fill.")] = 128,
-    seqlen: Annotated[int, typer.Option(help="Tokens of a sequence, and of the longest text.")] = 512,
+    samples: Annotated[int, typer.Option(help="Sequences to write.")] = 128,
+    seqlen: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    temperature: Annotated[float, typer.Option(help="1: the model's own distribution.")] = 1.0,
-    batch_size: Annotated[int, typer.Option(help="Texts written at once: faster, in more memory.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Sequences written at once: faster, in more memory.")] = 32,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Precision. auto: the model's own where the hardware has it."),
@@ -47,21 +47,23 @@ def command(
 
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit.evaluation import generate, own_text
+            from quantkit.evaluation import generate, self_text
             from quantkit.models.device import choose_device
             from quantkit.models.open import open_checkpoint
             from quantkit.quantize.job import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
-        own_text.check_output(output, overwrite)
+        self_text.check_output(output, overwrite)
         checkpoint = open_checkpoint(model, revision, offline, trust_remote_code)
-        settings = own_text.Settings(samples, seqlen, seed, temperature, batch_size)
+        settings = self_text.Settings(samples, seqlen, seed, batch_size)
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoint, place)
-        record = own_text.write(checkpoint, settings, output, precision, place, progress)
+        listen = partial(progress.counting, "writing text")
+        progress.phase(f"loading {checkpoint.source}")
+        record = self_text.write(checkpoint, settings, output, precision, place, listen)
     if as_json:
         print(json.dumps(record, indent=2))
         return
     print(f"written      {record['output']}")
-    print(f"text         {record['texts']:,} texts, {record['tokens']:,} tokens")
+    print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
     print(f"\nnext: quantkit gptq {model} --calibration {record['output']} --seqlen {seqlen}")
