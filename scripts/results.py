@@ -158,6 +158,16 @@ def table(record: dict, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def own_table(divergence: dict[str, float]) -> str:
+    """Markdown: what the text is worth, by itself."""
+    lines = ["| | shipped text | own text | |", "| --- | ---: | ---: | ---: |"]
+    for name in OWN:
+        shipped = name.removesuffix(", own text")
+        before, after = divergence[shipped], divergence[name]
+        lines.append(f"| {shipped} | {before:.5f} | {after:.5f} | {after / before - 1:+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=str(ROOT / "tests/data/demo-llama-6m"))
@@ -176,6 +186,8 @@ def main() -> None:
             text, divergence = measure(model, jobs, args)
             if args.write:
                 write_section(marker, text, document)
+            if args.write and marker == "results":
+                write_section("own", own_table(divergence), ROOT / "docs/sample.md")
             else:
                 print(text)
             for better, worse, factor in CLAIMS[marker]:
