@@ -76,15 +76,17 @@ class Bench:
             subprocess.run([str(ROOT / "scripts/clients-setup.sh"), name], check=True)
         return python
 
-    def tokens(self, model: Path, samples: int, seqlen: int) -> Path:
-        """The same block for every tool, cut as quantkit cuts it."""
+    def tokens(self, model: Path, samples: int, seqlen: int, text: Path | None = None) -> Path:
+        """The same block for every tool, cut as quantkit cuts it. text: in place of the calibration text."""
         from quantkit.models.open import open_checkpoint
         from quantkit.options import CalibrationOptions
         from quantkit.text import calibration
 
-        options = CalibrationOptions(self.args.calibration, samples=samples, seqlen=seqlen)
+        named = str(text) if text else self.args.calibration
+        options = CalibrationOptions(named, samples=samples, seqlen=seqlen)
         rows = calibration.load(open_checkpoint(str(model)), options).tokens.tolist()
-        path = self.folder / f"tokens-{samples}-{seqlen}.json"
+        name = f"{text.stem}-" if text else ""
+        path = self.folder / f"tokens-{name}{samples}-{seqlen}.json"
         path.write_text(json.dumps(rows))
         return path
 
@@ -96,8 +98,8 @@ class Bench:
 
     def job(self, tool: str, model: Path, tokens: Path, out: Path, **options) -> Measured:
         """One job in a process of its own, unless it left a result before. Raises Failed."""
-        request = {"model": str(model), "tokens": str(tokens), "out": str(out)} | options
-        request["calibration"] = self.args.calibration
+        request = {"model": str(model), "tokens": str(tokens), "out": str(out)}
+        request |= {"calibration": self.args.calibration} | options
         path = out.with_name(f"{out.name}.json")
         finished = path.with_suffix(".result.json")
         if not finished.exists():

@@ -10,7 +10,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
+import resource
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ STORE = ROOT / "scripts/peers/results.json"
 HELDOUT = ROOT / "tests/data/heldout.txt"
 SAMPLES, SEQLEN = 128, 256  # of calibration
 CONTEXT, LIMIT = 256, 40960  # of measuring
+OWN = 512  # texts of the model's own
 BITS = (4, 3, 2)  # in groups of 128
 TYPES = ("Q4_K_M", "Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
 Width = int | str  # bits, or llama.cpp's file type
@@ -31,12 +35,14 @@ Width = int | str  # bits, or llama.cpp's file type
 
 @dataclass(frozen=True)
 class Case:
-    """What one tool is run with. options: fields of peers/job.py."""
+    """What one tool is run with. options: fields of peers/job.py. own: sequences of the model's own text
+    (`quantkit sample`) to calibrate on; 0: the text that all are given."""
 
     label: str
     tool: str
     options: dict
     widths: tuple[Width, ...] = BITS
+    own: int = 0
 
     def job(self, width: Width) -> dict:
         """The options at a width."""
@@ -55,14 +61,17 @@ PEERS = (
     Case("llm-compressor awq, then gptq, asymmetric", "llmcompressor", {"method": "awq-gptq", "sym": False}),
     Case("AutoRound, 200 iterations", "autoround", {"method": "signround", "iterations": 200}),
     Case("llama-quantize, imatrix", "llamacpp", {}, TYPES),
+    Case(f"AutoRound, {OWN} own texts", "autoround", {"method": "signround", "iterations": 200}, own=OWN),
 )
-OURS = {  # label -> METHOD[,OPTION=VALUE...], by the names of the method's Options
+OURS = {  # label -> METHOD[,OPTION=VALUE...], by the names of the method's Options; own: see `Case`
     "gptq": "gptq",
     "gptq, target original": "gptq,target=original",
     "yaqa, target original": "gptq,solver=yaqa,target=original",
     "yaqa, target original, asymmetric": "gptq,solver=yaqa,target=original,sym=false",
+    "yaqa, target original, asymmetric, own text": f"gptq,solver=yaqa,target=original,sym=false,own={OWN}",
     "gguf": "gguf",
     "gguf, yaqa, target original": "gguf,solver=yaqa,target=original",
+    "gguf, yaqa, target original, own text": f"gguf,solver=yaqa,target=original,own={OWN}",
 }
 
 
@@ -70,9 +79,8 @@ def our_case(label: str, text: str) -> Case:
     """`gptq,solver=rtn` as a case."""
     method, *pairs = text.split(",")
     options = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
-    return Case(
-        label, "quantkit", {"method": method, "options": options}, TYPES if method == "gguf" else BITS
-    )
+    own, widths = options.pop("own", 0), TYPES if method == "gguf" else BITS
+    return Case(label, "quantkit", {"method": method, "options": options}, widths, own)
 
 
 def sha256(path: Path) -> str:
@@ -155,7 +163,8 @@ class Quality:
             "demo": demo,
             "twin": twin if twin.exists() else outlier_twin.make(demo, twin),
         }
-        self.tokens = bench.tokens(demo, *(8, 128) if args.quick else (SAMPLES, SEQLEN))
+        self.size = (8, 128) if args.quick else (SAMPLES, SEQLEN)
+        self.tokens = bench.tokens(demo, *self.size)
         self.texts = list(dict.fromkeys([args.text.resolve(), HELDOUT]))
         protocol = {
             "calibration": f"{args.calibration or 'shipped text'}",
@@ -188,18 +197,41 @@ class Quality:
         """Run one job: checkpoint and beginning of its row by label and width, nothing if it fails."""
         words = re.sub(r"\W+", "-", f"{model}-{case.label}-{width}")
         out = self.folder / (f"{words}.gguf" if isinstance(width, str) else words)
-        options = case.job(width)
+        options, tokens, written = case.job(width), self.tokens, 0.0
+        if case.own:
+            text, written = self.own_text(model)
+            samples = min(case.own, self.size[0]) if self.args.quick else case.own
+            tokens = self.bench.tokens(self.models[model], samples, self.size[1], text)
+            options |= {"calibration": str(text)}
         place = {"libraries": str(self.args.libraries)} if case.tool == "llamacpp" else {}
         try:
-            measured = self.bench.job(case.tool, self.models[model], self.tokens, out, **options, **place)
+            measured = self.bench.job(case.tool, self.models[model], tokens, out, **options, **place)
         except Failed as error:
             print(f"{words}: {error}", file=sys.stderr, flush=True)
             self.failed[words] = str(error)
             return {}
+        options.pop("calibration", None)
         row = {"model": model, "label": case.label, "width": width, "tool": case.tool, "options": options}
-        row |= {"cpu": round(measured.cpu, 1), "whole": round(measured.whole, 1)}
+        row |= {"cpu": round(measured.cpu + written, 1), "whole": round(measured.whole + written, 1)}
         row |= {"peak_bytes": measured.peak_bytes, "versions": measured.versions}
         return {(case.label, width): (out, row)}
+
+    def own_text(self, model: str) -> tuple[Path, float]:
+        """Text that a model has written by itself, and the CPU seconds that took."""
+        path = self.folder / f"{model}-own.jsonl"
+        took = path.with_suffix(".seconds")
+        if not took.exists():
+            samples = self.size[0] if self.args.quick else OWN
+            asked = ["sample", self.models[model], "-o", path, "--samples", samples, "--seqlen", self.size[1]]
+            asked += ["--batch-size", 128, "--dtype", "float32", "-q", "--overwrite"]
+            command = [sys.executable, "-m", "quantkit", *map(str, asked)]
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            subprocess.run(command, check=True, env=environment)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            took.write_text(f"{cpu:.1f}")
+        return path, float(took.read_text())
 
     def peers(self) -> list[dict]:
         """Rows of all peers; what the store lacks is run, one after the other."""
@@ -269,8 +301,9 @@ def run(bench, args: argparse.Namespace, demo: Path) -> None:
     best, every = tables(peers, ours, [path.name for path in quality.texts])
     note = (
         f"\nKL divergence on {quality.texts[0].name} unless another is named, {quality.limit:,} tokens, "
-        f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens; groups of 128; one thread, "
-        f"seconds from tokens to solved weights. {versions([*peers, *ours])}.\n"
+        f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, where own text is said, "
+        f"on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); groups of 128; "
+        f"one thread, seconds from tokens to solved weights. {versions([*peers, *ours])}.\n"
     )
     for key, error in quality.failed.items():
         print(f"failed: {key}: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ import outlier_twin
 import torch
 from client_runs import ROOT, write_section
 
-from quantkit.evaluation import evaluate
+from quantkit.evaluation import evaluate, self_text
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.comparison import record as records
 from quantkit.models.device import choose_device
@@ -44,6 +44,10 @@ BEST = {  # what takes more time
     )
     for bits in (4, 3, 2)
 }
+OWN = {  # calibrated on text that the model writes itself
+    f"{name}, own text": made
+    for name, made in [*((f"gptq {bits} bit", GPTQ[f"gptq {bits} bit"]) for bits in (4, 3, 2)), *BEST.items()]
+}
 OTHERS = {
     "int8": ("int8", {}),
     "nf4": ("nf4", {}),
@@ -58,13 +62,14 @@ TWIN = {
     "gptq 4 bit": GPTQ["gptq 4 bit"],
     "awq 4 bit": OTHERS["awq 4 bit"],
     "awq gptq 4 bit": OTHERS["awq gptq 4 bit"],
-    "4 bit, yaqa, target original": BEST["4 bit, yaqa, target original"],
+    **{name: made for name, made in (BEST | OWN).items() if name.startswith("4 bit")},
 }
 # (better, worse, factor): the KL divergence of the first is at most factor times that of the second
 CLAIMS = {
     "results": [
         *((f"gptq {bits} bit", f"rtn {bits} bit", 1.0) for bits in (8, 4, 3, 2)),
         *((f"{bits} bit, yaqa, target original", f"gptq {bits} bit", 0.9) for bits in (4, 3, 2)),
+        *((f"{name}, own text", name, 0.9) for name in BEST),
         ("nf4 gptq", "nf4", 0.6),
         ("awq 4 bit", "rtn 4 bit", 1.0),
         ("awq gptq 4 bit", "awq 4 bit", 1.0),
@@ -99,9 +104,22 @@ def quantize(
 def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple[str, dict[str, float]]:
     """The Markdown table of the model and what the jobs make of it, and the KL divergence of each."""
     with tempfile.TemporaryDirectory() as folder:
-        made = {name: quantize(model, Path(folder), name, one) for name, one in jobs.items()}
+        made = {}
+        for name, one in jobs.items():
+            text = own_text(model, Path(folder)) if name in OWN else CALIBRATION
+            made[name] = quantize(model, Path(folder), name, one, calibration=text)
         record = compare(model, made.values(), args)
     return table(record, ["original", *jobs]), divergences(record, made)
+
+
+def own_text(model: str, folder: Path) -> CalibrationOptions:
+    """As many sequences as of the shipped text, written by the model the first time that it is asked."""
+    output = folder / "own.jsonl"
+    if not output.exists():
+        self_text.write(
+            open_checkpoint(model), self_text.Settings(), output, torch.float32, choose_device("auto")
+        )
+    return CalibrationOptions(str(output), seqlen=self_text.Settings.seqlen)
 
 
 def compare(model: str, made: Iterable[str], args: argparse.Namespace) -> dict:
@@ -140,6 +158,16 @@ def table(record: dict, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def own_table(divergence: dict[str, float]) -> str:
+    """Markdown: what the text is worth, by itself."""
+    lines = ["| | shipped text | own text | |", "| --- | ---: | ---: | ---: |"]
+    for name in OWN:
+        shipped = name.removesuffix(", own text")
+        before, after = divergence[shipped], divergence[name]
+        lines.append(f"| {shipped} | {before:.5f} | {after:.5f} | {after / before - 1:+.0%} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=str(ROOT / "tests/data/demo-llama-6m"))
@@ -152,12 +180,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         twin = outlier_twin.make(Path(args.model), Path(folder) / "twin")
         for marker, document, model, jobs in (
-            ("results", ROOT / "README.md", args.model, GPTQ | OTHERS | BEST),
+            ("results", ROOT / "README.md", args.model, GPTQ | OTHERS | BEST | OWN),
             ("outliers", ROOT / "docs/measurements.md", str(twin), TWIN),
         ):
             text, divergence = measure(model, jobs, args)
             if args.write:
                 write_section(marker, text, document)
+            if args.write and marker == "results":
+                write_section("own", own_table(divergence), ROOT / "docs/sample.md")
             else:
                 print(text)
             for better, worse, factor in CLAIMS[marker]:

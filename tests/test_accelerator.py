@@ -291,6 +291,11 @@ def test_generate_continues_as_on_the_cpu(far, make, source, options):
     assert [row["text"] for row in found["models"]] == [row["text"] for row in wanted["models"]]
 
 
+def test_sample_writes_as_on_the_cpu(both, source):
+    written, there = both("sample", source, "--samples", 2, "--seqlen", 16, "--batch-size", 2)
+    assert written.read_text() == there.read_text() != ""
+
+
 @pytest.mark.parametrize(
     ("family", "options"), [("llama", []), ("gemma3", ["--temperature", "1", "--seed", "3"])]
 )

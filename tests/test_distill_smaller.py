@@ -21,13 +21,13 @@ from quantkit.distillation.smaller import (
     judge,
     printed,
     run,
-    self_text,
     shape,
     targets,
     training,
 )
 from quantkit.distillation.smaller.options import Options
 from quantkit.errors import QuantkitError
+from quantkit.evaluation import self_text
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
@@ -354,7 +354,8 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
 def test_the_teacher_writes_what_it_believes(tiny_model):
     """Sampled token by token without a cache from its own distribution, with the same seed."""
     folder = tiny_model("llama", tokenizer="bos")
-    made = self_text.write(open_checkpoint(str(folder)), 3, 10, 7, torch.float32, torch.device("cpu"))
+    settings = self_text.Settings(3, 10, 7)
+    (made,) = self_text.sequences(open_checkpoint(str(folder)), settings, torch.float32, torch.device("cpu"))
     model, ids = theirs(folder), torch.zeros(3, 1, dtype=torch.long)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(7)

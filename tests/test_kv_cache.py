@@ -11,6 +11,7 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.grids import kv_cache, kv_types
+from quantkit.grids.hadamard import sylvester
 from quantkit.models.open import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_what_llama_cpp_rounds_is_rotated_where_heads_are_whole_64s():
         x = some(1, 2, 5, width)
         both = kv_cache.named("q8_0")
         for rounded, size in zip((both.keys, both.values), turns, strict=True):
-            turn = kv_cache.hadamard(size, CPU) if size else torch.eye(width)
+            turn = sylvester(size, CPU) if size else torch.eye(width)
             turned = (x.unflatten(-1, (-1, len(turn))) @ turn).reshape(-1, 32)
             scale = turned.abs().amax(1, keepdim=True) / 127
             codes = torch.round(turned / scale)
@@ -110,7 +111,7 @@ def test_what_llama_cpp_rounds_is_rotated_where_heads_are_whole_64s():
 
 
 def test_a_hadamard_matrix_turns_back():
-    turn = kv_cache.hadamard(64, CPU)
+    turn = sylvester(64, CPU)
     assert torch.equal(turn, turn.T) and torch.allclose(turn @ turn, torch.eye(64), atol=1e-6)
     assert turn.abs().unique().tolist() == [0.125]
 

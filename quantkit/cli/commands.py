@@ -17,6 +17,7 @@ OTHERS = {  # every other command than the methods, and its help
     "run": "Run the job of a recipe.",
     "auto": "The best within a budget: every linear gets the bits at which the model loses least.",
     "imatrix": "Measure how much each input of every linear counts: an importance matrix in a GGUF file.",
+    "sample": "Let a model write text by itself, to be calibrated on: of its own kind and language.",
     "plan": "Memory, cache and speed of a model on a device, and what each job takes: before anything is "
     "loaded.",
     "eval": "Perplexity, and divergence from the first model, of checkpoints of any layout.",

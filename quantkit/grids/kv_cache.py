@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
+from quantkit.grids.hadamard import sylvester
 from quantkit.grids.kv_types import BLOCK, GROUP
 
 RESIDUAL = 128  # tokens that transformers gathers in full precision before it quantizes them
@@ -86,20 +87,12 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
             UNSUPPORTED,
         )
     size = ROTATED if small else _largest_power(width)
-    turn = hadamard(size, x.device) if width % ROTATED == 0 else None
+    turn = sylvester(size, x.device) if width % ROTATED == 0 else None
     turned = x.float() if turn is None else _turn(x.float(), turn)
     grid, rows = ggml_grid(name), turned.reshape(-1, BLOCK)
     codes, params = grid.quantize(rows)
     read = grid.decode(codes, group(params, 0)).view(turned.shape)
     return (read if turn is None else _turn(read, turn)).to(x.dtype)
-
-
-def hadamard(size: int, device: torch.device) -> Tensor:
-    """Sylvester's orthonormal matrix `[size, size]` of a power of 2: symmetric, its own inverse."""
-    found = torch.ones(1, 1, device=device)
-    while len(found) < size:
-        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found / size**0.5
 
 
 def _largest_power(width: int) -> int:

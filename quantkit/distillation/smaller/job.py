@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from quantkit import __version__
-from quantkit.distillation.smaller import judge, self_text, shape, targets, training
+from quantkit.distillation.smaller import judge, shape, targets, training
 from quantkit.distillation.smaller.options import Options
 from quantkit.distillation.smaller.shape import Axis, Shape
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.evaluation import windows
+from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models import headers
 from quantkit.models.checkpoint import Checkpoint

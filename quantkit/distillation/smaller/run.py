@@ -22,12 +22,12 @@ from quantkit.distillation.smaller import (
     channels,
     cut,
     judge,
-    self_text,
     shape,
     targets,
     training,
 )
 from quantkit.distillation.smaller.job import Job
+from quantkit.evaluation import self_text
 from quantkit.evaluation.windows import Windows
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_dtype
@@ -137,11 +137,9 @@ def _self_text(job: Job, progress: Progress) -> Tensor:
     if not path.exists():
         samples, seqlen = job.request.calibration.samples, job.calibration.tokens.shape[1]
         skeleton, listen = job.skeleton, _counting(progress, "the teacher writes")
-        seed = job.request.calibration.seed
-        found = self_text.write(
-            job.checkpoint, samples, seqlen, seed, skeleton.dtype, skeleton.device, listen
-        )
-        save_file({"ids": found}, path.with_suffix(".tmp"))
+        settings = self_text.Settings(samples, seqlen, job.request.calibration.seed)
+        found = self_text.sequences(job.checkpoint, settings, skeleton.dtype, skeleton.device, listen)
+        save_file({"ids": torch.cat(list(found))}, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
     return load_file(path)["ids"]
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quantkit.grids.hadamard import sylvester
+
 FACTOR = 64  # a power of two is split into factors of at most this
 
 
@@ -87,10 +89,7 @@ def _powers(width: int) -> Iterator[Tensor]:
     """Sylvester's matrices whose product has a width that is a power of two."""
     while width > 1:
         size = min(width, FACTOR)
-        found = torch.ones(1, 1)
-        while len(found) < size:
-            found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-        yield found / size**0.5
+        yield sylvester(size)
         width //= size
 
 

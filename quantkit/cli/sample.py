@@ -1,0 +1,69 @@
+"""`quantkit sample`: a model writes text to be calibrated on."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from quantkit.cli import flags
+
+EPILOG = """Examples:
+
+  quantkit sample ./model                                   (writes model-own.jsonl)
+
+  quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
+
+  quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl"""
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Sequences to write.")] = 128,
+    seqlen: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Sequences written at once: faster, in more memory.")] = 32,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Precision. auto: the model's own where the hardware has it."),
+    ] = "auto",
+    device: flags.DEVICE = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older text.")] = False,
+    revision: flags.REVISION = None,
+    offline: flags.OFFLINE = False,
+    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
+) -> None:
+    """The function behind `quantkit sample`."""
+    from quantkit.cli.progress import listener, uncollected
+
+    with listener(quiet) as progress:
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit.evaluation import generate, self_text
+            from quantkit.models.device import choose_device
+            from quantkit.models.open import open_checkpoint
+            from quantkit.quantize.job import base_name
+
+        output = output or Path(f"{base_name(model)}-own.jsonl")
+        self_text.check_output(output, overwrite)
+        checkpoint = open_checkpoint(model, revision, offline, trust_remote_code)
+        settings = self_text.Settings(samples, seqlen, seed, batch_size)
+        place = choose_device(device)
+        precision = generate.shared_dtype(dtype, checkpoint, place)
+        listen = partial(progress.counting, "writing text")
+        progress.phase(f"loading {checkpoint.source}")
+        record = self_text.write(checkpoint, settings, output, precision, place, listen)
+    if as_json:
+        print(json.dumps(record, indent=2))
+        return
+    print(f"written      {record['output']}")
+    print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
+    print(f"\nnext: quantkit gptq {model} --calibration {record['output']} --seqlen {seqlen}")

@@ -1,0 +1,154 @@
+"""Text that a model writes itself: what it takes text to be, in its own language and of its own kind.
+
+To be compressed or trained on that needs no one else's text, and none has to be found that is like what it
+was trained on. Sequences are sampled from the bare distribution (temperature 1, nothing cut off), many at
+once, as each token reads all weights. Each begins with the token that begins texts, or parts them, and goes
+on behind the end of a text as the model was trained to (LLM-QAT, Liu et al. 2023, arXiv:2305.17888, section
+3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation.whole_model import load_model
+from quantkit.models.checkpoint import Checkpoint
+
+SCHEMA = "quantkit.sample/1"
+BATCH = 32  # sequences written side by side: part of what decides the text
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a file of text: samples sequences of seqlen tokens; batch_size: how many are written at once."""
+
+    samples: int = 128
+    seqlen: int = 512
+    seed: int = 0
+    batch_size: int = BATCH
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise QuantkitError for what cannot be written."""
+        for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise QuantkitError(f"{flag} {getattr(self, name)} makes no sense", "choose more", USAGE)
+        if checkpoint.context is not None and self.seqlen > checkpoint.context:
+            raise QuantkitError(
+                f"{checkpoint.source} was made for {checkpoint.context} tokens, not --seqlen {self.seqlen}",
+                f"choose at most --seqlen {checkpoint.context}",
+                USAGE,
+            )
+
+
+def sequences(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    listen: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Tensor]:
+    """Batches of int64 `[batch, seqlen]` on the host, the same for the same settings. The model is held whole
+    meanwhile.
+
+    Raises QuantkitError when it does not fit the memory (exit code 5), or has no token to begin with.
+    """
+    first, samples = beginning(checkpoint), settings.samples
+    model = load_model(checkpoint, dtype, device, min(settings.batch_size, samples) * settings.seqlen)
+    how = transformers.GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=settings.seqlen - 1,
+        max_new_tokens=settings.seqlen - 1,
+        eos_token_id=None,
+        pad_token_id=first,
+        use_cache=True,
+    )
+    model.generation_config = transformers.GenerationConfig()  # nothing of its own counts
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(settings.seed)
+        for start in range(0, samples, settings.batch_size):
+            listen(start, samples)
+            prompt = torch.full((min(settings.batch_size, samples - start), 1), first, device=device)
+            with torch.no_grad():
+                out = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=how)
+            yield out.cpu()
+    listen(samples, samples)
+
+
+def beginning(checkpoint: Checkpoint) -> int:
+    """The token that begins a text, or else parts two. Raises QuantkitError where there is neither."""
+    tokenizer = checkpoint.tokenizer
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, checkpoint.text_config.bos_token_id)
+    first = next((mark for mark in marks if mark is not None), None)
+    if first is None:
+        raise QuantkitError(
+            f"{checkpoint.source} has no token that begins a text, so it cannot write one by itself",
+            hint="give text with --calibration instead",
+            exit_code=UNSUPPORTED,
+        )
+    return first
+
+
+def write(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    output: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    listen: Callable[[int, int], None] = lambda done, total: None,
+) -> dict:
+    """Write a file of JSON lines, `{"text": ...}`, for `--calibration`, and tell what was written. It appears
+    whole or not at all."""
+    settings.check(checkpoint)
+    part, tokens = output.with_name(f"{output.name}.partial"), 0
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            for batch in sequences(checkpoint, settings, dtype, device, listen):
+                for ids in batch[:, 1:].tolist():
+                    text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
+                    file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                tokens += batch.numel()
+        os.replace(part, output)
+    except OSError as error:
+        raise QuantkitError(
+            f"{output} cannot be written: {error.strerror}", "give another place with -o", RESOURCES
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return {
+        "schema": SCHEMA,
+        "source": checkpoint.source,
+        "output": str(output),
+        "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
+        "texts": settings.samples,
+        "tokens": tokens,
+    }
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """Raise QuantkitError unless text may be written there: over nothing but such text, and that only where
+    the user allows it."""
+    if not output.parent.is_dir():
+        raise QuantkitError(f"no such folder: {output.parent}", "make it, or choose another -o", USAGE)
+    if not os.path.lexists(output):
+        return
+    if output.is_symlink() or not output.is_file():
+        raise QuantkitError(f"{output} is no plain file", "choose another -o", USAGE)
+    if not overwrite:
+        raise QuantkitError(f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)
+    with open(output, "rb") as file:
+        first = file.read(9)
+    if first not in (b'{"text": ', b""):
+        raise QuantkitError(f"{output} holds no text that was written here", "choose another -o", USAGE)

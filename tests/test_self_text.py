@@ -1,0 +1,75 @@
+"""Files of text that a model writes itself; that it is sampled from the model's own distribution is tested in
+test_distill_smaller.py."""
+
+import json
+
+import pytest
+import torch
+
+from quantkit import errors
+from quantkit.evaluation import self_text
+from quantkit.evaluation.self_text import Settings
+from quantkit.models.open import open_checkpoint
+from quantkit.options import CalibrationOptions
+from quantkit.text import calibration
+
+CPU = torch.device("cpu")
+
+
+def written(folder, output, **settings) -> tuple[dict, list[str]]:
+    checkpoint = open_checkpoint(str(folder))
+    record = self_text.write(checkpoint, Settings(**settings), output, torch.float32, CPU)
+    return record, [json.loads(line)["text"] for line in output.read_text().splitlines()]
+
+
+def test_a_file_holds_the_sequences_and_calibration_reads_it(tiny_model, tmp_path):
+    folder = tiny_model("llama", tokenizer="bos")
+    settings = {"samples": 5, "seqlen": 24, "batch_size": 3}
+    record, texts = written(folder, tmp_path / "a.jsonl", **settings)
+    assert (record["texts"], record["tokens"]) == (5, 5 * 24) == (len(texts), 120)
+    checkpoint = open_checkpoint(str(folder))
+    batches = list(self_text.sequences(checkpoint, Settings(**settings), torch.float32, CPU))
+    assert [len(batch) for batch in batches] == [3, 2]
+    rows = torch.cat(batches)[:, 1:].tolist()
+    assert texts == [checkpoint.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+    assert written(folder, tmp_path / "b.jsonl", **settings, seed=1)[1] != texts
+    options = CalibrationOptions(calibration=str(tmp_path / "a.jsonl"), samples=3, seqlen=24)
+    assert calibration.load(checkpoint, options).tokens.shape == (3, 24)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"samples": 0}, "--samples 0 makes no sense"),
+        ({"batch_size": 0}, "--batch-size 0 makes no sense"),
+        ({"seqlen": 10**6}, "was made for [0-9]+ tokens, not --seqlen 1000000"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny_model, tmp_path, settings, said):
+    with pytest.raises(errors.QuantkitError, match=said):
+        written(tiny_model("llama", tokenizer="bos"), tmp_path / "own.jsonl", **settings)
+
+
+def test_a_full_disk_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+    def full(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(errors.QuantkitError, match="cannot be written: No space left"):
+        written(tiny_model("llama", tokenizer="bos"), tmp_path / "own.jsonl", samples=1, seqlen=8)
+    assert list(tmp_path.glob("own*")) == []
+
+
+def test_only_such_text_is_replaced(tmp_path):
+    own, other = tmp_path / "own.jsonl", tmp_path / "notes.py"
+    own.write_text('{"text": "a"}\n')
+    other.write_text("import os\n")
+    self_text.check_output(own, True)
+    for path, overwrite, said in [
+        (own, False, "exists"),
+        (other, True, "holds no text"),
+        (tmp_path, True, "no plain file"),
+        (tmp_path / "none" / "a.jsonl", False, "no such folder"),
+    ]:
+        with pytest.raises(errors.QuantkitError, match=said):
+            self_text.check_output(path, overwrite)
