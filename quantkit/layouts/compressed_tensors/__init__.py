@@ -56,7 +56,10 @@ class CompressedTensorsLayout(Layout):
 
     def at(self, linear: str) -> CompressedTensorsLayout:
         """With the scheme of one linear, where a stored configuration gives it one."""
-        return replace(self, scheme=schemes.find(self.targets, linear)) if self.targets else self
+        if not self.targets:
+            return self
+        scheme = schemes.find(self.targets, linear)
+        return replace(self, scheme=scheme, form=forms.like(scheme) or self.form)
 
     def form_of(self, grid: Grid | Width) -> Form:
         """How weights on a grid are written."""

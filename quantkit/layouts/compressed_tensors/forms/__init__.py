@@ -3,7 +3,8 @@
 A form's file holds NAME, as configurations spell it; SUFFIXES, the tensors of a linear that it may store;
 `reads(tensors)`, whether stored tensors have it, and `decode(stored)`, what they say; CLIENTS, what each
 client makes of it, before what is true of all forms (see inspection/clients.py); and, where it is written, a
-class that is a `Form`. torch is imported where tensors are made.
+class that is a `Form`, and `like(scheme)`, that of a stored scheme, so that it can be written again. torch is
+imported where tensors are made.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from quantkit.grids.grid import Grid, QuantizedWeight
     from quantkit.layouts import LinearSpec, Width
+    from quantkit.layouts.compressed_tensors.schemes import Scheme
 
 PACKAGE = ["compressed-tensors"]
 DECODED = {"note": "with dequantize=True", "needs": PACKAGE, "option": "dequantize=True"}
@@ -78,6 +80,12 @@ def suffixes() -> tuple[str, ...]:
 def stored_as(tensors: Mapping[str, Tensor]) -> ModuleType:
     """The form of stored tensors."""
     return next(module for module in modules() if module.reads(tensors))
+
+
+def like(scheme: Scheme) -> Form | None:
+    """The form that writes what a scheme says; None for one that does not tell."""
+    module = next((module for module in modules() if module.NAME == scheme.form), None)
+    return module.like(scheme) if hasattr(module, "like") else None
 
 
 def rules(client: str) -> list[dict[str, Any]]:
