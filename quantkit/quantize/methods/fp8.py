@@ -47,6 +47,11 @@ class Options:
         False,
         "rtn: search each scale for the least error, in fifteen times the time; other solvers always do.",
     )
+    kv_cache: bool = option(
+        False,
+        "Store scales of keys and values, too, found in calibration text, with which engines keep them in "
+        "8 bit floats.",
+    )
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first, inside their row or block."
     )
@@ -66,7 +71,8 @@ def suffix(options: Options) -> str:
     solver = "" if options.solver == "rtn" else f"-{options.solver}"
     form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
     static = "-static" if options.static else ""
-    return f"fp8{form}{static}{solver}" + composing.transform_suffix(options.transform)
+    cache = "-kv" if options.kv_cache else ""
+    return f"fp8{form}{static}{cache}{solver}" + composing.transform_suffix(options.transform)
 
 
 def check(options: Options) -> None:
@@ -81,6 +87,12 @@ def check(options: Options) -> None:
             "leave out one of them; --static is for --layout compressed-tensors",
             USAGE,
         )
+    if options.kv_cache and options.layout == "deepseek":
+        raise QuantkitError(
+            "--kv-cache: DeepSeek's layout has no place for scales of a cache",
+            "use --layout compressed-tensors",
+            USAGE,
+        )
     composing.check(options)
 
 
@@ -92,7 +104,8 @@ def layout(options: Options) -> Layout:
     """How it lies on disk."""
     if options.layout == "deepseek":
         return Fp8Layout()
-    return CompressedTensorsLayout(FloatQuantized(_block(options), options.static))
+    form = FloatQuantized(_block(options), options.static)
+    return CompressedTensorsLayout(form, cache=options.kv_cache)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
