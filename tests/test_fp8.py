@@ -8,13 +8,17 @@ import torch
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation.stream import StreamedModel
 from quantkit.grids.float8 import FLOAT8, Float8Grid, nearest, to_float8
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.float_quantized import FloatQuantized
 from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import loop
 from quantkit.quantize.methods import fp8
+from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 
@@ -195,3 +199,27 @@ def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model,
     assert len(scales) == 42 and all(0 < float(t) < 10 and t.shape == (1,) for t in scales.values())
     first = "model.layers.0.self_attn"
     assert len({float(scales[f"{first}.{name}_proj.input_scale"]) for name in "qkv"}) == 1
+
+
+def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_model, tmp_path):
+    text, out = jobs.calibration(tmp_path), tmp_path / "out"
+    job = jobs.prepare("fp8", demo_model, out, {"kv_cache": True}, calibration=text, dtype="float32")
+    loop.run(job, Progress())
+    scales = {n: t for n, t in jobs.tensors(out).items() if n.endswith(("k_scale", "v_scale"))}
+    assert len(scales) == 12 and all(t.shape == (1,) for t in scales.values())
+    written = Skeleton(open_checkpoint(str(out)), torch.float32, torch.device("cpu"))
+    written.load_rest()
+    written.load_block(0)
+    seen = []
+    attention = written.blocks[0].self_attn
+    attention.v_proj.register_forward_hook(lambda module, args, values: seen.append(values.abs().max()))
+    for ids in job.batches:
+        written.run_block(0, written.embed(ids))
+    largest = (torch.stack(seen).max() / 448).bfloat16()
+    assert torch.equal(scales["model.layers.0.self_attn.v_scale"], largest[None])
+    model = StreamedModel.open(open_checkpoint(str(out)), torch.float32, torch.device("cpu"))
+    rounded = model.cache._rounding_of(0, "self_attn").values(torch.tensor([1.0, -1e9, 0.0]))
+    expected = torch.stack(
+        [(1 / largest.float()).to(FLOAT8).float(), torch.tensor(-448.0), torch.tensor(0.0)]
+    )
+    assert torch.equal(rounded, expected * largest.float())

@@ -18,7 +18,7 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compress
 
 
 class Peaks:
-    """A cache that keeps nothing but the largest |key| and |value| it was given; None before there are any."""
+    """Keeps nothing but the largest |key| and |value| it was given; None before there are such."""
 
     def __init__(self):
         self.keys: Tensor | None = None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Case
 
+from quantkit.evaluation.stream import StreamedModel
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.models.open import open_checkpoint
@@ -30,12 +31,13 @@ CASES = {
     "qwen2": fp8("compressed", "qwen2"),  # biases
     "qwen2 tied": fp8("compressed", "qwen2 tied"),
     "mixtral": fp8("dequantized", "mixtral"),
+    "cache": fp8("compressed", kv_cache=True),
     "deepseek": fp8("fp8", layout="deepseek"),
     "deepseek, exclude": replace(fp8("fp8", layout="deepseek"), exclude=(r"layers\.0\.",)),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "cache"])
 def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch):
     """The same logits; with inputs rounded to e4m3, but where the client gives that up."""
     case, theirs = CASES[name], client[name]
@@ -59,6 +61,14 @@ def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
             values = bfloat16(values)
         own = hashlib.sha256(values.float().numpy().tobytes()).hexdigest()
         assert client[name]["weights"][linear["name"]] == own
+
+
+def test_client_quantizes_keys_and_values_as_eval_does(folders, client):
+    ids = torch.tensor([cases.IDS])
+    model = StreamedModel.open(open_checkpoint(str(folders["cache"])), torch.float32, torch.device("cpu"))
+    hidden = next(iter(model.states([ids], lambda *progress: None)))
+    assert torch.equal(model.skeleton.logits(hidden[0]).float(), client["cache"]["logits"])
+    assert (model.kv.dtype, model.kv.layers) == ("fp8", 6)
 
 
 def bfloat16(values: torch.Tensor) -> torch.Tensor:

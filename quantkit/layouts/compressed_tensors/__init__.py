@@ -64,7 +64,9 @@ class CompressedTensorsLayout(Layout):
         if not self.targets:
             return self
         scheme = schemes.find(self.targets, linear)
-        return replace(self, scheme=scheme, form=forms.like(scheme) or self.form)
+        module = next((module for module in forms.modules() if module.NAME == scheme.form), None)
+        form = module.like(scheme) if hasattr(module, "like") else self.form
+        return replace(self, scheme=scheme, form=form)
 
     def form_of(self, grid: Grid | Width) -> Form:
         """How weights on a grid are written."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from quantkit.grids.grid import Grid, QuantizedWeight
     from quantkit.layouts import LinearSpec, Width
-    from quantkit.layouts.compressed_tensors.schemes import Scheme
 
 PACKAGE = ["compressed-tensors"]
 DECODED = {"note": "with dequantize=True", "needs": PACKAGE, "option": "dequantize=True"}
@@ -80,12 +79,6 @@ def suffixes() -> tuple[str, ...]:
 def stored_as(tensors: Mapping[str, Tensor]) -> ModuleType:
     """The form of stored tensors."""
     return next(module for module in modules() if module.reads(tensors))
-
-
-def like(scheme: Scheme) -> Form | None:
-    """The form that writes what a scheme says; None for one that does not tell."""
-    module = next((module for module in modules() if module.NAME == scheme.form), None)
-    return module.like(scheme) if hasattr(module, "like") else None
 
 
 def rules(client: str) -> list[dict[str, Any]]:
