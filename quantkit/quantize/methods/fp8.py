@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."
 WORK = Work(0, 0, (5e-9, 30e-9))
+COMPUTES = "fp8"  # what engines multiply in, see capacity/devices.py
 BLOCK = 128  # the only one that engines have kernels for
 
 
