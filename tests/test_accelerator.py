@@ -20,6 +20,7 @@ from quantkit.distillation.student import Student
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import named
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.ggml.blocks import encode_rows, pack, unpack
 from quantkit.models import held
 from quantkit.models.containers.gguf_file import read_header
@@ -118,6 +119,8 @@ METHODS = {
     "nf4 gptq": ["nf4", "--solver", "gptq", *CALIBRATED],
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
+    "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
+    "fp8 gptq": ["fp8", *CALIBRATED, "--solver", "gptq"],
     "awq": ["awq", *SMALL, *CALIBRATED],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq"],
     "awq ct": ["awq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
@@ -252,7 +255,19 @@ def text(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "method", ["gptq full", "gptq 3 bit", "gptq ct", "nf4", "nf4 single", "int8", "awq", "awq ct", "gguf"]
+    "method",
+    [
+        "gptq full",
+        "gptq 3 bit",
+        "gptq ct",
+        "nf4",
+        "nf4 single",
+        "int8",
+        "awq",
+        "awq ct",
+        "gguf",
+        "fp8 static",
+    ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
     made = "made.gguf" if method == "gguf" else "made"
@@ -571,7 +586,7 @@ def test_launches_of_a_column(method, most):
 
 @pytest.mark.parametrize("order", ["in order", "scattered", "no order"])
 def test_columns_of_compressed_tensors_are_grouped_there(order):
-    layout = CompressedTensorsLayout(4, 32, True)
+    layout = CompressedTensorsLayout(PackQuantized(4, 32, True))
     stored = layout.encode(rtn.quantize(torch.randn(16, 128), AffineGrid(4, 32)))
     g_idx = torch.arange(128) // 32
     order = {"in order": g_idx, "scattered": g_idx.flip(0), "no order": torch.full((128,), -1)}[order]

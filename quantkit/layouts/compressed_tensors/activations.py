@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from quantkit.grids.float8 import FLOAT8, nearest
 from quantkit.layouts.compressed_tensors.schemes import Numbers
-
-FLOAT8 = torch.float8_e4m3fn
 
 
 class QuantizedInputLinear(nn.Module):
-    """weight: float `[out, in]`. scale, zero: one number each, where the configuration is static."""
+    """weight: float `[out, in]`. scale, zero: one number each, where the configuration is static. exact:
+    inputs are rounded in float32, whatever their precision."""
 
     def __init__(
         self,
@@ -27,9 +27,10 @@ class QuantizedInputLinear(nn.Module):
         numbers: Numbers,
         scale: Tensor | None = None,
         zero: Tensor | None = None,
+        exact: bool = False,
     ):
         super().__init__()
-        self.numbers = numbers
+        self.numbers, self.exact = numbers, exact
         for name, tensor in {"weight": weight, "bias": bias, "scale": scale, "zero": zero}.items():
             self.register_buffer(name, tensor)
 
@@ -37,7 +38,8 @@ class QuantizedInputLinear(nn.Module):
         """`[..., in]` to `[..., out]`."""
         if self.weight.dtype != hidden.dtype:  # once: the precision is known from the first input only
             self.weight = self.weight.to(hidden.dtype)
-        return linear(rounded(hidden, self.numbers, self.scale, self.zero), self.weight, self.bias)
+        inputs = rounded(hidden.float() if self.exact else hidden, self.numbers, self.scale, self.zero)
+        return linear(inputs.to(hidden.dtype), self.weight, self.bias)
 
 
 def rounded(
@@ -76,6 +78,8 @@ def _parameters(hidden: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor, zero: Tensor) -> Tensor:
+    if numbers.kind == "float" and numbers.symmetric:
+        return nearest((hidden / scale).float()).to(hidden.dtype).mul_(scale)
     codes = (hidden / scale + zero).clamp(*_ends(numbers))
     codes = codes.to(FLOAT8).to(hidden.dtype) if numbers.kind == "float" else codes.round()
     return (codes - zero) * scale

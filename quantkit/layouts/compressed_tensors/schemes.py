@@ -12,11 +12,22 @@ import re
 from dataclasses import dataclass
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.layouts.compressed_tensors import forms
 
-FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+NAIVE = "naive-quantized"  # what int-quantized and float-quantized are called besides
 CLASSES = ("Linear", "Module")  # of an nn.Linear
 PATTERN = "re:"
 STRATEGIES = {"weights": ("tensor", "channel", "group", "block"), "activations": ("tensor", "token", "group")}
+FLOAT8_CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+    "observer": "minmax",
+}
+CACHE_KEYS = ("num_bits", "type", "strategy", "dynamic")  # of it, those that say what is computed
 WIDTHS = {"int": range(2, 9), "float": range(8, 9)}
 
 
@@ -39,10 +50,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Scheme:
-    """weights; activations: None where the inputs of a linear stay as they are."""
+    """weights: None where they tell by themselves; activations: None where the inputs of a linear stay as
+    they are. form: its `format`."""
 
-    weights: Numbers
+    weights: Numbers | None
     activations: Numbers | None = None
+    form: str = ""
 
 
 Targets = tuple[tuple[str, Scheme], ...]
@@ -53,8 +66,9 @@ def parse(config: dict) -> Targets:
 
     Raises QuantkitError for what quantkit would misread, with the reason, and for malformed groups.
     """
+    if (cache := config.get("kv_cache_scheme")) and not _is_float8_cache(cache):
+        raise _unread("kv_cache_scheme", "of caches those of 8-bit floats by stored scales are read")
     for key, why in (
-        ("kv_cache_scheme", "keys and values are quantized at run time; set it to null to go without"),
         ("sparsity_config", "sparse weights are not read"),
         ("transform_config", "rotations at run time are not read"),
     ):
@@ -72,6 +86,12 @@ def parse(config: dict) -> Targets:
     )
 
 
+def _is_float8_cache(told: object) -> bool:
+    """Whether keys and values are quantized as FLOAT8_CACHE says. What is computed here is without it:
+    `eval --kv-dtype fp8` measures such a cache."""
+    return isinstance(told, dict) and all(told.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
+
+
 def find(targets: Targets, linear: str) -> Scheme:
     """The scheme of a linear. Raises QuantkitError when no target matches it."""
     schemes = dict(targets)
@@ -87,8 +107,8 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
     if not isinstance(group, dict):
         raise _unread(f"config group {name!r}", "presets named instead of spelled out are not read")
     form = group.get("format") or stored_format
-    if form not in FORMATS:
-        raise _unread(f"format {form!r}", f"quantkit reads {', '.join(FORMATS)}")
+    if form not in (formats := [*(module.NAME for module in forms.modules()), NAIVE]):
+        raise _unread(f"format {form!r}", f"quantkit reads {', '.join(formats)}")
     if group.get("output_activations"):
         raise _unread(f"config group {name!r}", "quantized outputs are not read")
     targets = group.get("targets")
@@ -99,14 +119,14 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
             re.compile(target.removeprefix(PATTERN) if target.startswith(PATTERN) else "")
         except re.error as error:
             raise _malformed(f"target {target!r} is no regular expression: {first_line(error)}") from error
-    weights = _numbers("weights", group.get("weights"))
+    weights = numbers("weights", group.get("weights"))
     activations = group.get("input_activations")
-    scheme = Scheme(weights, _numbers("activations", activations) if activations else None)
+    scheme = Scheme(weights, numbers("activations", activations) if activations else None, form)
     return targets, scheme
 
 
-def _numbers(what: str, entry: object) -> Numbers:
-    """`what`: `weights` or `activations`."""
+def numbers(what: str, entry: object) -> Numbers:
+    """What a config group says of its weights or activations (`what`)."""
     if not isinstance(entry, dict):
         raise _malformed(f"a config group says nothing of its {what}")
     bits, kind = entry.get("num_bits", 8), entry.get("type", "int")
