@@ -1,0 +1,158 @@
+"""smooth: columns are scaled for the sake of inputs that are rounded, too, as SmoothQuant does.
+
+Where a client rounds the inputs of a linear token by token, one large channel makes the step of its token large
+for all others. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, equation 4) divides channels by
+`s_j = max|x_j|^α / max|w_j|^(1-α)` and multiplies the columns that read them; α is one for the whole model, and
+norms alone are divided. Here s is folded into whatever produces the inputs (fold.py), so also into v for o and up
+for down, and each fold has its own.
+
+Its loss knows both roundings: `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of the weights, with the pivots D that error
+feedback leaves (see feedback.py), or the bare diagonal of H before round to nearest; and `Σ_t |(Q(x_t / s) s -
+x_t) Wᵀ|²` of the inputs, on a few tokens as they are. Tokens count by the share of their outputs that is lost,
+since a norm follows: else a few large ones decide for all.
+
+What is tried is `s_j = (n_j + f mean n)^a`, with n_j the 4-norm of a channel over tokens of equal size. Of this
+loss on the demo model's q/k/v inputs it leaves 0.41, of SmoothQuant's own family the best has 0.48; of down's 0.91
+on a text of another kind, where that one gains nothing. Descent on all of s gains as much as that, and no more:
+what matters is what is known. A channel that hardly fired in the text is not to be scaled up by all that would
+allow, so f is not 0, and `(a, f)` is chosen by cross-validation: s of one half of the text, its loss on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader
+from quantkit.quantize.transforms.feedback import ROWS, UNFOLDED
+
+if TYPE_CHECKING:
+    from quantkit.grids.grid import Grid
+    from quantkit.quantize.capture import Site
+    from quantkit.quantize.solvers import SiteStatistics, Solver
+    from quantkit.quantize.transforms import BlockView, Transformed
+    from quantkit.quantize.transforms.fold import Producer
+
+EXPONENTS = 0.25, 0.5, 0.75, 1.0
+FLOORS = 0.3, 1.0  # of the mean channel, which is added to each
+ENOUGH = 0.98  # share of the loss that a scale has to stay below
+QUIET = 0.1  # of the mean token's outputs: those of smaller ones are counted as if they were so large
+
+
+@dataclass(frozen=True)
+class SmoothTransform(AwqTransform):
+    """solver: what rounds the weights. rounded: inputs `[tokens, in]` as clients round them."""
+
+    solver: Solver | None = None
+    rounded: Callable[[Tensor], Tensor] | None = None
+    needs = frozenset({"hessian", "inputs", "fourth"})
+    sample = 1 / 8
+
+    def enough(self, producer: nn.Module) -> float:
+        """See `AwqTransform`."""
+        return ENOUGH
+
+    def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
+        """Note that these sites have nothing to fold scales into."""
+        for site in sites:
+            result.scaled.update({name: UNFOLDED for name in site.linears if view.grids[name]})
+
+    def measured(self, view: BlockView, site: Site, result: Transformed) -> None:
+        """Nothing: the solver measures rounding to nearest on all tokens."""
+
+    @staticmethod
+    def rounded_on(grid: Grid) -> Grid:
+        """Whole rows of 8 bits lose little by a range that covers them."""
+        return grid.plain()
+
+    def losses(self, readers: Sequence[Reader]) -> Losses:
+        """Of both roundings, on a sample of the rows."""
+        step = -(-sum(len(reader.weight) for reader in readers) // ROWS)
+        return Losses([SmoothReader.of(reader, self, step) for reader in readers])
+
+    def search(
+        self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
+    ) -> Tensor | None:
+        """See `AwqTransform`: the scale of both halves, by the exponent and floor that serve each half best
+        which the scale was not made of."""
+        halves = sum(part.fourth * share for part, share in entering)
+        tried = zip(candidates(halves[0]), candidates(halves[1]), candidates(halves.mean(0)), strict=True)
+        best, least = None, ENOUGH * float(sum(losses.plain))
+        for first, second, both in tried:
+            first, second, both = (_stored_alike(producer.tied(scale.log()).exp()) for scale in (first, second, both))
+            loss = sum((reader.crossed(first, second) for reader in losses.readers), 0.0).item()
+            if loss < least:
+                best, least = both, loss
+        return best
+
+
+def candidates(fourth: Tensor) -> Iterator[Tensor]:
+    """Scales `[in]` by the mean fourth powers of channels, `[in]`."""
+    size = fourth.pow(0.25)
+    mean = size.mean().clamp(min=torch.finfo(size.dtype).tiny)
+    for floor in FLOORS:
+        for exponent in EXPONENTS:
+            yield (size / mean + floor).pow(exponent)
+
+
+def _stored_alike(scale: Tensor) -> Tensor:
+    """In few digits, so that it is the same wherever sums are added in another order."""
+    return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
+
+
+@dataclass(frozen=True)
+class SmoothReader(Reader):
+    """pivots: what an error in each column costs, `[in]`. count: what each of `inputs` does, `[few]`."""
+
+    pivots: Tensor = field(kw_only=True)
+    count: Tensor = field(kw_only=True)
+    rounded: Callable[[Tensor], Tensor] = field(kw_only=True)
+
+    @staticmethod
+    def of(reader: Reader, transform: SmoothTransform, step: int) -> SmoothReader:
+        """Every `step`-th row of a reader."""
+        share = reader.share if reader.share is None else reader.share[::step]
+        weight, inputs, solver = reader.weight[::step], reader.inputs, transform.solver
+        outputs = (inputs @ weight.t()).square_().sum(1)
+        count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=torch.finfo(outputs.dtype).tiny)
+        pivots = solver.pivots(reader.hessian, reader.grid) if hasattr(solver, "pivots") else reader.hessian.diagonal()
+        squares = inputs.square()
+        pivots = pivots * (count @ squares) / squares.sum(0).clamp(min=1e-30)  # of tokens that count so
+        return SmoothReader(
+            weight, reader.grid, reader.hessian, share, inputs, pivots=pivots, count=count, rounded=transform.rounded
+        )
+
+    def loss(self, scale: Tensor | None) -> Tensor:
+        """What both roundings lose under a scale `[in]`, or without."""
+        return self._lost(self._by_weights(scale) + self._by_inputs(scale))
+
+    def crossed(self, first: Tensor, second: Tensor) -> Tensor:
+        """`loss` on either half of the inputs with a scale that comes of the other half."""
+        half = len(self.inputs) // 2
+        parts = (second, slice(0, half)), (first, slice(half, None))
+        return sum(
+            (len(self.inputs[part]) / len(self.inputs))
+            * replace(self, inputs=self.inputs[part], count=self.count[part]).loss(scale)
+            for scale, part in parts
+        )
+
+    def _lost(self, rows: Tensor) -> Tensor:
+        return (rows if self.share is None else rows * self.share).sum()
+
+    def _by_weights(self, scale: Tensor | None) -> Tensor:
+        """`Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`."""
+        scaled = self.weight.clone() if scale is None else self.weight * scale
+        groups = scaled.view(-1, self.grid.group_size)
+        values = self.grid.nearest(groups.clone(), self.grid.fit(groups)).view_as(scaled)
+        return values.sub_(scaled).square_() @ (self.pivots if scale is None else self.pivots / scale.square())
+
+    def _by_inputs(self, scale: Tensor | None) -> Tensor:
+        """`2 / T Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` of every row, `[out]`."""
+        inputs = self.inputs if scale is None else self.inputs / scale
+        missed = self.rounded(inputs) - inputs
+        missed = missed if scale is None else missed * scale
+        return (missed @ self.weight.t()).square_().t() @ (self.count * (2 / len(inputs)))
