@@ -15,7 +15,7 @@ from quantkit.quantize.solvers import SiteStatistics
 
 TINY = torch.finfo(torch.float32).tiny
 PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
-KEPT = 1024  # inputs of a site that are kept as they are, at most
+KEPT = 512  # inputs of a site that are kept as they are, at most
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader
-from quantkit.quantize.transforms.feedback import ROWS, UNFOLDED
+from quantkit.quantize.transforms.feedback import FLOOR, ROWS, UNFOLDED
 
 if TYPE_CHECKING:
     from quantkit.grids.grid import Grid
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from quantkit.quantize.transforms import BlockView, Transformed
     from quantkit.quantize.transforms.fold import Producer
 
-EXPONENTS = 0.25, 0.5, 0.75, 1.0
-FLOORS = 0.3, 1.0  # of the mean channel, which is added to each
+EXPONENTS = 0.5, 0.75, 1.0
+FLOORS = 0.1, 0.3, 1.0  # of the mean channel, which is added to each
 ENOUGH = 0.98  # share of the loss that a scale has to stay below
+TINY = torch.finfo(torch.float32).tiny
 QUIET = 0.1  # of the mean token's outputs: those of smaller ones are counted as if they were so large
 
 
@@ -80,27 +81,37 @@ class SmoothTransform(AwqTransform):
         """See `AwqTransform`: the scale of both halves, by the exponent and floor that serve each half best
         which the scale was not made of."""
         halves = sum(part.fourth * share for part, share in entering)
-        tried = zip(candidates(halves[0]), candidates(halves[1]), candidates(halves.mean(0)), strict=True)
+        column = column_size(losses.readers)
+        tried = (candidates(fourth, column) for fourth in (*halves, halves.mean(0)))
         best, least = None, ENOUGH * float(sum(losses.plain))
-        for first, second, both in tried:
-            first, second, both = (_stored_alike(producer.tied(scale.log()).exp()) for scale in (first, second, both))
-            loss = sum((reader.crossed(first, second) for reader in losses.readers), 0.0).item()
+        for scales in zip(*tried, strict=True):
+            first, second, both = (_in_few_digits(producer.tied(scale.log()).exp()) for scale in scales)
+            loss = sum(reader.crossed(first, second) for reader in losses.readers).item()
             if loss < least:
                 best, least = both, loss
         return best
 
 
-def candidates(fourth: Tensor) -> Iterator[Tensor]:
-    """Scales `[in]` by the mean fourth powers of channels, `[in]`."""
+def column_size(readers: Sequence[SmoothReader]) -> Tensor:
+    """Root mean square of each column, `[in]`; one that hardly lives is taken for larger."""
+    rows = sum(len(reader.weight) for reader in readers)
+    size = (sum(reader.weight.square().sum(0) for reader in readers) / rows).sqrt()
+    return size.clamp(min=FLOOR * size.mean().clamp(min=TINY))
+
+
+def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
+    """Scales `[in]` by the mean fourth powers of channels and the size of columns, `[in]` both."""
     size = fourth.pow(0.25)
-    mean = size.mean().clamp(min=torch.finfo(size.dtype).tiny)
-    for floor in FLOORS:
-        for exponent in EXPONENTS:
-            yield (size / mean + floor).pow(exponent)
+    for g in (torch.ones_like(column), column):
+        part = size * g
+        part = part / part.mean().clamp(min=TINY)
+        for floor in FLOORS:
+            for exponent in EXPONENTS:
+                yield (part + floor).pow(exponent) / g
 
 
-def _stored_alike(scale: Tensor) -> Tensor:
-    """In few digits, so that it is the same wherever sums are added in another order."""
+def _in_few_digits(scale: Tensor) -> Tensor:
+    """So that it is the same wherever sums are added in another order."""
     return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
 
 
@@ -118,7 +129,7 @@ class SmoothReader(Reader):
         share = reader.share if reader.share is None else reader.share[::step]
         weight, inputs, solver = reader.weight[::step], reader.inputs, transform.solver
         outputs = (inputs @ weight.t()).square_().sum(1)
-        count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=torch.finfo(outputs.dtype).tiny)
+        count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
         pivots = solver.pivots(reader.hessian, reader.grid) if hasattr(solver, "pivots") else reader.hessian.diagonal()
         squares = inputs.square()
         pivots = pivots * (count @ squares) / squares.sum(0).clamp(min=1e-30)  # of tokens that count so
