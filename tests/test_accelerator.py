@@ -119,6 +119,8 @@ METHODS = {
     "nf4 gptq": ["nf4", "--solver", "gptq", *CALIBRATED],
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
+    "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
+    "fp8 gptq": ["fp8", *CALIBRATED, "--solver", "gptq"],
     "awq": ["awq", *SMALL, *CALIBRATED],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq"],
     "awq ct": ["awq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
@@ -254,7 +256,19 @@ def text(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "method", ["gptq full", "gptq 3 bit", "gptq ct", "nf4", "nf4 single", "int8", "awq", "awq ct", "gguf"]
+    "method",
+    [
+        "gptq full",
+        "gptq 3 bit",
+        "gptq ct",
+        "nf4",
+        "nf4 single",
+        "int8",
+        "awq",
+        "awq ct",
+        "gguf",
+        "fp8 static",
+    ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
     made = "made.gguf" if method == "gguf" else "made"

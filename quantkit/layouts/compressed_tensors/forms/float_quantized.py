@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.grids.grid import QuantizedWeight
+    from quantkit.layouts.compressed_tensors.schemes import Scheme
     from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
 NAME = "float-quantized"
@@ -109,11 +110,17 @@ def reads(tensors: Mapping[str, Tensor]) -> bool:
     return "weight_packed" not in tensors and tensors["weight"].dtype == torch.float8_e4m3fn
 
 
+def like(scheme: Scheme) -> FloatQuantized:
+    """The form of such linears."""
+    block, inputs = scheme.weights.block, scheme.activations
+    return FloatQuantized(block and block[1], bool(inputs) and not inputs.dynamic)
+
+
 def decode(stored: StoredWeight) -> QuantizedWeight:
     """Codes and parameters. Raises QuantkitError for parts that do not fit one another."""
     import torch
 
-    from quantkit.grids.float8 import Float8Grid, Float8Params
+    from quantkit.grids.float8 import LARGEST, Float8Grid, Float8Params
     from quantkit.grids.grid import QuantizedWeight
 
     weight, numbers = stored.matrix(), stored.numbers
@@ -124,7 +131,8 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
     rows = stored.rows_of_scale(weight)
     precision = str(stored.tensors["weight_scale"].dtype).removeprefix("torch.")
     grid = Float8Grid(group_size, rows, scale_dtype=precision)
-    return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group)
+    peak = stored.number("input_scale")[0] * LARGEST if "input_scale" in stored.tensors else None
+    return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group, peak)
 
 
 CLIENTS: dict[str, list[dict]] = {}
