@@ -130,11 +130,22 @@ class SmoothReader(Reader):
         weight, inputs, solver = reader.weight[::step], reader.inputs, transform.solver
         outputs = (inputs @ weight.t()).square_().sum(1)
         count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
-        pivots = solver.pivots(reader.hessian, reader.grid) if hasattr(solver, "pivots") else reader.hessian.diagonal()
+        pivots = (
+            solver.pivots(reader.hessian, reader.grid)
+            if hasattr(solver, "pivots")
+            else reader.hessian.diagonal()
+        )
         squares = inputs.square()
         pivots = pivots * (count @ squares) / squares.sum(0).clamp(min=1e-30)  # of tokens that count so
         return SmoothReader(
-            weight, reader.grid, reader.hessian, share, inputs, pivots=pivots, count=count, rounded=transform.rounded
+            weight,
+            reader.grid,
+            reader.hessian,
+            share,
+            inputs,
+            pivots=pivots,
+            count=count,
+            rounded=transform.rounded,
         )
 
     def loss(self, scale: Tensor | None) -> Tensor:
@@ -159,7 +170,9 @@ class SmoothReader(Reader):
         scaled = self.weight.clone() if scale is None else self.weight * scale
         groups = scaled.view(-1, self.grid.group_size)
         values = self.grid.nearest(groups.clone(), self.grid.fit(groups)).view_as(scaled)
-        return values.sub_(scaled).square_() @ (self.pivots if scale is None else self.pivots / scale.square())
+        return values.sub_(scaled).square_() @ (
+            self.pivots if scale is None else self.pivots / scale.square()
+        )
 
     def _by_inputs(self, scale: Tensor | None) -> Tensor:
         """`2 / T Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` of every row, `[out]`."""
