@@ -7,11 +7,11 @@
 
 gptq: two random Llama blocks of 768/2048, 32 sequences of 512 tokens, 4 bit in groups of 128, default
 options: CPU seconds at one thread, wall seconds at two, peak memory. awq: one block, 4 and 16 sequences.
-formats: FP8, W8A8 and NVFP4 by llm-compressor's own recipes (peer_formats.py). quality: KL divergence at 4, 3 and 2 bit and of GGUF types (peer_quality.py); what the others reached is kept
-in peers/results.json and not run again. The quantization phase is from tokens to solved weights; imports,
-loading, saving and verification stand apart. Each tool runs in an environment of its own, made on the first
-run unless a python is given. Machines are noisy: everything runs in turn, and the least of the repeats
-counts.
+quality: KL divergence at 4, 3 and 2 bit and of GGUF types (peer_quality.py); formats: of FP8, W8A8 and NVFP4
+(peer_formats.py); what the others reached is kept in peers/*.json and not run again. The quantization phase
+is from tokens to solved weights; imports, loading, saving and verification stand apart. Each tool runs in an
+environment of its own, made on the first run unless a python is given. Machines are noisy: everything runs
+in turn, and the least of the repeats counts.
 """
 
 from __future__ import annotations

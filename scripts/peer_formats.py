@@ -1,9 +1,9 @@
 """`bench_peers.py formats`: what accelerators run today, by llm-compressor's own recipes and by quantkit.
 
-FP8 by rows and by blocks, W8A8 and NVFP4 with and without quantized activations, on the demo model and its twin
-with outlier channels. As in `peer_quality.py`, whose rows and rules these are: what llm-compressor reached is
-kept in `peers/formats.json`, and only missing rows are run; quantkit's own are run every time. Everything is
-measured as clients compute it, activations rounded.
+FP8 by rows and by blocks, W8A8, and NVFP4 with and without quantized activations, on the demo model and its
+twin with outlier channels. As in `peer_quality.py`, whose rows and rules these are: what llm-compressor
+reached is kept in `peers/formats.json`, and only missing rows are run; quantkit's own are run every time.
+Everything is measured as clients compute it, activations rounded.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def run(bench, args: argparse.Namespace, demo: Path) -> None:
     head = ["", "", "bits/weight", *(f"KL, {text}" for text in short), *(f"ratio, {text}" for text in short)]
     found = table([*head, "CPU s", "ratio"], rows(peers, ours, texts))
     note = (
-        f"\nActivations rounded as clients round them; {formats.limit:,} tokens, context {CONTEXT}; calibrated, "
-        f"where anything is, on the same {SAMPLES} × {SEQLEN} tokens; one thread, seconds from tokens to solved "
-        f"weights. {versions([*peers, *ours])}.\n"
+        f"\nActivations rounded as clients round them; {formats.limit:,} tokens, context {CONTEXT}; "
+        f"calibrated, where anything is, on the same {SAMPLES} × {SEQLEN} tokens; one thread, seconds from "
+        f"tokens to solved weights. {versions([*peers, *ours])}.\n"
     )
     for key, error in formats.failed.items():
         print(f"failed: {key}: {error}", file=sys.stderr)

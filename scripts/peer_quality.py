@@ -144,8 +144,8 @@ def measure(base: Path, made: dict[tuple, Path], text: Path, limit: int) -> dict
 
 
 class Quality:
-    """All cases on all models. bench: the `Bench` of bench_peers.py, which runs the jobs. STORE: where rows of
-    the peers, CASES, are kept, unless --store says so."""
+    """All cases on all models. bench: the `Bench` of bench_peers.py, which runs the jobs. STORE: where rows
+    of the peers, CASES, are kept, unless --store says so."""
 
     STORE, CASES = STORE, PEERS
 

@@ -59,8 +59,8 @@ class Result:
     """One model of a comparison. layers: what its maker recorded about each linear, where that is known.
 
     tasks: task -> metric -> value and standard error; None where none were run. kv: its quantized key/value
-    cache; None where keys and values were read as they were computed. weights_only: its activations were left as
-    they are, though clients quantize them.
+    cache; None where keys and values were read as they were computed. weights_only: its activations
+    were left as they are, though clients quantize them.
     """
 
     source: str

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.linears import Override
 
 SUMMARY = "W8A8: 8 bit integers, weights and activations, smoothed into each other; Ampere, Turing, CPUs."
+COMPUTES = "int8"  # see capacity/formats.py
 WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), sample=1 / 8)
 
 

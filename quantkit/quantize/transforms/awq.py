@@ -248,8 +248,8 @@ def _sampled(
 
 @dataclass(frozen=True)
 class Reader:
-    """weight: `[out, in]` float32. hessian: of what enters, and some of it, `inputs [few, in]`, where they are
-    asked for. share: what each row counts, `[out]`; None: 1."""
+    """weight: `[out, in]` float32. hessian: of what enters. share: what each row counts, `[out]`; None: 1.
+    inputs: a few of them, `[few, in]`, where a transform needs such."""
 
     weight: Tensor
     grid: Grid
