@@ -88,6 +88,7 @@ def add_flags(group) -> None:
     add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match")
     add("--peers-only", action="store_true", help="run nothing of quantkit")
     add("--models", action="append", choices=["demo", "twin"], help="for quantkit's rows (default: both)")
+    add("--rows", default="", metavar="REGEX", help="of quantkit's formats, those that match")
     add("--store", type=Path, help="where the peers' rows are kept (default: the part's own)")
     add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
     add("--libraries", type=Path, help="a prebuilt llama.cpp, as gguf_mixtures.py takes it")

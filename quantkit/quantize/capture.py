@@ -134,7 +134,7 @@ class Statistics:
     """
 
     def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
-        self.in_features = in_features
+        self.in_features, self.device = in_features, device
         self.tokens = 0
         self.width = min(in_features, max(128, in_features // 8))
         self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
@@ -143,7 +143,7 @@ class Statistics:
         self.squares: list[Tensor] | None = [] if "square" in needs else None  # of each batch
         self.fourths: list[Tensor] | None = [] if "fourth" in needs else None  # of each half of a batch
         self.inputs = torch.zeros(0, in_features, device=device) if "inputs" in needs else None
-        self.every = 1  # token is kept
+        self.every = 1  # of so many tokens, one is kept
         self.drift: Tensor | None = None
         self.missing: Tensor | None = None
 
@@ -204,7 +204,7 @@ class Statistics:
         if self.fourths is None:
             return None
         if not self.fourths:
-            return torch.zeros(2, self.in_features)
+            return torch.zeros(2, self.in_features, device=self.device)
         halves = torch.stack(self.fourths).tensor_split(2)
         return torch.stack([half.sum(0) for half in halves]) * (2 / self.tokens)
 

@@ -1,24 +1,27 @@
 """smooth: columns are scaled for the sake of inputs that are rounded, too, as SmoothQuant does.
 
 Where a client rounds the inputs of a linear token by token, one large channel makes the step of its token
-large for all others. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, equation 4) divides channels by `s_j
-= max|x_j|^α / max|w_j|^(1-α)` and multiplies the columns that read them; α is one for the whole model, and
-norms alone are divided. Here s is folded into whatever produces the inputs (fold.py), so also into v for o
-and up for down, and each fold has its own.
+large for all others. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, equation 4) divides channels by
+
+    s_j = max|x_j|^α / max|w_j|^(1-α)
+
+and multiplies the columns that read them; α is one for the whole model, and norms alone are divided. Here s
+is folded into whatever produces the inputs (fold.py), so also into v for o and up for down, and each fold
+has its own.
 
 The loss of an s knows both roundings: of the weights `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with the
 pivots D that error feedback leaves (feedback.py), or H's bare diagonal before round to nearest; of the
 inputs `Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²`, on a few tokens as they are. Tokens count by the share of their
 outputs that is lost (c), since a norm follows: else a few large ones decide for all.
 
-Tried are `s_j = (n_j g_j + f mean(n g))^a / g_j`: n_j is the 4-norm of a channel over tokens of equal size,
-and g_j the root mean square of its column, which makes s the same for models that differ by such scales
-alone, or 1. A channel that hardly fired in the text is not scaled up by all that would allow, so f is not
-0. Which of them is best is cross-validated: s of one half of the text, its loss on the other. Without that
-down projections of the demo model were to lose a third less, and on a text of another kind lost more than
-before. Of the inputs' part of the loss on such a text, q/k/v keep 0.41 by the best of these and 0.48 by
-SmoothQuant's own at its best α, gate and up 0.77 and 0.86, down 0.91 and 1.09; descent on all of s gained
-no more than these did.
+Tried are `s_j = (n_j g_j + f median(n g))^a / g_j`: n_j is the 4-norm of a channel over tokens of equal
+size, and g_j the root mean square of its column, which makes s the same for models that differ by such
+scales alone, or 1. A channel that hardly fired in the text is not scaled up by all that would allow, so f
+is not 0. Which of them is best is cross-validated: s of one half of the text, its loss on the other.
+Without that down projections of the demo model were to lose a third less, and on a text of another kind
+lost more than before. Of the inputs' part of the loss on such a text, q/k/v keep 0.41 by the best of these
+and 0.48 by SmoothQuant's own at its best α, gate and up 0.77 and 0.86, down 0.91 and 1.09; descent on all
+of s gained no more than these did.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.transforms.fold import Producer
 
 EXPONENTS = 0.5, 0.75, 1.0
-FLOORS = 0.1, 0.3, 1.0  # of the mean channel, which is added to each
+FLOORS = 0.3, 1.0  # of the median channel, which is added to each
 ENOUGH = 0.98  # share of the loss that a scale has to stay below
 TINY = torch.finfo(torch.float32).tiny
 QUIET = 0.1  # of the mean token's outputs: those of smaller ones are counted as if they were so large
@@ -107,7 +110,7 @@ def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
     size = fourth.pow(0.25)
     for g in (torch.ones_like(column), column):
         part = size * g
-        part = part / part.mean().clamp(min=TINY)
+        part = part / part.median().clamp(min=TINY)
         for floor in FLOORS:
             for exponent in EXPONENTS:
                 yield (part + floor).pow(exponent) / g
