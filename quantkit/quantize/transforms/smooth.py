@@ -142,7 +142,8 @@ class SmoothReader(Reader):
             else reader.hessian.diagonal()
         )
         squares = inputs.square()
-        pivots = pivots * (count @ squares) / squares.sum(0).clamp(min=1e-30)  # of tokens that count so
+        heard = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)
+        pivots = pivots * heard  # of tokens that count so
         return SmoothReader(
             weight,
             reader.grid,
