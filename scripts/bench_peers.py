@@ -3,14 +3,15 @@
     python scripts/bench_peers.py [gptq] [awq] [--quick] [--repeats N]
     python scripts/bench_peers.py quality --text frankenstein.txt --dtype float32 [--write]
         [--ours "NAME=METHOD,OPTION=VALUE"]
+    python scripts/bench_peers.py formats --text frankenstein.txt --dtype float32 [--write]
 
 gptq: two random Llama blocks of 768/2048, 32 sequences of 512 tokens, 4 bit in groups of 128, default
 options: CPU seconds at one thread, wall seconds at two, peak memory. awq: one block, 4 and 16 sequences.
-quality: KL divergence at 4, 3 and 2 bit and of GGUF types (peer_quality.py); what the others reached is kept
-in peers/results.json and not run again. The quantization phase is from tokens to solved weights; imports,
-loading, saving and verification stand apart. Each tool runs in an environment of its own, made on the first
-run unless a python is given. Machines are noisy: everything runs in turn, and the least of the repeats
-counts.
+quality: KL divergence at 4, 3 and 2 bit and of GGUF types (peer_quality.py); formats: of FP8, W8A8 and NVFP4
+(peer_formats.py); what the others reached is kept in peers/*.json and not run again. The quantization phase
+is from tokens to solved weights; imports, loading, saving and verification stand apart. Each tool runs in an
+environment of its own, made on the first run unless a python is given. Machines are noisy: everything runs
+in turn, and the least of the repeats counts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import peer_formats
 import peer_quality
 import random_llama
 from client_runs import DEMO, ROOT, Failed, run_script, table
@@ -214,6 +216,11 @@ def bench_quality(bench: Bench) -> None:
     peer_quality.run(bench, bench.args, demo_model(bench))
 
 
+def bench_formats(bench: Bench) -> None:
+    """Loss and CPU seconds of what accelerators run, by everybody's own recipe."""
+    peer_formats.run(bench, bench.args, demo_model(bench))
+
+
 def warm_up(bench: Bench, parts: list[str]) -> None:
     """GPTQModel compiles a packer once, the others fill caches of their own."""
     warm = make_model(bench, 1)
@@ -246,12 +253,12 @@ def parse(benches: dict) -> argparse.Namespace:
 
 
 def main() -> None:
-    benches = {"gptq": bench_gptq, "quality": bench_quality, "awq": bench_awq}
+    benches = {"gptq": bench_gptq, "quality": bench_quality, "formats": bench_formats, "awq": bench_awq}
     args = parse(benches)
     given = {tool: getattr(args, tool) for tool in ENVIRONMENTS}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(given, Path(folder), args)
-        if set(args.parts) - {"quality"}:
+        if set(args.parts) - {"quality", "formats"}:
             warm_up(bench, args.parts)
         for part in args.parts:
             benches[part](bench)

@@ -96,7 +96,8 @@ def add_flags(group) -> None:
     add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match")
     add("--peers-only", action="store_true", help="run nothing of quantkit")
     add("--models", action="append", choices=["demo", "twin"], help="for quantkit's rows (default: both)")
-    add("--store", type=Path, default=STORE, help="where the peers' rows are kept")
+    add("--rows", default="", metavar="REGEX", help="of quantkit's formats, those that match")
+    add("--store", type=Path, help="where the peers' rows are kept (default: the part's own)")
     add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
     add("--libraries", type=Path, help="a prebuilt llama.cpp, as gguf_mixtures.py takes it")
     add("--write", action="store_true", help="put the tables where they belong")
@@ -152,7 +153,10 @@ def measure(base: Path, made: dict[tuple, Path], text: Path, limit: int) -> dict
 
 
 class Quality:
-    """All cases on all models. bench: the `Bench` of bench_peers.py, which runs the jobs."""
+    """All cases on all models. bench: the `Bench` of bench_peers.py, which runs the jobs. STORE: where rows
+    of the peers, CASES, are kept, unless --store says so."""
+
+    STORE, CASES = STORE, PEERS
 
     def __init__(self, bench, args: argparse.Namespace, demo: Path):
         self.bench, self.args = bench, args
@@ -174,7 +178,8 @@ class Quality:
             "limit": self.limit,
             "texts": {path.name: sha256(path) for path in self.texts},
         }
-        self.store = Store(self.folder / "quick.json" if args.quick else args.store, protocol)
+        place = self.folder / f"quick-{self.STORE.name}" if args.quick else args.store or self.STORE
+        self.store = Store(place, protocol)
         self.failed: dict[str, str] = {}
 
     def run(self, cases: list[Case], wanted: Callable[[str, Case, Width], bool]) -> Iterator[dict]:
@@ -196,7 +201,7 @@ class Quality:
     def make(self, model: str, case: Case, width: Width) -> dict[tuple, tuple[Path, dict]]:
         """Run one job: checkpoint and beginning of its row by label and width, nothing if it fails."""
         words = re.sub(r"\W+", "-", f"{model}-{case.label}-{width}")
-        out = self.folder / (f"{words}.gguf" if isinstance(width, str) else words)
+        out = self.folder / (f"{words}.gguf" if width in TYPES else words)
         options, tokens, written = case.job(width), self.tokens, 0.0
         if case.own:
             text, written = self.own_text(model)
@@ -212,7 +217,7 @@ class Quality:
             return {}
         options.pop("calibration", None)
         row = {"model": model, "label": case.label, "width": width, "tool": case.tool, "options": options}
-        row |= {"cpu": round(measured.cpu + written, 1), "whole": round(measured.whole + written, 1)}
+        row |= {"cpu": _rounded(measured.cpu + written), "whole": _rounded(measured.whole + written)}
         row |= {"peak_bytes": measured.peak_bytes, "versions": measured.versions}
         return {(case.label, width): (out, row)}
 
@@ -240,7 +245,7 @@ class Quality:
             named = re.search(self.args.peers, f"{model} {case.label} {width}")
             return bool(named) and not self.store.find(model, case.label, width)
 
-        for row in self.run(list(PEERS), wanted):
+        for row in self.run(list(self.CASES), wanted):
             self.store.add(row)
         return self.store.rows
 
@@ -251,6 +256,10 @@ class Quality:
         models = self.args.models or list(self.models)
         cases = [our_case(label, text) for label, text in chosen.items()]
         return list(self.run(cases, lambda model, *_: model in models))
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 1 if seconds >= 5 else 3)
 
 
 def tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tuple[str, str]:

@@ -120,6 +120,7 @@ METHODS = {
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
+    "w8a8": ["w8a8", *CALIBRATED],
     "fp8 gptq": ["fp8", *CALIBRATED, "--solver", "gptq"],
     "awq": ["awq", *SMALL, *CALIBRATED],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq"],
@@ -267,6 +268,7 @@ def text(tmp_path) -> Path:
         "awq ct",
         "gguf",
         "fp8 static",
+        "w8a8",
     ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):

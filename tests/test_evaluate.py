@@ -351,6 +351,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
                 "layers": None,
                 "tasks": None,
                 "kv": None,
+                "weights_only": False,
             }
             for folder in (base, copy)
         ],

@@ -18,6 +18,8 @@ EPILOG = """Examples:
 
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt --kv-dtype q8_0     (and the cache quantized)
 
+  quantkit eval ./model ./model-w8a8 --text test.txt --weights-only     (which half loses?)
+
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
 
   quantkit eval ./model ./candidate --text test.txt --html report.html --plot plot.svg
@@ -49,6 +51,14 @@ def command(
             "transformers keeps it, fp8 as vLLM, q8_0 or q4_0 as llama.cpp. Repeatable.",
         ),
     ] = None,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only",
+            help="Where clients quantize activations, too (int8, fp8, w8a8, fp4), measure the weights alone "
+            "as well: the table says which half loses.",
+        ),
+    ] = False,
     ctx: Annotated[
         int | None, typer.Option(help="Tokens per window. (default: 2048, at most the model's context)")
     ] = None,
@@ -143,7 +153,7 @@ def command(
         harness = Tasks.prepare(tasks, task_limit) if tasks else None
         measured = evaluate.evaluate(
             checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness,
-            caches,
+            caches, weights_only,
         )  # fmt: skip
     given = harness.record() if harness else None
     result = record(windows.protocol, precision, place, measured, chosen, limits, given)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
@@ -59,7 +59,8 @@ class Result:
     """One model of a comparison. layers: what its maker recorded about each linear, where that is known.
 
     tasks: task -> metric -> value and standard error; None where none were run. kv: its quantized key/value
-    cache; None where keys and values were read as they were computed.
+    cache; None where keys and values were read as they were computed. weights_only: its activations
+    were left as they are, though clients quantize them.
     """
 
     source: str
@@ -68,6 +69,7 @@ class Result:
     layers: LayerErrors | None
     tasks: TaskScores | None = None
     kv: Kv | None = None
+    weights_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,12 @@ def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
+    weights_only: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Metrics of every checkpoint and its divergence from the first; then those of the first as data-free
     methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as well.
     kv_dtypes: every model, the first included, is measured with keys and values quantized so as well.
+    weights_only: those whose clients quantize activations are measured without that as well.
 
     Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
     """
@@ -116,24 +120,39 @@ def evaluate(
     map_large_blocks()
     models: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
     models += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
-    candidates = [(*model, kv) for model in models for kv in (None, *kv_dtypes)]
-    recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, _ in candidates]
+    candidates = [
+        (*model, kv, alone) for model in models for kv in (None, *kv_dtypes)
+        for alone in _halves(*model, weights_only and kv is None)
+    ]  # fmt: skip
+    if weights_only and not any(alone for *_, alone in candidates):
+        raise QuantkitError(
+            "--weights-only: no client of these models quantizes activations",
+            "leave it out: weights are all that is measured",
+            USAGE,
+        )
+    recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
     context = _context(windows)
     results, base, base_scores, floor = [], None, None, None
-    for (checkpoint, trial, kv), layers in zip(candidates, recorded, strict=True):
-        model = StreamedModel.open(checkpoint, dtype, device, trial, kv)
+    for (checkpoint, trial, kv, alone), layers in zip(candidates, recorded, strict=True):
+        model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = _run(model, windows, listen)
         scores = _score(measured, windows, base, chosen)
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
         scored = tasks.measure(model, listen) if tasks else None
         size = _size(model.skeleton, trial)
-        results.append(Result(model.name, size, metrics, layers, scored, model.kv))
+        results.append(Result(model.name, size, metrics, layers, scored, model.kv, alone))
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
                 floor = _measure_floor(base, base_scores, windows, chosen, listen)
     return Evaluation(results, floor)
+
+
+def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[bool, ...]:
+    """As clients compute it, and if `wanted` and they quantize activations, by its weights alone."""
+    layout = trial.method.layout if trial else checkpoint.layout
+    return (False, True) if wanted and layout is not None and layout.rounds_inputs else (False,)
 
 
 def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:

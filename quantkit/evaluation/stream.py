@@ -24,6 +24,7 @@ Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 class StreamedModel:
     """A checkpoint, or what a trial makes of it. name: as results call it. cache: quantized keys and values.
 
+    weights_only: linears compute with decoded weights, whatever clients do to activations.
     errors: relative squared errors of the weights that the trial quantized, known once it has run.
     """
 
@@ -31,12 +32,13 @@ class StreamedModel:
     skeleton: Skeleton
     trial: Trial | None = None
     cache: KvCache | None = None
+    weights_only: bool = False
     errors: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def open(
         checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, trial: Trial | None = None,
-        kv_dtype: str | None = None,
+        kv_dtype: str | None = None, weights_only: bool = False,
     ) -> StreamedModel:  # fmt: skip
         """Load all but the blocks. kv_dtype: what keys and values are kept in, of `kv_types.TYPES`; None: as
         they are computed, or by the scales that the checkpoint has of them. Raises QuantkitError naming
@@ -44,10 +46,11 @@ class StreamedModel:
         skeleton = Skeleton(checkpoint, dtype, device)
         skeleton.names.check_complete()
         skeleton.load_rest()
-        scales = stored_scales(skeleton) if not trial else {}
+        scales = stored_scales(skeleton) if not (trial or weights_only) else {}
         chosen = kv_dtype or ("fp8" if scales else None)
         cache = KvCache(chosen, scales) if chosen else None
-        return StreamedModel(named(checkpoint, trial, kv_dtype), skeleton, trial, cache)
+        name = named(checkpoint, trial, kv_dtype, weights_only)
+        return StreamedModel(name, skeleton, trial, cache, weights_only)
 
     def states(self, batches: Sequence[Tensor], listen: Listener) -> States:
         """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`."""
@@ -56,11 +59,11 @@ class StreamedModel:
         def entered(index: int) -> None:
             listen(self.name, index, count)
             if self.trial:
-                self.errors.update(self.trial.apply(self.skeleton, index))
+                self.errors.update(self.trial.apply(self.skeleton, index, self.weights_only))
             if self.cache:
                 self.cache.attach(index, self.skeleton.blocks[index])
 
-        states = walk.through(self.skeleton, batches, entered=entered)
+        states = walk.through(self.skeleton, batches, self.weights_only, entered)
         listen(self.name, count, count)
         return states
 
@@ -79,7 +82,10 @@ class StreamedModel:
         return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))
 
 
-def named(checkpoint: Checkpoint, trial: Trial | None, kv_dtype: str | None = None) -> str:
-    """`./model as nf4` for a trial, `./model, kv q8_0` with a quantized cache."""
+def named(
+    checkpoint: Checkpoint, trial: Trial | None, kv_dtype: str | None = None, weights_only: bool = False
+) -> str:
+    """`./model as nf4` for a trial, `./model, weights only`, `./model, kv q8_0` with a quantized cache."""
     name = f"{checkpoint.source} as {trial.method.name}" if trial else checkpoint.source
+    name = f"{name}, weights only" if weights_only else name
     return f"{name}, kv {kv_dtype}" if kv_dtype else name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import linears, methods
@@ -60,13 +60,15 @@ class Trial:
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
         return Trial(method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
 
-    def apply(self, skeleton: Skeleton, index: int) -> dict[str, float]:
-        """Quantize block `index`, which is loaded, and make it compute as a client of the result would.
+    def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> dict[str, float]:
+        """Quantize block `index`, which is loaded, and make it compute as a client of the result would, or
+        with the decoded weights alone.
 
         Returns the relative squared error of each of its linears' weights. Codes of streamed experts stay in
         memory, their weights do not.
         """
-        errors = {}
+        errors, layout = {}, self.method.layout
+        layout = WeightsOnly(layout) if weights_only else layout
         for row in self.specs:
             if row.block == index and row.grid is not None:
                 weight = skeleton.part(index, row.local).weight.float()
@@ -75,7 +77,7 @@ class Trial:
                 values = skeleton.install(
                     index,
                     row.local,
-                    self.method.layout,
+                    layout,
                     parts,
                     f"{row.name}.weight",
                     lambda parts=parts: parts,

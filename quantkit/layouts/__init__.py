@@ -74,7 +74,8 @@ class Layout(Protocol):
     engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
     they make linears of a block's other matrices, such as routers, unless `beside` names them. floats: of the
     suffixes, those whose tensors hold what is stored in floating point. needs: which statistics of a
-    linear's inputs it stores something of (see SiteStatistics).
+    linear's inputs it stores something of (see SiteStatistics). rounds_inputs: some linears' inputs are
+    quantized, too, as `module` does.
     """
 
     marker: str
@@ -84,6 +85,7 @@ class Layout(Protocol):
     takes_matrices = False
     floats: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
+    rounds_inputs = False
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
@@ -134,6 +136,21 @@ class Layout(Protocol):
     def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
         """Further JSON files that clients look for, by file name."""
         return {}
+
+
+@dataclass(frozen=True)
+class WeightsOnly(Layout):
+    """layout: one whose linears are to compute with the decoded weight alone."""
+
+    layout: Layout
+
+    def at(self, linear: str) -> WeightsOnly:
+        """As it is for one linear."""
+        return WeightsOnly(self.layout.at(linear))
+
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The decoded weight."""
+        return self.layout.values(tensors)
 
 
 def available() -> list[str]:

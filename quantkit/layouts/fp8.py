@@ -37,6 +37,7 @@ class Fp8Layout(Layout):
     marker = "weight_scale_inv"
     suffixes = ("weight", "weight_scale_inv", "activation_scale")
     floats = ("weight_scale_inv",)
+    rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
         """Whole blocks: of what is left over transformers makes smaller ones, without a word."""

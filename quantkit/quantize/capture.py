@@ -13,7 +13,9 @@ from quantkit.errors import QuantkitError
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
+TINY = torch.finfo(torch.float32).tiny
 PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
+KEPT = 512  # inputs of a site that are kept as they are, at most
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,16 @@ class Statistics:
     """
 
     def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
-        self.in_features = in_features
+        self.in_features, self.device = in_features, device
         self.tokens = 0
         self.width = min(in_features, max(128, in_features // 8))
         self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
         self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
         self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
         self.squares: list[Tensor] | None = [] if "square" in needs else None  # of each batch
+        self.fourths: list[Tensor] | None = [] if "fourth" in needs else None  # of each half of a batch
+        self.inputs = torch.zeros(0, in_features, device=device) if "inputs" in needs else None
+        self.every = 1  # of so many tokens, one is kept
         self.drift: Tensor | None = None
         self.missing: Tensor | None = None
 
@@ -158,6 +163,11 @@ class Statistics:
             self.peak = torch.maximum(self.peak, rows.abs().amax(0))
         if self.squares is not None:
             self.squares.append(rows.square().sum(0))
+        if self.inputs is not None:
+            self._keep(rows)
+        if self.fourths is not None:
+            alike = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
+            self.fourths += (part.pow(4).sum(0) for part in alike.tensor_split(2))
         if meant is not None:
             self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
             if meant.missing is not None:
@@ -179,8 +189,24 @@ class Statistics:
         square = self.square_sums()
         square = None if square is None else square.float() / tokens
         return SiteStatistics(
-            self.hessian, self.magnitude, self.peak, square, self.tokens, self.drift, self.missing
-        )
+            self.hessian, self.magnitude, self.peak, square, self.tokens, self.drift, self.missing,
+            inputs=self.inputs, fourth=self._fourth(),
+        )  # fmt: skip
+
+    def _keep(self, rows: Tensor) -> None:
+        """Every so many rows, so that KEPT are not exceeded."""
+        self.inputs = torch.cat([self.inputs, rows[:: self.every]])
+        while len(self.inputs) > KEPT:
+            self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
+
+    def _fourth(self) -> Tensor | None:
+        """Means over the first and the second half of all tokens, `[2, in]`."""
+        if self.fourths is None:
+            return None
+        if not self.fourths:
+            return torch.zeros(2, self.in_features, device=self.device)
+        halves = torch.stack(self.fourths).tensor_split(2)
+        return torch.stack([half.sum(0) for half in halves]) * (2 / self.tokens)
 
     def square_sums(self) -> Tensor | None:
         """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""

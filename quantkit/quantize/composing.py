@@ -12,6 +12,10 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms import Transform
 
@@ -19,6 +23,7 @@ SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would 
 TARGETS = ("own", "original")
 ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
 TRANSFORMS = ("awq", "auto", *ROTATIONS)
+SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
 TRANSFORM = "auto"
 
 
@@ -60,7 +65,19 @@ def transform_option() -> Any:
     )
 
 
-def check(options: Any) -> None:
+def smoothing_option() -> Any:
+    """The field of Options that says `--transform` of a method that rounds activations."""
+    return option(
+        "smooth",
+        "What is rewritten before rounding so that the model computes the same. smooth: channels of large "
+        "inputs are divided, and columns that read them multiplied, as far as both roundings together lose "
+        "less by it; rotate: the hidden states are, and values inside attention, for which a tied head "
+        "becomes a tensor of its own; rotate-v: the values alone; rotate+smooth: both; none.",
+        names=("none", *SMOOTHED),
+    )
+
+
+def check(options: Any, transforms: tuple[str, ...] = TRANSFORMS) -> None:
     """Raise QuantkitError for options of a method with error feedback that make no sense."""
     if options.refine < 0:
         raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
@@ -78,15 +95,15 @@ def check(options: Any) -> None:
             "add --solver gptq, or leave it out",
             USAGE,
         )
-    transform_parts(getattr(options, "transform", "none"))
+    transform_parts(getattr(options, "transform", "none"), transforms)
 
 
-def transform_parts(value: str) -> tuple[str, ...]:
+def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smooth")) -> tuple[str, ...]:
     """The parts of `--transform VALUE`; () for none. Raises QuantkitError for one that is not known, or two
     that exclude each other."""
     parts = () if value == "none" else tuple(value.split("+"))
-    if unknown := [part for part in parts if part not in TRANSFORMS]:
-        hint = "choose none, " + " or ".join(TRANSFORMS)
+    if unknown := [part for part in parts if part not in transforms]:
+        hint = "choose none, " + " or ".join(transforms)
         raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
     turned = [part for part in parts if part in ROTATIONS]
     if len(turned) > 1 or len(parts) - len(turned) > 1:
@@ -100,9 +117,9 @@ def rotation(options: Any) -> str | None:
     return next((part for part in parts if part in ROTATIONS), None)
 
 
-def transform_suffix(value: str) -> str:
+def transform_suffix(value: str, default: str = TRANSFORM) -> str:
     """What a transform other than the default adds to derived names, such as `-awq`."""
-    return "" if value == TRANSFORM else f"-{value}"
+    return "" if value == default else f"-{value}"
 
 
 def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
@@ -113,19 +130,25 @@ def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
     from quantkit.quantize.solvers.yaqa import YaqaSolver
 
     if options.solver == "rtn":
-        return RtnSolver(weighted=weighted or "awq" in transform_parts(getattr(options, "transform", "none")))
+        scaled = {"awq", "smooth"}.intersection(transform_parts(getattr(options, "transform", "none")))
+        return RtnSolver(weighted=weighted or bool(scaled))
     kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
     return kind(options.damp, act_order, options.refine, options.target)
 
 
-def block_transform(value: str, solver: Solver) -> Transform | None:
+def block_transform(
+    value: str, solver: Solver, rounded: Callable[[Tensor], Tensor] | None = None
+) -> Transform | None:
     """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
-    is, so that it needs no text."""
+    is, so that it needs no text. rounded: inputs `[tokens, in]` of linears as clients round them."""
     from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.transforms.awq import AwqTransform
     from quantkit.quantize.transforms.feedback import FeedbackScaling
+    from quantkit.quantize.transforms.smooth import SmoothTransform
 
     parts = transform_parts(value)
     if "auto" in parts and not isinstance(solver, RtnSolver):
         return FeedbackScaling(solver=solver)
+    if "smooth" in parts:
+        return SmoothTransform(solver=solver, rounded=rounded)
     return AwqTransform() if "awq" in parts else None

@@ -41,5 +41,6 @@ def of_expert(own: SiteStatistics, layer: SiteStatistics, in_features: int, choi
             return mine
         return mine.mul_(1 - share).add_(theirs, alpha=share) if share < 1 else theirs.clone()
 
-    names = [field.name for field in fields(own) if isinstance(getattr(own, field.name), Tensor)]
+    found = [field.name for field in fields(own) if isinstance(getattr(own, field.name), Tensor)]
+    names = [name for name in found if name != "inputs"]  # which are no means
     return replace(own, **{name: mixed(name) for name in names})

@@ -1,4 +1,7 @@
-"""llm-compressor's GPTQ, AWQ and data-free schemes: `python run_llmcompressor.py JOB.json` (see job.py)."""
+"""llm-compressor's GPTQ, AWQ, SmoothQuant and schemes: `python run_llmcompressor.py JOB.json` (see job.py).
+
+method: gptq, awq, awq-gptq; smoothquant-gptq, its example of W8A8; or a scheme by its name, such as NVFP4.
+"""
 
 import job as jobs
 
@@ -10,13 +13,14 @@ from llmcompressor import oneshot  # noqa: E402
 from llmcompressor.modifiers.gptq import GPTQModifier  # noqa: E402
 from llmcompressor.modifiers.quantization import QuantizationModifier  # noqa: E402
 from llmcompressor.modifiers.transform.awq import AWQModifier  # noqa: E402
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 if not torch.cuda.is_available():  # 0.14.0.1: its AWQ pins memory, which raises where there is no GPU
     torch.Tensor.pin_memory = lambda self, *args: self
 
 
-CALIBRATED = ("gptq", "awq", "awq-gptq")
+CALIBRATED = ("gptq", "awq", "awq-gptq", "smoothquant-gptq", "NVFP4")  # NVFP4: global scales of activations
 
 
 def recipe() -> list:
@@ -30,6 +34,11 @@ def recipe() -> list:
         return [AWQModifier(), QuantizationModifier(**scope)]
     if job.method == "awq-gptq":
         return [AWQModifier(), GPTQModifier(**scope)]
+    if job.method == "smoothquant-gptq":  # as examples/quantization_w8a8_int8 has it
+        return [
+            SmoothQuantModifier(smoothing_strength=0.8),
+            GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head"]),
+        ]
     return [QuantizationModifier(targets="Linear", scheme=job.method, ignore=["lm_head"])]
 
 

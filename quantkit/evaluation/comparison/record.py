@@ -45,7 +45,7 @@ def record(
         },
         "tasks": tasks,
         "pareto": pareto(models),
-        "gates": judge(gates, models),
+        "gates": judge(gates, _served(models)),
         "env": environment(str(device)),
     }
 
@@ -63,19 +63,24 @@ def environment(device: str) -> dict:
 
 
 def pareto(models: Sequence[dict]) -> dict:
-    """Sources of the models that no other beats: none is both as small and as good, and better in one.
+    """Sources of the models that no other beats: none is both as small and as good, and better in one. What
+    is measured by its weights only is no model that anybody serves.
 
     The loss is the KL divergence, 0 for the base, or the perplexity where no divergence was measured.
     """
     diverging = any(look_up(model, LOSSES[0]) is not None for model in models)
     loss = LOSSES[0] if diverging else LOSSES[1]
     points = []
-    for position, model in enumerate(models):
+    for position, model in enumerate(_served(models)):
         value = 0.0 if position == 0 and loss == LOSSES[0] else look_up(model, loss)
         if value is not None:
             points.append((model["size"]["weight_bytes"], value, model["source"]))
     best = [point for point in points if not any(_beats(other, point) for other in points)]
     return {"size": "size.weight_bytes", "loss": loss, "models": [source for _, _, source in sorted(best)]}
+
+
+def _served(models: Sequence[dict]) -> list[dict]:
+    return [model for model in models if not model.get("weights_only")]
 
 
 def _beats(one: tuple, other: tuple) -> bool:

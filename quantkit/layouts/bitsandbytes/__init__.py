@@ -42,6 +42,7 @@ class Int8Layout(Layout):
     marker = "SCB"
     suffixes = ("weight", "SCB", "weight_format")
     floats = ("SCB",)
+    rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
         """Every linear fits."""

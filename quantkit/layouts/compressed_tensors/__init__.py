@@ -53,6 +53,13 @@ class CompressedTensorsLayout(Layout):
         return tuple(dict.fromkeys(part for form in (self.form, *self.others) for part in form.floats))
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether a stored configuration says so of any target, or any form that is written."""
+        if self.targets:
+            return any(scheme.activations for _, scheme in self.targets)
+        return any(form.activations(form.common) for form in (self.form, *self.others))
+
+    @property
     def needs(self) -> frozenset[str]:
         """Statistics of inputs of which something is stored."""
         own = frozenset({"cache"} if self.cache else ())

@@ -17,8 +17,9 @@ class SiteStatistics:
 
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
     peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: how many
-    there were. curvatures: of each linear to be quantized, G of its outputs, `[out, out]` (`curvature`), or
-    None where no gradient reached it.
+    there were. inputs: a few of them as they are, evenly drawn, in order, `[few, in]` float32. fourth: mean
+    `(x / rms x)⁴` of each channel over either half of the tokens, `[2, in]`. curvatures: of each linear to be
+    quantized, G of its outputs, `[out, out]` (`curvature`), or None where no gradient reached it.
 
     Beside the original model, whose inputs there are X̃: drift, `2 (X̃ - X)ᵀX / tokens` in two halves of the
     tokens that add up, `[2, in, in]`; missing, of a linear alone that adds its output to hidden states which
@@ -33,6 +34,8 @@ class SiteStatistics:
     drift: Tensor | None = None
     missing: Tensor | None = None
     curvatures: tuple[Tensor | None, ...] = ()
+    inputs: Tensor | None = None
+    fourth: Tensor | None = None
 
     def divided(self, scale: Tensor) -> SiteStatistics:
         """Those of a site whose inputs are divided by a scale, `[in]`: second moments and peaks. These are

@@ -242,18 +242,20 @@ def _sampled(
         share = torch.cat([weight.new_full((n,), part) for n, part in zip(counts, shares, strict=True)])
         for (_, name), part in zip(found, weight.split(counts), strict=True):
             part.copy_(view.linear(name).weight[::step])
-        readers.append(Reader(weight, grid, hessian, share))
+        readers.append(Reader(weight, grid, hessian, share, entering[place].inputs))
     return readers
 
 
 @dataclass(frozen=True)
 class Reader:
-    """weight: `[out, in]` float32. hessian: of what enters. share: what each row counts, `[out]`; None: 1."""
+    """weight: `[out, in]` float32. hessian: of what enters. share: what each row counts, `[out]`; None: 1.
+    inputs: a few of them, `[few, in]`, where a transform needs such."""
 
     weight: Tensor
     grid: Grid
     hessian: Tensor
     share: Tensor | None = None
+    inputs: Tensor | None = None
 
     def split(self, rows: int) -> list[Reader]:
         """So many rows in each."""

@@ -1,13 +1,18 @@
-"""int-quantized: integers of up to 8 bits, a byte each: `weight` int8 `[out, in]`, scales per tensor, row,
-group or block. Read, not written. Format: compressed-tensors 0.20 `compressors/naive_quantized`.
+"""int-quantized: integers, a byte each, and mostly inputs rounded to such, token by token.
+
+`weight` int8 `[out, in]`; `weight_scale` float16 `[out, 1]`. Read besides: fewer bits; scales in other
+precisions, per tensor, group or block; zero points. Format: compressed-tensors 0.20
+`compressors/naive_quantized`, `quantization/quant_scheme.py: INT8_W8A8`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts.compressed_tensors.forms import DECODED
+from quantkit.layouts import LinearSpec
+from quantkit.layouts.compressed_tensors.forms import DECODED, Form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +22,63 @@ if TYPE_CHECKING:
 
 NAME = "int-quantized"
 SUFFIXES = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point")
+HALF = 128  # codes are stored without a sign in memory, with one on disk
+
+
+@dataclass(frozen=True)
+class IntQuantized(Form):
+    """Symmetric, 8 bits, a scale for each row; each token of the inputs is scaled by itself."""
+
+    NAME = NAME
+    common = ()
+    uniform = True
+
+    def holds(self, grid: object) -> bool:
+        """Whether it is a symmetric grid of 8 bits, which has to have whole rows: see `check`."""
+        return type(grid).__name__ in ("AffineGrid", "Width") and grid.bits == 8 and grid.symmetric
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Rows must be whole."""
+        whole = spec.grid.group_size == spec.in_features
+        return None if whole else "int8 engines take one scale for each row: leave out the group size"
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of both tensors of one linear."""
+        return spec.weights + 2 * spec.out_features
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The two tensors of one linear."""
+        import torch
+
+        assert weight.column_group is None, "columns reordered across groups are not written"
+        return {
+            "weight": (weight.codes ^ HALF).view(torch.int8).contiguous(),
+            "weight_scale": weight.params.scale.half().contiguous(),
+        }
+
+    def weights(self, setting: tuple) -> dict:
+        """`weights` of the config group."""
+        return {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "channel",
+            "group_size": None,
+            "dynamic": False,
+            "observer": "minmax",
+        }
+
+    def activations(self, setting: tuple) -> dict:
+        """`input_activations` of the config group."""
+        return {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "group_size": None,
+            "dynamic": True,
+            "observer": None,
+        }
 
 
 def reads(tensors: Mapping[str, Tensor]) -> bool:

@@ -1,0 +1,79 @@
+"""w8a8: int8 weights and int8 activations (SmoothQuant, arXiv:2211.10438), with error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.layouts import Layout, Width
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
+from quantkit.layouts.compressed_tensors.forms.int_quantized import IntQuantized
+from quantkit.options import option
+from quantkit.quantize import composing
+from quantkit.quantize.methods import Method, Work, refuse_override
+
+if TYPE_CHECKING:
+    from quantkit.grids.affine import AffineGrid
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+SUMMARY = "W8A8: 8 bit integers, weights and activations, smoothed into each other; Ampere, Turing, CPUs."
+COMPUTES = "int8"  # see capacity/formats.py
+WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), sample=1 / 8)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit w8a8`."""
+
+    transform: str = composing.smoothing_option()
+    solver: str = composing.solver_option(
+        "gptq",
+        "gptq feeds errors back, yaqa by gradients, too; rtn rounds to nearest, and with --transform none "
+        "needs no calibration.",
+    )
+    mse: bool = option(True, "Search each row's range for the least error instead of covering its maximum.")
+    act_order: Literal["none", "group"] = option(
+        "group", "gptq, yaqa: quantize columns with large inputs first; no trace of it is stored."
+    )
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    target: str = composing.target_option()
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `w8a8-rtn-none`."""
+    solver = "" if options.solver == "gptq" else f"-{options.solver}"
+    return f"w8a8{solver}" + composing.transform_suffix(options.transform, "smooth")
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    composing.check(options, composing.SMOOTHED)
+
+
+def layout(options: Options) -> Layout:
+    """How it lies on disk."""
+    return CompressedTensorsLayout(IntQuantized())
+
+
+def width(options: Options, in_features: int, override: Override | None = None) -> Width:
+    """Of a linear's grid: rows of 8 bits."""
+    refuse_override(override, "w8a8 has one width")
+    return Width(8, in_features)
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method."""
+    from quantkit.grids.affine import AffineGrid
+    from quantkit.layouts.compressed_tensors.activations import rounded
+
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
+        return AffineGrid(8, width(options, in_features, override).group_size, search=options.mse)
+
+    form = IntQuantized()
+    inputs = schemes.numbers("activations", form.activations(form.common))
+    chosen = composing.solver(options, options.act_order)
+    transform = composing.block_transform(options.transform, chosen, partial(rounded, numbers=inputs))
+    return Method("w8a8", chosen, CompressedTensorsLayout(form), make_grid, transform)
