@@ -1,6 +1,7 @@
 """The layout of GGUF files, read by llama.cpp and its kin. `blocks.py` has ggml's blocks, bit by bit.
 
-In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type.
+In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type; of NVFP4, too,
+`X.ggml_scale`, float32 `[1]`, what all of it is multiplied with.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "gguf"
+SCALED = ("NVFP4",)  # types with a float32 of the whole matrix beside it
 PLAIN = re.compile(r"(F|BF|I)\d+$")  # types whose values are not coded
 
 
@@ -29,7 +31,7 @@ class GgmlLayout(Layout):
     """Blocks as they will lie in the GGUF file."""
 
     marker = "ggml"
-    suffixes = ("ggml", "ggml_type")
+    suffixes = ("ggml", "ggml_type", "ggml_scale")
     floats = ("ggml",)
     fused = False
 
@@ -48,17 +50,21 @@ class GgmlLayout(Layout):
         """Bytes of the blocks."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
-        return spec.out_features * row_bytes(spec.grid.name, spec.in_features)
+        scale = 4 if spec.grid.name in SCALED else 0
+        return spec.out_features * row_bytes(spec.grid.name, spec.in_features) + scale
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Bytes `[out, row_bytes]` and the type's number, a scalar."""
+        """Bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it all."""
         import torch
         from gguf import GGMLQuantizationType
 
         from quantkit.layouts.ggml.blocks import pack
 
         number = torch.tensor(GGMLQuantizationType[weight.grid.name].value, dtype=torch.int32)
-        return {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
+        tensors = {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
+        if hasattr(weight.params, "divisor"):
+            tensors["ggml_scale"] = 1 / weight.params.divisor.flatten()[:1]
+        return tensors
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`."""
@@ -76,7 +82,7 @@ class GgmlLayout(Layout):
                 exit_code=UNSUPPORTED,
             )
         grid = named(name)
-        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"]))
+        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
         """None: a GGUF file says what every tensor is."""
