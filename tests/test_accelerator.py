@@ -20,6 +20,7 @@ from quantkit.distillation.student import Student
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import named
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.ggml.blocks import encode_rows, pack, unpack
 from quantkit.models import held
 from quantkit.models.containers.gguf_file import read_header
@@ -567,7 +568,7 @@ def test_launches_of_a_column(method, most):
 
 @pytest.mark.parametrize("order", ["in order", "scattered", "no order"])
 def test_columns_of_compressed_tensors_are_grouped_there(order):
-    layout = CompressedTensorsLayout(4, 32, True)
+    layout = CompressedTensorsLayout(PackQuantized(4, 32, True))
     stored = layout.encode(rtn.quantize(torch.randn(16, 128), AffineGrid(4, 32)))
     g_idx = torch.arange(128) // 32
     order = {"in order": g_idx, "scattered": g_idx.flip(0), "no order": torch.full((128,), -1)}[order]

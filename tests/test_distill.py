@@ -24,6 +24,7 @@ from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.bitsandbytes import STATE, Int8Layout, Nf4Layout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.containers import gguf_file, gguf_writer
@@ -95,7 +96,7 @@ def test_columns_in_another_order_are_traced_in_theirs():
 LAYOUTS = {
     "gptq": (GptqLayout(3, 32), "affine"),
     "awq": (AwqLayout(32), "affine, zeros"),
-    "compressed-tensors": (CompressedTensorsLayout(4, 32, False), "affine, zeros"),
+    "compressed-tensors": (CompressedTensorsLayout(PackQuantized(4, 32, False)), "affine, zeros"),
     "int8": (Int8Layout(), "int8"),
     "nf4": (Nf4Layout(False), "nf4"),
     "nf4, nested": (Nf4Layout(), "nf4, nested"),

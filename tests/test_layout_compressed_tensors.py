@@ -13,6 +13,7 @@ from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.compressed_tensors.schemes import Numbers
 from quantkit.quantize.methods import gptq
 
@@ -46,7 +47,7 @@ def write_stream(rows: list[list[int]], bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits, group_size, symmetric", CELLS)
 def test_encode_writes_the_format_and_decode_inverts_it(bits, group_size, symmetric):
     weight = random_weight(bits, group_size, symmetric)
-    layout = CompressedTensorsLayout(bits, -1 if group_size == IN else group_size, symmetric)
+    layout = CompressedTensorsLayout(PackQuantized(bits, -1 if group_size == IN else group_size, symmetric))
     tensors = layout.encode(weight)
 
     expected = {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point"}
@@ -87,14 +88,14 @@ def detect(**config):
 
 
 def test_check_refuses_what_fills_no_whole_words():
-    layout = CompressedTensorsLayout(4, GROUP)
+    layout = CompressedTensorsLayout(PackQuantized(4, GROUP))
     assert layout.check(spec()) is None and layout.check(spec(bits=8)) is None
     assert layout.check(spec(bits=3)) is None
     assert layout.check(spec(in_features=80, bits=3)).startswith("in_features 80 is no multiple of 32")
     assert layout.check(spec(in_features=92)).startswith("in_features 92 is no multiple of 8")
     assert layout.check(spec(in_features=92, bits=8)) is None
     assert layout.check(spec(out_features=20)) is None
-    asymmetric = CompressedTensorsLayout(4, GROUP, symmetric=False)
+    asymmetric = CompressedTensorsLayout(PackQuantized(4, GROUP, symmetric=False))
     assert asymmetric.check(spec(out_features=20)).startswith("out_features 20 is no multiple of 8")
 
 
@@ -104,7 +105,7 @@ def test_config_is_what_clients_read():
         "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP,
         "dynamic": False, "observer": "minmax",
     }  # fmt: skip
-    assert CompressedTensorsLayout(4, GROUP).config([spec()]) == {
+    assert CompressedTensorsLayout(PackQuantized(4, GROUP)).config([spec()]) == {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
@@ -121,7 +122,9 @@ def test_config_is_what_clients_read():
             }
         },
     }
-    config = CompressedTensorsLayout(8, -1, symmetric=False).config([spec(bits=8, group_size=IN)])
+    config = CompressedTensorsLayout(PackQuantized(8, -1, symmetric=False)).config(
+        [spec(bits=8, group_size=IN)]
+    )
     assert config["config_groups"]["group_0"]["weights"] == weights | {
         "num_bits": 8, "symmetric": False, "strategy": "channel", "group_size": None
     }  # fmt: skip
@@ -139,7 +142,7 @@ def test_overrides_are_config_groups_and_kept_linears_are_ignored():
         spec("model.layers.0.mlp.up_proj"),
         spec("model.layers.0.mlp.down_proj", kept="--exclude x"),
     ]
-    config = CompressedTensorsLayout(4, GROUP).config(attention + mlp)
+    config = CompressedTensorsLayout(PackQuantized(4, GROUP)).config(attention + mlp)
     groups = config["config_groups"]
     targets = [group["targets"] for group in groups.values()]
     fused = "model.layers.0.attn.qkv_proj"  # vLLM asks for it; gate_up_proj is not alike and gets no rule
@@ -152,7 +155,7 @@ def test_overrides_are_config_groups_and_kept_linears_are_ignored():
     assert stored.at(attention[1].name).scheme.weights == Numbers(8, "int", True, "group", GROUP)
     assert stored.at(mlp[0].name).scheme.weights.group_size == 16
     assert stored.at(mlp[1].name).scheme.weights.bits == 4
-    only = CompressedTensorsLayout(4, GROUP).config(attention)
+    only = CompressedTensorsLayout(PackQuantized(4, GROUP)).config(attention)
     assert [group["targets"][0] for group in only["config_groups"].values()] == [attention[0].name]
 
 
@@ -173,7 +176,7 @@ def test_the_method_refuses_what_only_the_gptq_layout_holds(options, named):
 def test_the_method_builds_the_layout_it_was_asked_for():
     options = gptq.Options(layout="compressed-tensors", bits=8, group_size=-1, sym=False)
     gptq.check(options)
-    assert gptq.build(options).layout == CompressedTensorsLayout(8, -1, symmetric=False)
+    assert gptq.build(options).layout == CompressedTensorsLayout(PackQuantized(8, -1, symmetric=False))
     assert gptq.suffix(options) == "gptq-w8channel-asym-ct"
     grid = gptq.build(options).make_grid("up_proj", OUT, IN, None)
     assert (grid.group_size, grid.symmetric, grid.zero_min) == (IN, False, 0)

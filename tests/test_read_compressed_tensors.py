@@ -10,6 +10,7 @@ from test_layout_compressed_tensors import IN, OUT, random_weight
 from quantkit.errors import QuantkitError
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, detect
 from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear, rounded
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.compressed_tensors.schemes import Numbers
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -42,7 +43,9 @@ def test_scales_of_other_precisions_keep_their_values(dtype):
 
 
 def test_order_of_columns():
-    tensors = CompressedTensorsLayout(symmetric=False).encode(weight := random_weight(4, 32, False))
+    tensors = CompressedTensorsLayout(PackQuantized(symmetric=False)).encode(
+        weight := random_weight(4, 32, False)
+    )
     reader = layout(num_bits=4, strategy="group", group_size=32, symmetric=False)
     g_idx = torch.arange(IN)[torch.randperm(IN, generator=torch.Generator().manual_seed(0))] // 32
     values = reader.decode(tensors | {"weight_g_idx": g_idx.int()}).values()
@@ -128,7 +131,7 @@ def test_float8(strategy, shape, block):
 )
 def test_packed_tensors_are_believed_only_as_far_as_they_agree(part, broken, named):
     reader = layout(num_bits=4, strategy="group", group_size=32, symmetric=False)
-    tensors = CompressedTensorsLayout(symmetric=False).encode(random_weight(4, 32, False))
+    tensors = CompressedTensorsLayout(PackQuantized(symmetric=False)).encode(random_weight(4, 32, False))
     assert torch.equal(reader.decode(tensors).values(), random_weight(4, 32, False).values())
     with pytest.raises(QuantkitError, match=named):
         reader.decode(tensors | {part: broken})

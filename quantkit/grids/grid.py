@@ -229,12 +229,15 @@ class QuantizedWeight:
     params: the grid's own, for `[out, groups]`.
     column_group: int64 `[in]`, the group of each column, where columns were reordered across groups
     (desc_act); None stands for `arange(in) // group_size`.
+    input_peak: the largest |input| of the linear in calibration text, one float32, where its layout stores
+    a scale of activations; else None.
     """
 
     grid: Grid
     codes: Tensor
     params: Any
     column_group: Tensor | None = None
+    input_peak: Tensor | None = None
 
     def group_of_columns(self) -> Tensor:
         """`column_group`, spelled out where it is trivial."""

@@ -73,7 +73,8 @@ class Layout(Protocol):
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
     engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
     they make linears of a block's other matrices, such as routers, unless `beside` names them. floats: of the
-    suffixes, those whose tensors hold what is stored in floating point.
+    suffixes, those whose tensors hold what is stored in floating point. needs: which statistics of a
+    linear's inputs it stores something of (see SiteStatistics).
     """
 
     marker: str
@@ -82,6 +83,7 @@ class Layout(Protocol):
     experts_note = ""
     takes_matrices = False
     floats: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""

@@ -276,6 +276,8 @@ class _Loop:
         ]
         with self.timings("solve"):
             solved = self.method.solver.solve(weights, [row.grid for row in rows], statistics)
+            if "peak" in layout.needs:
+                solved = [result.with_input_peak(statistics.peak) for result in solved]
         for row, weight, result in zip(rows, weights, solved, strict=True):
             with self.timings("pack"):
                 packed, stored = layout.encode(result.weight), f"{row.name}.weight"

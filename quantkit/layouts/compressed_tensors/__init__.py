@@ -1,85 +1,79 @@
-"""The compressed-tensors layout, read by vLLM, SGLang and transformers: written packed, read in five forms.
+"""The compressed-tensors layout, read by vLLM, SGLang and transformers.
 
-Written, `pack-quantized`: `weight_packed` int32 `[out, in * bits / 32]`, a little-endian bit stream of
-`q + 2^(bits-1)` along in; `weight_scale` float16 `[out, groups]`; `weight_shape` int64 `[2]`; where zero
-points vary, `weight_zero_point` int32 `[out * bits / 32, groups]`, the same stream along out.
-Read besides: `weight_g_idx`; `weight` int8 (int-quantized) or float8 e4m3 (float-quantized), either also
-called naive-quantized, with scales per tensor, row, group or block; quantized activations.
-Format: compressed-tensors 0.20 `compressors/pack_quantized`, `compressors/naive_quantized`.
+A linear lies in one of several forms, a file each in `forms`; `weight_scale` is the one tensor that all have.
+What is said of linears in common stands here: config groups, their targets, what is ignored.
+Format: compressed-tensors 0.20 `quantization/quant_config.py`, `compressors`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError
 from quantkit.layouts import Layout, LinearSpec, fusions
-from quantkit.layouts._packing import no_whole_words, pack
-from quantkit.layouts.compressed_tensors import schemes
+from quantkit.layouts.compressed_tensors import forms, schemes
+from quantkit.layouts.compressed_tensors.forms import DECODED, PACKAGE, Form
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.compressed_tensors.headers import HEADERS as HEADERS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quantkit.grids.grid import QuantizedWeight
+    from quantkit.grids.grid import Grid, QuantizedWeight
+    from quantkit.layouts import Width
 
 NAME = "compressed-tensors"
+MIXED = "mixed-precision"  # its name for config groups of several forms
 
 
 @dataclass(frozen=True)
 class CompressedTensorsLayout(Layout):
-    """bits, group_size (-1: whole rows) and symmetric are what is written; linears with other bits or
-    groups become further config groups.
+    """form: how linears are written; others: how those are that it does not hold, if there are such.
 
     targets: what a stored configuration says, and scheme what it says of one linear (see `at`).
     """
 
-    bits: int = 4
-    group_size: int = 128
-    symmetric: bool = True
+    form: Form = PackQuantized()
+    others: tuple[Form, ...] = ()
     targets: schemes.Targets = ()
     scheme: schemes.Scheme | None = None
-    marker = "weight_scale"  # the one tensor that all forms have
+    marker = "weight_scale"
     takes_matrices = True  # vLLM makes linears of routers, which its target "Linear" takes
-    suffixes = (
-        "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
-        "input_scale", "input_zero_point",
-    )  # fmt: skip
-    floats = ("weight_scale",)
+    suffixes = forms.suffixes()
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part for form in (self.form, *self.others) for part in form.floats))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Statistics of inputs of which something is stored."""
+        return frozenset().union(*(form.needs for form in (self.form, *self.others)))
 
     def at(self, linear: str) -> CompressedTensorsLayout:
         """With the scheme of one linear, where a stored configuration gives it one."""
         return replace(self, scheme=schemes.find(self.targets, linear)) if self.targets else self
 
+    def form_of(self, grid: Grid | Width) -> Form:
+        """How weights on a grid are written."""
+        return next((form for form in (self.form, *self.others) if form.holds(grid)), self.form)
+
     def check(self, spec: LinearSpec) -> str | None:
-        """Rows must fill whole words, columns too where zeros are packed."""
+        """What its form cannot hold."""
         if spec.conv1d:
             return 'its target "Linear" misses Conv1D: use the gptq layout'
-        return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
+        return self.form_of(spec.grid).check(spec)
 
     def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the three or four tensors of one linear."""
-        groups = spec.in_features // spec.grid.group_size
-        scale_bits = 16 + (0 if self.symmetric else spec.grid.bits)
-        return (spec.weights * spec.grid.bits + groups * spec.out_features * scale_bits) // 8 + 2 * 8
+        """Bytes of all tensors of one linear."""
+        return self.form_of(spec.grid).nbytes(spec)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The three or four tensors of one linear."""
-        import torch
-
-        assert weight.column_group is None, "columns reordered across groups are not written"
-        bits = weight.grid.bits
-        tensors = {
-            "weight_packed": pack(weight.codes.t(), bits).t().contiguous(),
-            "weight_scale": weight.params.scale.half().contiguous(),
-            "weight_shape": torch.tensor(weight.codes.shape),
-        }
-        if not weight.grid.symmetric:
-            tensors["weight_zero_point"] = pack(weight.params.zero, bits)
-        return tensors
+        """The tensors of one linear, in its form."""
+        return self.form_of(weight.grid).encode(weight)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`, and any other form that is read.
@@ -113,9 +107,9 @@ class CompressedTensorsLayout(Layout):
         """`quantization_config`. Linears unlike the rest are targets by their exact names, which clients
         prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for that.
         """
-        default = self.bits, self.group_size
-        groups: dict[tuple[int, int], list[str]] = {}
-        settings = {name: self._settings(spec) for spec in specs if spec.grid for name in spec.spellings}
+        default = self.form, self.form.common
+        groups: dict[tuple[Form, Hashable], list[str]] = {}
+        settings = {name: self._setting(spec) for spec in specs if spec.grid for name in spec.spellings}
         if default in settings.values():
             groups[default] = ["Linear"]
         for name, setting in settings.items():
@@ -128,9 +122,10 @@ class CompressedTensorsLayout(Layout):
                 groups[setting].append(name)
         kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         towers = [rf"re:{re.escape(name)}(\.|$)" for name in beside]
+        written = {form.NAME for form, _ in groups} or {self.form.NAME}
         return {
             "quant_method": NAME,
-            "format": "pack-quantized",
+            "format": written.pop() if len(written) == 1 else MIXED,
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
@@ -138,30 +133,19 @@ class CompressedTensorsLayout(Layout):
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,
-                    "weights": self._weights(*setting),
-                    "input_activations": None,
+                    "weights": form.weights(setting),
+                    "input_activations": form.activations(setting),
                     "output_activations": None,
-                    "format": "pack-quantized",
+                    "format": form.NAME,
                 }
-                for index, (setting, targets) in enumerate(groups.items())
+                for index, ((form, setting), targets) in enumerate(groups.items())
             },
         }
 
-    def _settings(self, spec: LinearSpec) -> tuple[int, int]:
-        """Bits and group size as the configuration names them."""
-        whole = spec.grid.group_size == spec.in_features and self.group_size == -1
-        return spec.grid.bits, -1 if whole else spec.grid.group_size
-
-    def _weights(self, bits: int, group_size: int) -> dict:
-        return {
-            "num_bits": bits,
-            "type": "int",
-            "symmetric": self.symmetric,
-            "strategy": "channel" if group_size == -1 else "group",
-            "group_size": None if group_size == -1 else group_size,
-            "dynamic": False,
-            "observer": "minmax",
-        }
+    def _setting(self, spec: LinearSpec) -> tuple[Form, Hashable]:
+        """The config group that a linear belongs to."""
+        form = self.form_of(spec.grid)
+        return form, form.setting(spec)
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
@@ -202,8 +186,6 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
     return CompressedTensorsLayout(targets=schemes.parse(config))
 
 
-PACKAGE = ["compressed-tensors"]
-DECODED = {"note": "with dequantize=True", "needs": PACKAGE, "option": "dequantize=True"}
 CLIENTS = {
     "transformers": [
         {
@@ -212,23 +194,10 @@ CLIENTS = {
             "note": "in bfloat16 or with dequantize=True",
             "needs": PACKAGE,
         },
-        {
-            "symmetric": False,
-            "mixed": True,
-            "form": "pack-quantized",
-            "loads": False,
-            "note": "it takes the first config group for all",
-        },
-        {
-            "symmetric": False,
-            "form": "pack-quantized",
-            "loads": False,
-            "note": "with dequantize=True it does",
-        },
+        *forms.rules("transformers"),
         {"experts": True, "mixed": True},
         {"experts": True, "loads": True, **DECODED},
         {"mixed": True, "loads": True, "note": "not with dequantize=True", "needs": PACKAGE},
-        {"form": "int8", "activations": False, "loads": True, **DECODED},
         {"loads": True, "note": "with compressed-tensors installed", "needs": PACKAGE},
     ],
     "vLLM": [
@@ -239,22 +208,8 @@ CLIENTS = {
             "loads": False,
             "note": "its CPU build takes symmetric experts",
         },
-        {
-            "experts": True,
-            "form": "pack-quantized",
-            "group_size": [-1, 32],
-            "loads": False,
-            "note": "its CPU build takes experts in groups, of 64 or 128",
-        },
         {"form": ["nvfp4", "mxfp4"], "loads": False, "note": "its CPU build has no kernel for it"},
-        {"form": "int8", "activations": False, "loads": False, "note": "its CPU build has no kernel for it"},
-        {"form": "pack-quantized", "not_bits": [4]},
-        {
-            "experts": True,
-            "form": "pack-quantized",
-            "loads": True,
-            "note": "its CPU build wants AMX for experts",
-        },
+        *forms.rules("vLLM"),
         {"experts": True},
         {"loads": True},
     ],

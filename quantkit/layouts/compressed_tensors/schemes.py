@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.layouts.compressed_tensors import forms
 
-FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized")
+NAIVE = "naive-quantized"  # what int-quantized and float-quantized are called besides
 CLASSES = ("Linear", "Module")  # of an nn.Linear
 PATTERN = "re:"
 STRATEGIES = {"weights": ("tensor", "channel", "group", "block"), "activations": ("tensor", "token", "group")}
@@ -39,10 +40,11 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Scheme:
-    """weights; activations: None where the inputs of a linear stay as they are."""
+    """weights; activations: None where the inputs of a linear stay as they are. form: its `format`."""
 
     weights: Numbers
     activations: Numbers | None = None
+    form: str = ""
 
 
 Targets = tuple[tuple[str, Scheme], ...]
@@ -87,8 +89,8 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
     if not isinstance(group, dict):
         raise _unread(f"config group {name!r}", "presets named instead of spelled out are not read")
     form = group.get("format") or stored_format
-    if form not in FORMATS:
-        raise _unread(f"format {form!r}", f"quantkit reads {', '.join(FORMATS)}")
+    if form not in (formats := [*(module.NAME for module in forms.modules()), NAIVE]):
+        raise _unread(f"format {form!r}", f"quantkit reads {', '.join(formats)}")
     if group.get("output_activations"):
         raise _unread(f"config group {name!r}", "quantized outputs are not read")
     targets = group.get("targets")
@@ -101,7 +103,7 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
             raise _malformed(f"target {target!r} is no regular expression: {first_line(error)}") from error
     weights = _numbers("weights", group.get("weights"))
     activations = group.get("input_activations")
-    scheme = Scheme(weights, _numbers("activations", activations) if activations else None)
+    scheme = Scheme(weights, _numbers("activations", activations) if activations else None, form)
     return targets, scheme
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.grids.float8 import Float8Grid, Float8Params
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import of_linear
 from quantkit.layouts._packing import WORD, unpack
+from quantkit.layouts.compressed_tensors import forms
 from quantkit.layouts.compressed_tensors.schemes import Numbers
 
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,49 +39,25 @@ class StoredWeight:
             raise self.broken(part, f"is {list(tensor.shape)} instead of one number")
         return tensor.float().view(1)
 
-    def decode(self) -> QuantizedWeight:
-        """Codes and parameters, whatever the form."""
-        if "weight_packed" in self.tensors:
-            return self._decode_packed()
+    def matrix(self) -> Tensor:
+        """`weight` as it is stored, `[out, in]`."""
         weight = self.tensors["weight"]
         if weight.ndim != 2 or not weight.numel():
             raise self.broken("weight", f"is {list(weight.shape)}, no matrix")
-        if weight.dtype == torch.float8_e4m3fn:
-            return self._decode_float(weight)
-        bits = self.numbers.bits if self.numbers else 8
-        half = 2 ** (bits - 1)
-        low, high = (int(end) for end in weight.aminmax()) if weight.dtype == torch.int8 else (-1000, 1000)
-        if low < -half or high >= half or (self.numbers and self.numbers.kind != "int"):
-            raise self.broken("weight", f"is {weight.dtype} from {low} to {high}, not of {self._called()}")
-        return self._affine((weight.short() + half).to(torch.uint8), bits)
+        return weight
 
-    def _called(self) -> str:
+    def called(self) -> str:
+        """What the weight is said to be."""
         return f"{self.numbers.bits} bit {self.numbers.kind}" if self.numbers else "8 bit int"
 
-    def _decode_packed(self) -> QuantizedWeight:
-        packed, stored = self.tensors["weight_packed"], self.tensors["weight_shape"]
-        shape = stored.flatten().tolist()
-        if len(shape) != 2 or stored.is_floating_point() or min(shape) < 1:
-            raise self.broken("weight_shape", f"is {shape}, no shape")
-        out_features, in_features = shape
-        words = packed.shape[1] if packed.ndim == 2 else 0
-        bits = self.numbers.bits if self.numbers else words * WORD // in_features
-        if (
-            packed.dtype != torch.int32
-            or tuple(packed.shape) != (out_features, -(-in_features * bits // WORD))
-            or not 2 <= bits <= 8
-            or (self.numbers and self.numbers.kind != "int")
-        ):
-            raise self.broken(
-                "weight_packed",
-                f"is {packed.dtype} {list(packed.shape)}: no {self._called() if self.numbers else 'codes'} "
-                f"for weight_shape {shape}",
-            )
-        return self._affine(unpack(packed.t(), bits, in_features).t().contiguous(), bits)
+    def decode(self) -> QuantizedWeight:
+        """Codes and parameters, whatever the form."""
+        return forms.stored_as(self.tensors).decode(self)
 
-    def _affine(self, codes: Tensor, bits: int) -> QuantizedWeight:
-        scale, group_size = self._scale(codes)
-        column_group = self._column_group(codes.shape[1], group_size, scale.shape[1])
+    def affine(self, codes: Tensor, bits: int) -> QuantizedWeight:
+        """Integers, codes uint8 `[out, in]`, with their scales and zero points."""
+        scale, group_size = self.scale(codes)
+        column_group = self.column_group(codes.shape[1], group_size, scale.shape[1])
         zero = self._zero(scale, bits)
         symmetric = zero is None
         if symmetric:
@@ -89,16 +65,7 @@ class StoredWeight:
         grid = AffineGrid(bits, group_size, symmetric)
         return QuantizedWeight(grid, codes, AffineParams(scale, zero), column_group)
 
-    def _decode_float(self, weight: Tensor) -> QuantizedWeight:
-        if self.numbers and (self.numbers.kind, self.numbers.symmetric) != ("float", True):
-            raise self.broken("weight", f"is {weight.dtype}, not of symmetric {self._called()}")
-        scale, group_size = self._scale(weight)
-        column_group = self._column_group(weight.shape[1], group_size, scale.shape[1])
-        return QuantizedWeight(
-            Float8Grid(group_size), weight.view(torch.uint8), Float8Params(scale), column_group
-        )
-
-    def _scale(self, codes: Tensor) -> tuple[Tensor, int]:
+    def scale(self, codes: Tensor) -> tuple[Tensor, int]:
         """Scales as float32 `[out, groups]`, and the columns of a group."""
         (out_features, in_features), stored = codes.shape, self.tensors["weight_scale"]
         rows, group_size = 1, in_features
@@ -145,7 +112,7 @@ class StoredWeight:
             f"is {stored.dtype} {list(stored.shape)} for scales of {list(scale.shape)} and {bits} bit",
         )
 
-    def _column_group(self, in_features: int, group_size: int, groups: int) -> Tensor | None:
+    def column_group(self, in_features: int, group_size: int, groups: int) -> Tensor | None:
         """Group of each column, `[in]`; None where they lie in order and divide the row."""
         trivial = torch.arange(in_features, device=self.tensors["weight_scale"].device) // group_size
         stored = self.tensors.get("weight_g_idx", trivial).long()

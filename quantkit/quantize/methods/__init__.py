@@ -58,7 +58,7 @@ class Method:
     @property
     def needs(self) -> frozenset[str]:
         """Which statistics of calibration text it works from; none for a data-free one."""
-        parts = (self.solver, self.output, self.transform)
+        parts = (self.solver, self.output, self.transform, self.layout)
         return frozenset().union(*(part.needs for part in parts if part))
 
 

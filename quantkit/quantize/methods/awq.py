@@ -9,6 +9,7 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.options import option
 from quantkit.quantize import composing
 from quantkit.quantize.methods import (
@@ -93,4 +94,4 @@ def layout(options: Options) -> Layout:
     """How it lies on disk."""
     if options.layout == "awq":
         return AwqLayout(options.group_size, options.zero_point)
-    return CompressedTensorsLayout(options.bits, options.group_size, not options.zero_point)
+    return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, not options.zero_point))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
 from quantkit.quantize import composing
@@ -112,7 +113,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
 def layout(options: Options) -> Layout:
     """How it lies on disk."""
     if options.layout == "compressed-tensors":
-        return CompressedTensorsLayout(options.bits, options.group_size, options.sym)
+        return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))
     return GptqLayout(
         bits=options.bits,
         group_size=options.group_size,

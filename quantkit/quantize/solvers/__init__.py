@@ -35,12 +35,13 @@ class SiteStatistics:
     curvatures: tuple[Tensor | None, ...] = ()
 
     def divided(self, scale: Tensor) -> SiteStatistics:
-        """Those of a site whose inputs are divided by a scale, `[in]`: second moments alone. These are used
-        up."""
+        """Those of a site whose inputs are divided by a scale, `[in]`: second moments and peaks. These are
+        used up."""
         drift = None if self.drift is None else self.drift.div_(scale).div_(scale[:, None])
         missing = None if self.missing is None else self.missing.div_(scale)
         hessian = self.hessian.div_(scale).div_(scale[:, None])
-        return replace(self, hessian=hessian, magnitude=None, drift=drift, missing=missing)
+        peak = None if self.peak is None else self.peak / scale
+        return replace(self, hessian=hessian, magnitude=None, peak=peak, drift=drift, missing=missing)
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,10 @@ class Solved:
     notes: tuple[str, ...] = ()
     outlier_columns: int | None = None
     scaled: dict | None = None
+
+    def with_input_peak(self, peak: Tensor) -> Solved:
+        """With the largest of the peaks `[in]` of its inputs, for layouts that store a scale of it."""
+        return replace(self, weight=replace(self.weight, input_peak=peak.amax()))
 
 
 def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
