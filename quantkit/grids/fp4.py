@@ -37,10 +37,9 @@ SIGN = 8  # bit of a code
 FLOAT8 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # smallest above 0 (subnormal)
-E4M3_TOP = (
-    240.0  # scales of the largest weights are at most that: half as much again fits, too, and ggml's own
-)
-# encoder takes what is above 256 for the largest scale there is
+# Scales of the largest weights are at most that: half as much again fits, too, and ggml's own encoder takes
+# what is above 256 for the largest scale there is.
+E4M3_TOP = 240.0
 CODES_BELOW, CODES_ABOVE = 2, 6  # neighbours in e4m3 of `largest / 6` that are tried: 4/5 to 7/4 of it
 MX_BIAS = 127
 MX_LIMITS = -126, 127  # 2^-127 is read, but no normal float32
@@ -199,6 +198,10 @@ class NvFp4Grid(Fp4Grid):
 
     @property
     def spans_matrix(self) -> bool:
+        return self.divisor is None
+
+    @property
+    def joint(self) -> bool:
         return self.divisor is None
 
     def describe(self) -> str:

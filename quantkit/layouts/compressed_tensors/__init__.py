@@ -94,6 +94,8 @@ class CompressedTensorsLayout(Layout):
 
         stored = StoredWeight(tensors, self.scheme.weights)
         scale = None if numbers.dynamic else stored.number("input_scale")
+        if numbers.strategy == "tensor_group":
+            scale = stored.number("input_global_scale")
         has_zero = not (numbers.dynamic or numbers.symmetric)
         zero = stored.number("input_zero_point") if has_zero else None
         weight = stored.decode().values()
