@@ -7,14 +7,6 @@ import math
 from quantkit.layouts._headers import WORD, Codes, Headers, Mark, Parts, Stored, number
 
 
-def _fp8_blocks(parts: Parts, stored: Stored) -> Codes:
-    """Float8 with a scale per square of columns and rows, as DeepSeek publishes."""
-    shape = parts["weight"].shape
-    block = stored.quantization.get("weight_block_size")
-    size = block[1] if isinstance(block, list) and len(block) == 2 else None
-    return Codes("float8", 8, size, tuple(shape) if len(shape) == 2 else None, math.prod(shape))
-
-
 def _mxfp4_experts(parts: Parts, stored: Stored) -> Codes:
     """gpt-oss: `blocks [experts, out, groups, 16]`."""
     return Codes("mxfp4", 4, 32, None, 2 * parts["blocks"].nbytes)
@@ -37,7 +29,6 @@ def _mlx(parts: Parts, stored: Stored) -> Codes:
 
 HEADERS = Headers(
     marks=(
-        Mark("weight_scale_inv", "weight", ("weight",), _fp8_blocks),
         Mark("blocks", "blocks", ("scales",), _mxfp4_experts, separator="_"),
         Mark("scales", "weight", ("weight", "biases"), _mlx),
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from quantkit.grids.grid import Grid, QuantizedWeight
     from quantkit.layouts import Width
+    from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
 NAME = "compressed-tensors"
 MIXED = "mixed-precision"  # its name for config groups of several forms
@@ -80,19 +81,16 @@ class CompressedTensorsLayout(Layout):
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
-        from quantkit.layouts.compressed_tensors.stored import StoredWeight
-
-        return StoredWeight(tensors, self.scheme.weights if self.scheme else None).decode()
+        return self._stored(tensors).decode()
 
     def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module | None:
         """A linear that quantizes its input, where the scheme says so."""
-        numbers = self.scheme.activations if self.scheme else None
+        numbers = self._scheme(tensors).activations
         if numbers is None:
             return None
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
-        from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
-        stored = StoredWeight(tensors, self.scheme.weights)
+        stored = self._stored(tensors)
         scale = None if numbers.dynamic else stored.number("input_scale")
         if numbers.strategy == "tensor_group":
             scale = stored.number("input_global_scale")
@@ -104,6 +102,25 @@ class CompressedTensorsLayout(Layout):
                 "weight", f"has rows that groups of {numbers.group_size} inputs do not divide"
             )
         return QuantizedInputLinear(weight, bias, numbers, scale, zero)
+
+    def _stored(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        from quantkit.layouts.compressed_tensors.stored import StoredWeight
+
+        return StoredWeight(tensors, self._scheme(tensors).weights)
+
+    def _scheme(self, tensors: Mapping[str, Tensor]) -> schemes.Scheme:
+        """What a stored configuration says of a linear; of one just encoded, what its form does."""
+        if self.scheme:
+            return self.scheme
+        written = forms.stored_as(tensors).NAME
+        form = next((form for form in (self.form, *self.others) if written == form.NAME), None)
+        if form is None:
+            return schemes.Scheme(None)
+        inputs = form.activations(form.common)
+        return schemes.Scheme(
+            schemes.numbers("weights", form.weights(form.common)) if form.uniform else None,
+            schemes.numbers("activations", inputs) if inputs else None,
+        )
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Linears unlike the rest are targets by their exact names, which clients

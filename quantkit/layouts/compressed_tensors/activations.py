@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from quantkit.grids.float8 import FLOAT8, nearest
 from quantkit.layouts.compressed_tensors.schemes import Numbers
 
-FLOAT8 = torch.float8_e4m3fn
 FP4_MAX = 6.0  # of e2m1
 FP4_EPS = 0.125  # an e4m3 scale of 0 becomes that
 
 
 class QuantizedInputLinear(nn.Module):
-    """weight: float `[out, in]`. scale, zero: one number each, where the configuration is static."""
+    """weight: float `[out, in]`. scale, zero: one number each, where the configuration is static. exact:
+    inputs are rounded in float32, whatever their precision."""
 
     def __init__(
         self,
@@ -29,9 +30,10 @@ class QuantizedInputLinear(nn.Module):
         numbers: Numbers,
         scale: Tensor | None = None,
         zero: Tensor | None = None,
+        exact: bool = False,
     ):
         super().__init__()
-        self.numbers = numbers
+        self.numbers, self.exact = numbers, exact
         for name, tensor in {"weight": weight, "bias": bias, "scale": scale, "zero": zero}.items():
             self.register_buffer(name, tensor)
 
@@ -39,7 +41,8 @@ class QuantizedInputLinear(nn.Module):
         """`[..., in]` to `[..., out]`."""
         if self.weight.dtype != hidden.dtype:  # once: the precision is known from the first input only
             self.weight = self.weight.to(hidden.dtype)
-        return linear(rounded(hidden, self.numbers, self.scale, self.zero), self.weight, self.bias)
+        inputs = rounded(hidden.float() if self.exact else hidden, self.numbers, self.scale, self.zero)
+        return linear(inputs.to(hidden.dtype), self.weight, self.bias)
 
 
 def rounded(
@@ -81,8 +84,11 @@ def _parameters(hidden: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor, zero: Tensor) -> Tensor:
-    codes = (hidden / scale + zero).clamp(*_ends(numbers))
-    codes = codes.to(FLOAT8).to(hidden.dtype) if numbers.kind == "float" else codes.round()
+    codes = hidden / scale + zero
+    if numbers.kind == "float":
+        codes = nearest(codes.float()).to(hidden.dtype)
+    else:
+        codes = codes.clamp(*_ends(numbers)).round()
     return (codes - zero) * scale
 
 
@@ -94,7 +100,7 @@ def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
         exponent = (exponent - 3 + (mantissa >= 0.875).int()).clamp(-126, 127)
         step = torch.ldexp(torch.ones_like(mantissa), exponent).to(groups.dtype)
     else:
-        scale = (largest / FP4_MAX * divisor).clamp(max=torch.finfo(FLOAT8).max).to(FLOAT8).float()
+        scale = nearest(largest / FP4_MAX * divisor)
         step = torch.where(scale == 0, FP4_EPS, scale) / divisor
     return to_fp4(groups / step) * step
 

@@ -51,9 +51,10 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Scheme:
-    """weights; activations: None where the inputs of a linear stay as they are. form: its `format`."""
+    """weights: None where they tell by themselves; activations: None where the inputs of a linear stay as
+    they are. form: its `format`."""
 
-    weights: Numbers
+    weights: Numbers | None
     activations: Numbers | None = None
     form: str = ""
 
@@ -112,14 +113,14 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
             re.compile(target.removeprefix(PATTERN) if target.startswith(PATTERN) else "")
         except re.error as error:
             raise _malformed(f"target {target!r} is no regular expression: {first_line(error)}") from error
-    weights = _numbers("weights", group.get("weights"))
+    weights = numbers("weights", group.get("weights"))
     activations = group.get("input_activations")
-    scheme = Scheme(weights, _numbers("activations", activations) if activations else None, form)
+    scheme = Scheme(weights, numbers("activations", activations) if activations else None, form)
     return targets, scheme
 
 
-def _numbers(what: str, entry: object) -> Numbers:
-    """`what`: `weights` or `activations`."""
+def numbers(what: str, entry: object) -> Numbers:
+    """What a config group says of its weights or activations (`what`)."""
     if not isinstance(entry, dict):
         raise _malformed(f"a config group says nothing of its {what}")
     bits, kind = entry.get("num_bits", 8), entry.get("type", "int")

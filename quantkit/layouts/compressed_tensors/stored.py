@@ -89,6 +89,12 @@ class StoredWeight:
             )
         return scale.float().repeat_interleave(rows, 0)[:out_features], group_size
 
+    def rows_of_scale(self, codes: Tensor) -> int:
+        """How many rows share one of the scales; 0 where one is for the whole tensor."""
+        if self.tensors["weight_scale"].numel() == 1 and codes.numel() > 1:
+            return 0
+        return self.numbers.block[0] if self.numbers and self.numbers.strategy == "block" else 1
+
     def _zero(self, scale: Tensor, bits: int) -> Tensor | None:
         """Zero points as codes, float32 `[out, groups]`; None where none are stored. Packed along out, or
         plain int8 as compressed-tensors before 0.9 stored them."""

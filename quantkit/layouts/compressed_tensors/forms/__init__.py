@@ -28,13 +28,15 @@ class Form(Protocol):
     """What is written of a linear, and said of it. A frozen dataclass, with the options of its method.
 
     NAME: the `format` of a config group. common: the setting of most linears, which target `Linear`; a
-    setting is what tells one config group of this form from another, such as bits and group size. floats: of
+    setting is what tells one config group of this form from another, such as bits and group size. uniform:
+    there is no other, so that all that is written can be read by it. floats: of
     the suffixes, those that hold what is stored in floating point. needs: which statistics of a linear's
     inputs it writes something of (see SiteStatistics); `peak` comes as `QuantizedWeight.input_peak`.
     """
 
     NAME: str
     common: Hashable
+    uniform = False
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[str] = frozenset()
 

@@ -1,11 +1,19 @@
-"""float-quantized: `weight` float8 e4m3 `[out, in]`, `weight_scale` per tensor, row, group or
-block. Read, not written. Format: compressed-tensors 0.20 `compressors/naive_quantized`.
+"""float-quantized: 8-bit floats and, mostly, inputs rounded to such, too.
+
+`weight` float8 e4m3 `[out, in]`; `weight_scale` bfloat16, `[out, 1]` per row or `[out / 128, in / 128]` per
+block, rounded up; where scales of inputs are stored, `input_scale` bfloat16 `[1]`. Read besides: scales in
+other precisions, per tensor or group. Format: compressed-tensors 0.20 `compressors/naive_quantized`,
+`quantization/quant_scheme.py: FP8_DYNAMIC, FP8_BLOCK`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from quantkit.layouts import LinearSpec
+from quantkit.layouts.compressed_tensors.forms import Form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +23,83 @@ if TYPE_CHECKING:
 
 NAME = "float-quantized"
 SUFFIXES = ("weight", "weight_scale", "weight_g_idx", "input_scale")
+SCALE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class FloatQuantized(Form):
+    """block: rows and columns that share a scale; None for whole rows. static: inputs are scaled by what
+    calibration text found, one number a linear; else each token, or its columns in a block, by itself."""
+
+    block: int | None = None
+    static: bool = False
+    NAME = NAME
+    common = ()
+    uniform = True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"peak"} if self.static else ())
+
+    def holds(self, grid: object) -> bool:
+        """Whether it is a grid of 8-bit floats, or one of 8 bits that has not been made yet."""
+        return type(grid).__name__ in ("Float8Grid", "Width") and grid.bits == 8
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Every linear fits: the grid's group size has been checked."""
+        return None
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the two or three tensors of one linear."""
+        rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
+        scales = -(-spec.out_features // rows) * -(-spec.in_features // columns)
+        return spec.weights + SCALE_BYTES * (scales + self.static)
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The two or three tensors of one linear."""
+        from quantkit.grids.float8 import FLOAT8, LARGEST
+
+        assert weight.column_group is None, "columns reordered across groups are not written"
+        grid = weight.grid
+        scale = weight.params.scale[:: grid.rows or None].to(grid.stored)
+        tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale.contiguous()}
+        if self.static:
+            tensors["input_scale"] = _input_scale(weight.input_peak / LARGEST)
+        return tensors
+
+    def weights(self, setting: tuple) -> dict:
+        """`weights` of the config group."""
+        return {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "block" if self.block else "channel",
+            "group_size": None,
+            "block_structure": [self.block, self.block] if self.block else None,
+            "dynamic": False,
+            "observer": "minmax",
+        }
+
+    def activations(self, setting: tuple) -> dict:
+        """`input_activations` of the config group."""
+        dynamic = "group" if self.block else "token"
+        return {
+            "num_bits": 8,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "tensor" if self.static else dynamic,
+            "group_size": self.block if not self.static else None,
+            "dynamic": not self.static,
+            "observer": "minmax" if self.static else None,
+        }
+
+
+def _input_scale(scale: Tensor) -> Tensor:
+    """As it is stored, `[1]`; that of inputs that were never anything but zero is any."""
+    import torch
+
+    stored = scale.to(torch.bfloat16).view(1)
+    return torch.where(stored == 0, torch.finfo(torch.bfloat16).eps, stored)
 
 
 def reads(tensors: Mapping[str, Tensor]) -> bool:
@@ -36,9 +121,10 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
         raise stored.broken("weight", f"is {weight.dtype}, not of symmetric {stored.called()}")
     scale, group_size = stored.scale(weight)
     column_group = stored.column_group(weight.shape[1], group_size, scale.shape[1])
-    return QuantizedWeight(
-        Float8Grid(group_size), weight.view(torch.uint8), Float8Params(scale), column_group
-    )
+    rows = stored.rows_of_scale(weight)
+    precision = str(stored.tensors["weight_scale"].dtype).removeprefix("torch.")
+    grid = Float8Grid(group_size, rows, scale_dtype=precision)
+    return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group)
 
 
 CLIENTS: dict[str, list[dict]] = {}

@@ -1,0 +1,166 @@
+"""The layout of DeepSeek-V3 and of what transformers calls finegrained fp8: blocks of 8-bit floats.
+
+`weight` float8 e4m3 `[out, in]`; `weight_scale_inv` float32 `[out / 128, in / 128]`, rounded up: what a
+block's floats are to be *multiplied* with, whatever its name says. Inputs are rounded to e4m3, too: each
+token by groups of 128 columns, in float32. Read besides: static scales of inputs, `activation_scale`; scales
+in E8M0. Format: DeepSeek-V3 `inference/kernel.py`; transformers 5.23 `integrations/finegrained_fp8.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.layouts import Layout, LinearSpec, of_linear
+from quantkit.layouts._headers import Codes, Config, Headers, Mark, Numbers, Parts, Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from quantkit.grids.grid import QuantizedWeight
+
+NAME = "fp8"
+SCALE_BYTES = 4
+SCHEMES = ("dynamic", "static")  # of activations
+
+
+@dataclass(frozen=True)
+class Fp8Layout(Layout):
+    """block: rows and columns that share a scale. activations: whose scale is found as the model runs
+    (`dynamic`) or stored."""
+
+    block: tuple[int, int] = (128, 128)
+    activations: str = "dynamic"
+    marker = "weight_scale_inv"
+    suffixes = ("weight", "weight_scale_inv", "activation_scale")
+    floats = ("weight_scale_inv",)
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Whole blocks: of what is left over transformers makes smaller ones, without a word."""
+        if spec.conv1d:
+            return "its clients replace nn.Linear, not Conv1D"
+        if spec.out_features % self.block[0]:
+            return f"out_features {spec.out_features} is no multiple of {self.block[0]}"
+        return None
+
+    def nbytes(self, spec: LinearSpec) -> int:
+        """Bytes of the two tensors of one linear."""
+        rows, columns = self.block
+        return spec.weights + SCALE_BYTES * -(-spec.out_features // rows) * -(-spec.in_features // columns)
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The two tensors of one linear."""
+        from quantkit.grids.float8 import FLOAT8
+
+        assert weight.column_group is None, "columns reordered across groups are not written"
+        scale = weight.params.scale[:: weight.grid.rows].to(weight.grid.stored)
+        return {
+            "weight": weight.codes.contiguous().view(FLOAT8),
+            "weight_scale_inv": scale.contiguous(),
+        }
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`. Raises QuantkitError for tensors that do not fit one another."""
+        import torch
+
+        from quantkit.grids.float8 import FLOAT8, Float8Grid, Float8Params
+        from quantkit.grids.grid import QuantizedWeight
+
+        weight, stored = tensors["weight"], tensors["weight_scale_inv"]
+        rows, columns = self.block
+        blocks = [-(-size // side) for size, side in zip(weight.shape, self.block, strict=False)]
+        if weight.dtype != FLOAT8 or weight.ndim != 2 or list(stored.shape) != blocks:
+            raise QuantkitError(
+                f"weight_scale_inv{of_linear(tensors)} is {list(stored.shape)} for a weight of "
+                f"{weight.dtype} {list(weight.shape)} in blocks of {rows} × {columns}",
+                hint="the file is damaged, or config.json belongs to another one: download it again",
+            )
+        columns = min(columns, weight.shape[1])
+        scale = stored.float().repeat_interleave(rows, 0)[: len(weight)]
+        group = None
+        if weight.shape[1] % columns:
+            group = torch.arange(weight.shape[1], device=weight.device) // columns
+        grid = Float8Grid(columns, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
+        return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group)
+
+    def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module:
+        """A linear that rounds its inputs to e4m3 as it runs."""
+        from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
+        from quantkit.layouts.compressed_tensors.schemes import Numbers as InputNumbers
+
+        weight = self.decode(tensors).values()
+        if self.activations == "static":
+            numbers = InputNumbers(8, "float", True, "tensor")
+            scale = tensors["activation_scale"].float().view(1)
+            return QuantizedInputLinear(weight, bias, numbers, scale, exact=True)
+        size = math.gcd(self.block[1], weight.shape[1])
+        numbers = InputNumbers(8, "float", True, "group", group_size=size, dynamic=True)
+        return QuantizedInputLinear(weight, bias, numbers, exact=True)
+
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+        """`quantization_config`."""
+        kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
+        return {
+            "quant_method": NAME,
+            "fmt": "e4m3",
+            "activation_scheme": self.activations,
+            "weight_block_size": list(self.block),
+            "modules_to_not_convert": ["lm_head", *beside, *kept],
+        }
+
+
+def detect(config: dict) -> Fp8Layout | None:
+    """The layout that a stored `quantization_config` describes, if it is this one."""
+    if config.get("quant_method") != NAME:
+        return None
+    block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)):
+        raise QuantkitError(
+            f"quantization 'fp8' with weight_block_size {block!r} is not understood",
+            hint="quantkit reads fp8 in blocks, as DeepSeek publishes it, and compressed-tensors'",
+            exit_code=UNSUPPORTED,
+        )
+    if scheme not in SCHEMES or config.get("expert_dtype", "fp8") != "fp8":
+        raise QuantkitError(
+            f"quantization 'fp8' with activation_scheme {scheme!r} and expert_dtype "
+            f"{config.get('expert_dtype', 'fp8')!r} is not understood",
+            hint="quantkit reads dynamic and static activations, and experts in fp8",
+            exit_code=UNSUPPORTED,
+        )
+    return Fp8Layout(tuple(block), scheme)
+
+
+def _read(parts: Parts, stored: Stored) -> Codes:
+    """A scale for each square of rows and columns."""
+    shape, scales = parts["weight"].shape, parts["weight_scale_inv"].shape
+    block = stored.quantization.get("weight_block_size")
+    square = isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)
+    size = block[1] if square else None
+    fits = len(shape) == 2
+    if fits and square and [-(-s // b) for s, b in zip(shape, block, strict=True)] != list(scales):
+        why = f"weight_scale_inv {list(scales)} does not fit weight {list(shape)}"
+        return Codes("float8", 8, size, None, math.prod(shape), why)
+    return Codes("float8", 8, size, tuple(shape) if fits else None, math.prod(shape))
+
+
+def _promised(config: Config):
+    block = config.get("weight_block_size")
+    if config.get("quant_method") != NAME or not (isinstance(block, list) and len(block) == 2):
+        return None
+    told: Numbers = (8, block[1])
+    return lambda linear: [told]
+
+
+HEADERS = Headers(
+    marks=(Mark("weight_scale_inv", "weight", ("weight", "weight_scale_inv", "activation_scale"), _read),),
+    telling=(".weight_scale_inv",),
+    promised=_promised,
+)
+CLIENTS = {
+    "transformers": [
+        {"loads": True, "note": "without a GPU that has fp8 it computes in bfloat16", "needs": ["accelerate"]}
+    ],
+}

@@ -1,0 +1,117 @@
+"""fp8: e4m3 floats with a scale per row or block (arXiv:2209.05433), for weights and for their inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.layouts import Layout, Width
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.float_quantized import FloatQuantized
+from quantkit.layouts.fp8 import Fp8Layout
+from quantkit.options import option
+from quantkit.quantize import composing
+from quantkit.quantize.methods import Method, Work, refuse_override
+
+if TYPE_CHECKING:
+    from quantkit.grids.float8 import Float8Grid
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+SUMMARY = "FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."
+WORK = Work(0, 0, (5e-9, 30e-9))
+BLOCK = 128  # the only one that engines have kernels for
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit fp8`."""
+
+    block: int = option(
+        0,
+        "128: a scale for each square of 128 rows and columns, and for 128 columns of each token; 0: one for "
+        "each row, and for each token.",
+    )
+    static: bool = option(
+        False,
+        "Store one scale for the inputs of each linear, found in calibration text, instead of scaling every "
+        "token by itself: faster in some engines, and worse.",
+    )
+    solver: str = composing.solver_option(
+        "rtn",
+        "rtn rounds to nearest, without calibration; gptq feeds errors back, yaqa by gradients, too: less "
+        "is lost at the same bytes.",
+    )
+    mse: bool = option(
+        False,
+        "rtn: search each scale for the least error, in fifteen times the time; other solvers always do.",
+    )
+    act_order: Literal["none", "group"] = option(
+        "group", "gptq, yaqa: quantize columns with large inputs first, inside their row or block."
+    )
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    target: str = composing.target_option()
+    transform: str = composing.transform_option()
+    layout: Literal["compressed-tensors", "deepseek"] = option(
+        "compressed-tensors",
+        "How it lies on disk: compressed-tensors loads in vLLM, SGLang and transformers; deepseek is "
+        "DeepSeek-V3's own, in blocks of 128.",
+    )
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `fp8-block`."""
+    solver = "" if options.solver == "rtn" else f"-{options.solver}"
+    form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
+    static = "-static" if options.static else ""
+    return f"fp8{form}{static}{solver}" + composing.transform_suffix(options.transform)
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    if options.block not in (0, BLOCK):
+        raise QuantkitError(
+            f"--block {options.block}: no engine has kernels for such blocks", f"choose {BLOCK}, or 0", USAGE
+        )
+    if options.static and _block(options):
+        raise QuantkitError(
+            "--static gives all inputs of a linear one scale, blocks give 128 columns of a token one",
+            "leave out one of them; --static is for --layout compressed-tensors",
+            USAGE,
+        )
+    composing.check(options)
+
+
+def _block(options: Options) -> int | None:
+    return BLOCK if options.block or options.layout == "deepseek" else None
+
+
+def layout(options: Options) -> Layout:
+    """How it lies on disk."""
+    if options.layout == "deepseek":
+        return Fp8Layout()
+    return CompressedTensorsLayout(FloatQuantized(_block(options), options.static))
+
+
+def width(options: Options, in_features: int, override: Override | None = None) -> Width:
+    """Of a linear's grid."""
+    refuse_override(override, "fp8 has one width")
+    return Width(8, _block(options) or in_features)
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method."""
+    from quantkit.grids.float8 import Float8Grid
+
+    scales = "float32" if options.layout == "deepseek" else "bfloat16"
+    search = options.mse or options.solver != "rtn"
+
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Float8Grid:
+        columns = width(options, in_features, override).group_size
+        return Float8Grid(columns, _block(options) or 1, search, scales)
+
+    chosen = composing.solver(options, options.act_order)
+    transform = composing.block_transform(options.transform, chosen)
+    return Method("fp8", chosen, layout(options), make_grid, transform)
