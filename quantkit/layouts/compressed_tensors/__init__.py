@@ -207,12 +207,6 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
 
 CLIENTS = {
     "transformers": [
-        {
-            "form": ["nvfp4", "mxfp4"],
-            "loads": True,
-            "note": "in bfloat16 or with dequantize=True",
-            "needs": PACKAGE,
-        },
         *forms.rules("transformers"),
         {"experts": True, "mixed": True},
         {"experts": True, "loads": True, **DECODED},
@@ -227,7 +221,6 @@ CLIENTS = {
             "loads": False,
             "note": "its CPU build takes symmetric experts",
         },
-        {"form": ["nvfp4", "mxfp4"], "loads": False, "note": "its CPU build has no kernel for it"},
         *forms.rules("vLLM"),
         {"experts": True},
         {"loads": True},

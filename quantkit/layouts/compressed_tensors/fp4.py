@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.layouts import LinearSpec
-from quantkit.layouts.compressed_tensors.forms import Form
+from quantkit.layouts.compressed_tensors.forms import PACKAGE, Form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
 BITS = 4
+PLAIN = {"loads": True, "note": "in bfloat16 or with dequantize=True", "needs": PACKAGE}
+NO_KERNEL = {"loads": False, "note": "its CPU build has no kernel for it; on GPUs it was not tried"}
 
 
 @dataclass(frozen=True)

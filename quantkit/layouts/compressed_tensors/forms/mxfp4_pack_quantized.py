@@ -61,4 +61,7 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
     return QuantizedWeight(MxFp4Grid(), codes, Fp4Params(scale, torch.ones_like(scale)))
 
 
-CLIENTS: dict[str, list[dict]] = {}
+CLIENTS = {
+    "transformers": [{"form": "mxfp4", **fp4.PLAIN}],
+    "vLLM": [{"form": "mxfp4", **fp4.NO_KERNEL}],
+}
