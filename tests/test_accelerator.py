@@ -117,6 +117,9 @@ METHODS = {
     "nf4": ["nf4"],
     "nf4 single": ["nf4", "--no-double-quant"],
     "nf4 gptq": ["nf4", "--solver", "gptq", *CALIBRATED],
+    "nvfp4 rtn": ["fp4", "--solver", "rtn"],
+    "nvfp4 inputs": ["fp4", *CALIBRATED, "--activations"],
+    "mxfp4": ["fp4", "--format", "mxfp4", *CALIBRATED],
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "awq": ["awq", *SMALL, *CALIBRATED],
@@ -254,7 +257,11 @@ def text(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "method", ["gptq full", "gptq 3 bit", "gptq ct", "nf4", "nf4 single", "int8", "awq", "awq ct", "gguf"]
+    "method",
+    [
+        *("gptq full", "gptq 3 bit", "gptq ct", "nf4", "nf4 single", "int8", "awq", "awq ct", "gguf"),
+        "nvfp4 inputs",
+    ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
     made = "made.gguf" if method == "gguf" else "made"

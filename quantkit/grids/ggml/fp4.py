@@ -98,6 +98,10 @@ class Nvfp4Blocks(Fp4Blocks):
     def spans_matrix(self) -> bool:
         return self.divisor is None
 
+    @property
+    def joint(self) -> bool:
+        return self.divisor is None
+
     def together(self, weights: Sequence[Tensor]) -> Nvfp4Blocks:
         """With a divisor that suits all of `weights`."""
         return replace(self, divisor=NvFp4Grid(divisor=self.divisor).together(weights).divisor)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "gguf"
-SCALED = ("NVFP4",)  # types with a float32 of the whole matrix beside it
 PLAIN = re.compile(r"(F|BF|I)\d+$")  # types whose values are not coded
 
 
@@ -50,7 +49,7 @@ class GgmlLayout(Layout):
         """Bytes of the blocks."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
-        scale = 4 if spec.grid.name in SCALED else 0
+        scale = 4 if spec.grid.joint else 0
         return spec.out_features * row_bytes(spec.grid.name, spec.in_features) + scale
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:

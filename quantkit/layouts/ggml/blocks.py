@@ -56,9 +56,15 @@ def encode_rows(
         some = None if importance is None else importance[part].float()
         encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
 
-    grid = None if type_name in PLAIN else named(type_name, exact)
+    grid = None if type_name in PLAIN else named(type_name, exact).together([weight])
     by_chunks(blocks if grid else plain, weight)
     return encoded
+
+
+def scale_beside(type_name: str, weight: Tensor) -> float | None:
+    """What the blocks of `encode_rows` are multiplied with; None where that is nothing."""
+    grid = None if type_name in PLAIN else named(type_name).together([weight])
+    return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
 
 
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:

@@ -19,6 +19,7 @@ from quantkit.models.llamacpp.file_types import (
     BLOCKS,
     FILE_TYPES,
     NEED_IMPORTANCE,
+    SCALED,
     FileType,
     Model,
     Place,
@@ -32,6 +33,9 @@ FALLBACKS = {  # where 256 does not divide the columns
     "Q6_K": "Q8_0",
     **{name: "IQ4_NL" for name, (size, _) in BLOCKS.items() if name.startswith("IQ") and size == 256},
 }
+SCALES = re.compile(  # matrices for whose scales llama.cpp looks, in files of any architecture
+    r"blk\.\d+\.(attn_(q|k|v|output|qkv)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight$"
+)
 LAST_RESORT = "F16"  # where 32 does not, either
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 FLOATS = (
@@ -90,6 +94,14 @@ def stays_float(name: str, shape: Sequence[int]) -> bool:
 def without_importance(choices: Sequence[Choice]) -> list[Choice]:
     """Those tensors that llama-quantize does not make without an importance matrix."""
     return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
+
+
+def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
+    """Name and shape of what a tensor `[out, in]`, or `[experts, out, in]`, is multiplied with; None where
+    that is nothing."""
+    if type not in SCALED:
+        return None
+    return f"{name.removesuffix('.weight')}.scale", (shape[0] if len(shape) == 3 else 1,)
 
 
 def nbytes(type: str, shape: Sequence[int]) -> int:
@@ -187,6 +199,8 @@ class _Mixture:
         """`columns`: whether blocks fit those of the output matrix counts before its type is chosen."""
         if self.plain:
             return self.chosen.base
+        if self.chosen.experts and "_exps." in name:
+            return self.chosen.experts
         if name == self.output:
             wide = self.chosen.base == "Q8_0" or self.model.architecture == "falcon"
             fits = columns % BLOCKS[self.chosen.output][0] == 0
@@ -222,6 +236,10 @@ def _kind(name: str) -> str | None:
 def _fitting(name: str, shape: Sequence[int], wanted: str) -> Choice:
     """The type itself, or what stands in for it where its blocks do not divide the columns."""
     columns, block = shape[-1], BLOCKS[wanted][0]
+    if wanted in SCALED and not SCALES.match(name):
+        found = _fitting(name, shape, "Q8_0")
+        cost = nbytes(found.type, shape) - nbytes(wanted, shape)
+        return Choice(name, found.type, wanted, "llama.cpp looks for no scale of it", cost)
     if columns % block == 0:
         return Choice(name, wanted)
     type = FALLBACKS.get(wanted, LAST_RESORT)
