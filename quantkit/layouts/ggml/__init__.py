@@ -137,9 +137,14 @@ CLIENTS = {
             "note": "it would compute without the biases",
         },
         {
+            "form": "NVFP4",
+            "loads": False,
+            "note": "it takes the scales beside NVFP4's blocks for weights",
+        },
+        {
             "not_form": [
                 "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
-                "Q6_K", "IQ4_NL", "IQ4_XS",
+                "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
             ],
         },
         {
