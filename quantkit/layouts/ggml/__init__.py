@@ -108,6 +108,15 @@ def codes_of(header: Header) -> Codes | None:
     return Codes(header.dtype, int(digits[1]) if digits else 8, block, shape, math.prod(header.shape))
 
 
+def scaled_by(name: str, infos: Mapping[str, Header]) -> str | None:
+    """The matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something else."""
+    for ending in (".scale", ".input_scale"):
+        owner = infos.get(f"{name.removesuffix(ending)}.weight")
+        if name.endswith(ending) and owner is not None and owner.dtype == "NVFP4":
+            return owner.name
+    return None
+
+
 HEADERS = Headers(marks=())
 CLIENTS = {
     "transformers": [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import USAGE, QuantkitError, name_all
@@ -31,9 +31,11 @@ FALLBACKS = {  # where 256 does not divide the columns
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
+    "NVFP4": "Q8_0",
     **{name: "IQ4_NL" for name, (size, _) in BLOCKS.items() if name.startswith("IQ") and size == 256},
 }
-SCALES = re.compile(  # matrices for whose scales llama.cpp looks, in files of any architecture
+SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # that llama.cpp scales all of these matrices in
+SCALES = re.compile(  # matrices for whose scales it looks, in files of any architecture
     r"blk\.\d+\.(attn_(q|k|v|output|qkv)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight$"
 )
 LAST_RESORT = "F16"  # where 32 does not, either
@@ -126,13 +128,26 @@ def choose(
     names = [name for name, shape in tensors if not stays_float(name, shape)]
     asked = _Asked(wishes or Wishes(), names)
     mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=asked.wishes.pure)
-    choices = []
+    choices, biases = [], {name for name, _ in tensors if name.endswith(".bias")}
     for name, shape in tensors:
         if stays_float(name, shape):
             choices.append(Choice(name, "F32"))
         else:
-            choices.append(_fitting(name, shape, asked.type(name) or mixture.type(name, shape[-1])))
+            wanted = asked.type(name) or mixture.type(name, shape[-1])
+            unscaled = _unscaled(name, model, biases) if wanted in SCALED else None
+            choices.append(_fitting(name, shape, wanted, unscaled))
     return choices
+
+
+def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
+    """Why llama.cpp would not multiply a matrix with what lies beside it; None where it does."""
+    if model.architecture not in SCALING:
+        return f"llama.cpp leaves out scales in {model.architecture}"
+    if not SCALES.match(name):
+        return "llama.cpp looks for no scale of it"
+    if f"{name.removesuffix('.weight')}.bias" in biases:
+        return "llama.cpp would scale its bias, too"
+    return None
 
 
 class _Asked:
@@ -233,13 +248,13 @@ def _kind(name: str) -> str | None:
     return next((kind for part, kind in KINDS.items() if part in name), None)
 
 
-def _fitting(name: str, shape: Sequence[int], wanted: str) -> Choice:
-    """The type itself, or what stands in for it where its blocks do not divide the columns."""
+def _fitting(name: str, shape: Sequence[int], wanted: str, unscaled: str | None = None) -> Choice:
+    """The type itself, or what stands in for it where its blocks do not divide the columns, or nobody would
+    scale them."""
     columns, block = shape[-1], BLOCKS[wanted][0]
-    if wanted in SCALED and not SCALES.match(name):
-        found = _fitting(name, shape, "Q8_0")
-        cost = nbytes(found.type, shape) - nbytes(wanted, shape)
-        return Choice(name, found.type, wanted, "llama.cpp looks for no scale of it", cost)
+    if unscaled:
+        type = _fitting(name, shape, "Q8_0").type
+        return Choice(name, type, wanted, unscaled, nbytes(type, shape) - nbytes(wanted, shape))
     if columns % block == 0:
         return Choice(name, wanted)
     type = FALLBACKS.get(wanted, LAST_RESORT)
