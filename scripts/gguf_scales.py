@@ -2,10 +2,10 @@
 
     python scripts/gguf_scales.py
 
-Needs xllamacpp. A tiny model of every architecture goes into a file twice, in float32: as it is, and with every
-matrix that may have a scale divided by powers of two, which lie beside it. Where all are multiplied, logits are
-the same to the bit. Matrices with a bias stay as they are: llama.cpp scales behind it. What comes out is
-`SCALING` in quantkit/models/llamacpp/mixtures.py.
+Needs xllamacpp. A tiny model of every architecture goes into a file twice, in float32: as it is, and with
+every matrix that may have a scale divided by powers of two, which lie beside it. Where all are multiplied,
+logits are the same to the bit. Matrices with a bias stay as they are: llama.cpp scales behind it. What comes
+out is `SCALING` in quantkit/models/llamacpp/mixtures.py.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def main() -> None:
                 with Llama(path, 256) as llama:
                     found.append(llama.logits(ids))
         difference = np.abs(found[0] - found[1]).max()
-        print(
-            f"{architecture:12} {name:30} {'scales' if difference == 0 else f'leaves scales out: {difference:.1e}'}"
-        )
+        told = "scales" if difference == 0 else f"leaves scales out: {difference:.1e}"
+        print(f"{architecture:12} {name:30} {told}")
 
 
 if __name__ == "__main__":
