@@ -122,6 +122,8 @@ METHODS = {
     "mxfp4": ["fp4", "--format", "mxfp4", *CALIBRATED],
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
+    "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
+    "fp8 gptq": ["fp8", *CALIBRATED, "--solver", "gptq"],
     "awq": ["awq", *SMALL, *CALIBRATED],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, "--solver", "gptq"],
     "awq ct": ["awq", *SMALL, *CALIBRATED, "--layout", "compressed-tensors"],
@@ -259,7 +261,16 @@ def text(tmp_path) -> Path:
 @pytest.mark.parametrize(
     "method",
     [
-        *("gptq full", "gptq 3 bit", "gptq ct", "nf4", "nf4 single", "int8", "awq", "awq ct", "gguf"),
+        "gptq full",
+        "gptq 3 bit",
+        "gptq ct",
+        "nf4",
+        "nf4 single",
+        "int8",
+        "awq",
+        "awq ct",
+        "gguf",
+        "fp8 static",
         "nvfp4 inputs",
     ],
 )

@@ -86,6 +86,21 @@ def test_numbers_of_a_device_can_be_said():
             devices.choose("t4", *flags)
 
 
+def test_types_of_fewer_bits():
+    """Twice as fast for half the bits, where tensor cores have the type and adding up is no slower."""
+    h100, rtx, b200, a100 = (devices.find(name) for name in ("h100-80g", "rtx-4090", "b200", "a100-80g"))
+    assert h100.peak("fp8") == 1979 and h100.peak("fp4") == h100.peak("16 bit") == 989
+    assert rtx.peak("fp8") == 2 * rtx.tflops == 330 and rtx.peak("int8") == 661
+    assert b200.peak("fp4") == 2 * b200.peak("fp8") == 4 * b200.tflops == 9000
+    assert a100.peak("fp8") == 312 and a100.peak("int8") == 624
+    assert devices.choose("h100-80g", None, None, None, 2).peak("fp8") == 2 * 1979
+    assert devices.choose("h100-80g", None, None, 500).peak("fp8") == 500  # said: of all types
+    for device in devices.DEVICES.values():
+        assert all(
+            1.9 < tflops / device.tflops < 4.2 or name == "fp4" for name, tflops in device.fewer.items()
+        )
+
+
 def test_all_the_usual_devices_are_there():
     wanted = "a100-40g a100-80g h100-80g h200 b200 l4 l40 l40s h20 mi300x t4 v100-16g v100-32g rtx-3090"
     wanted += " rtx-4090 rtx-5090 rtx-3080 rtx-4070 rtx-4070-ti rtx-4080 rtx-6000-ada rtx-pro-6000"

@@ -1,7 +1,7 @@
-"""Devices by name: memory, bandwidth, and FLOPS of dense 16-bit matrix products.
+"""Devices by name: memory, bandwidth, and FLOPS of dense matrix products, of 16 bit and of fewer.
 
-NVIDIA: data sheets, tensor cores that add up in float32, without sparsity; memory as the driver shows it
-(rtx-pro-6000 is the Blackwell Workstation Edition). AMD: data sheets, matrix cores, likewise.
+NVIDIA: data sheets, tensor cores that add up in float32 (int8: in int32), without sparsity; memory as the
+driver shows it (rtx-pro-6000 is the Blackwell Workstation Edition). AMD: data sheets, matrix cores, likewise.
 Apple: the full chip with the most memory sold, bandwidth as stated, FLOPS of its GPU in float32 (16 bit is
 no faster there) as others computed them from clocks. `cpu` is a desktop of eight cores and two channels of
 DDR5-5600. Say --vram, --bandwidth and --tflops for another.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from quantkit.errors import USAGE, QuantkitError
 
@@ -23,7 +24,8 @@ MOST_DEVICES = 10_000
 class Device:
     """memory_gib: of it `usable` may be filled; bandwidth in GB/s, tflops in 10^12 operations a second.
 
-    kind: cuda, rocm, apple or cpu. None: not known. count: devices that stand here for one, `single`.
+    tflops are those of 16 bit; fewer: of types with fewer, `int8`, `fp8` and `fp4`, where it multiplies in
+    these. kind: cuda, rocm, apple or cpu. None: not known. count: devices that stand here for one, `single`.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Device:
     memory_gib: float | None
     bandwidth_gbs: float | None
     tflops: float | None
+    fewer: Mapping[str, float] = field(default_factory=dict, hash=False)
     count: int = 1
     single: Device | None = None
 
@@ -38,6 +41,10 @@ class Device:
     def one(self) -> Device:
         """One of them."""
         return self.single or self
+
+    def peak(self, computes: str) -> float | None:
+        """10^12 operations a second in a type; those of 16 bit where products are made in these."""
+        return self.fewer.get(computes, self.tflops)
 
     def times(self, count: int) -> Device:
         """So many of them as if they were one: all memory, bandwidth and FLOPS, which is an upper bound."""
@@ -48,6 +55,7 @@ class Device:
             for key in ("memory_gib", "bandwidth_gbs", "tflops")
             if (value := getattr(self, key)) is not None
         }
+        known["fewer"] = {name: value * count for name, value in self.fewer.items()}
         return replace(self, name=f"{count} × {self.name}", count=count, single=self, **known)
 
     @property
@@ -87,6 +95,33 @@ _CUDA = {
     "rtx-6000-ada": (48, 960, 364),
     "rtx-pro-6000": (95, 1792, 503),
 }
+_FEWER = {  # what multiplies in fewer bits: int8, fp8 and fp4, as far as it does
+    "t4": (130,),
+    "a10": (250,),
+    "a100-40g": (624,),
+    "a100-80g": (624,),
+    "a6000": (310,),
+    "h100-80g": (1979, 1979),
+    "h100-pcie-80g": (1513, 1513),
+    "h20": (296, 296),
+    "h200": (1979, 1979),
+    "b200": (4500, 4500, 9000),
+    "l4": (242, 242),
+    "l40": (362, 362),
+    "l40s": (733, 733),
+    "rtx-3060": (102,),
+    "rtx-3080": (238,),
+    "rtx-3090": (284,),
+    "rtx-4070": (233, 117),
+    "rtx-4070-ti": (321, 160),
+    "rtx-4080": (390, 195),
+    "rtx-4090": (661, 330),
+    "rtx-5090": (838, 419, 1676),
+    "rtx-6000-ada": (728, 728),
+    "rtx-pro-6000": (1008, 1008, 2015),
+    "mi300x": (2615, 2615),
+}
+FEWER = ("int8", "fp8", "fp4")
 _ROCM = {"mi300x": (191, 5300, 1307)}
 _APPLE = {
     "m1": (16, 68, 2.6),
@@ -106,7 +141,7 @@ _APPLE = {
     "m4-max": (128, 546, 17.2),
 }
 DEVICES = {
-    name: Device(name, kind, *numbers)
+    name: Device(name, kind, *numbers, dict(zip(FEWER, _FEWER.get(name, ()), strict=False)))
     for kind, table in (("cuda", _CUDA), ("rocm", _ROCM), ("apple", _APPLE), ("cpu", {"cpu": (32, 90, 1)}))
     for name, numbers in table.items()
 }
@@ -160,4 +195,5 @@ def choose(
             raise QuantkitError("--gpus says how many, but not of what", "add --gpu NAME, or --vram", USAGE)
         return None
     base = find(name) if name else Device("custom", "cuda", None, None, None)
-    return replace(base, **said).times(count or 1)
+    fewer = {} if tflops else base.fewer
+    return replace(base, fewer=fewer, **said).times(count or 1)

@@ -31,8 +31,11 @@ class Load:
         return Load(read, kv_cache.sequence_bytes(caches, tokens, bytes_per_value, kv_cache.PAGE), batch)
 
 
-def record(weights: Weights, device: Device | None, memory: int | None, load: Load) -> dict[str, Any]:
-    """A format's bytes, and what they leave of `memory` bytes of the device.
+def record(
+    weights: Weights, device: Device | None, memory: int | None, load: Load, computes: str = "16 bit"
+) -> dict[str, Any]:
+    """A format's bytes, and what they leave of `memory` bytes of the device; computes: the type of its
+    products, where the device has it.
 
     It fits where the weights do and the caches of all sequences beside them, as far as those are known.
     """
@@ -41,12 +44,14 @@ def record(weights: Weights, device: Device | None, memory: int | None, load: Lo
         return found | {"reason": weights.reason}
     bytes_per_weight = weights.stream_bits / 8
     bandwidth = device and device.bandwidth_gbs and device.bandwidth_gbs * 1e9
-    flops = device and device.tflops and device.tflops * 1e12
+    peak = device and device.peak(computes)
+    flops = peak and peak * 1e12
     needed = weights.bytes + load.batch * (load.paged_bytes or 0)
     found["fits"] = None if memory is None else needed <= memory
     counts = memory is not None and load.paged_bytes
     found["requests_that_fit"] = max(0, memory - weights.bytes) // load.paged_bytes if counts else None
     found["bytes_per_weight"] = bytes_per_weight
+    found["computes"] = computes if device is None or computes in device.fewer else "16 bit"
     found["optimal_batch"] = (
         roofline.optimal_batch(flops, bandwidth, bytes_per_weight) if bandwidth and flops else None
     )

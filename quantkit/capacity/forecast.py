@@ -70,7 +70,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             cache = {"bytes_per_sequence": None, "unsupported": str(error)}
     load = fit.Load.of(caches, tokens, question.batch, question.kv_bytes)
     weights = {
-        name: fit.record(found, question.device, question.memory, load)
+        name: fit.record(found, question.device, question.memory, load, formats.computes(name))
         for name, found in _weights(source).items()
     }
     if question.device and question.device.count > 1:
@@ -167,6 +167,7 @@ def _device_record(question: Question) -> dict[str, Any] | None:
         "usable_bytes": question.memory,
         "bandwidth": device.bandwidth_gbs and device.bandwidth_gbs * 1e9,
         "flops": device.tflops and device.tflops * 1e12,
+        "flops_of_fewer_bits": {name: tflops * 1e12 for name, tflops in device.fewer.items()},
     }
 
 

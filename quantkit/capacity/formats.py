@@ -114,6 +114,13 @@ def of_method(method: str) -> str:
     return module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
 
 
+def computes(name: str) -> str:
+    """The type in which engines multiply weights of this format with activations, where a device has it."""
+    method = _packed().get(name)
+    return getattr(method.method, "COMPUTES", BITS16) if method else BITS16
+
+
+BITS16 = "16 bit"
 STORED = "stored"  # the files as they are, of a model whose headers were read
 
 

@@ -9,8 +9,9 @@ time for the queries that find the cache in that state.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import kv_cache, kv_types
 from quantkit.grids.kv_cache import KvRounding
+from quantkit.models.skeleton import Skeleton
 
+EMPTY: Mapping = MappingProxyType({})
 PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # what forwards call a cache
 
 
@@ -36,18 +39,25 @@ class Kv:
 
 
 class KvCache:
-    """The quantized cache of one model that runs. name: of `kv_types.TYPES`."""
+    """The quantized cache of one model that runs. name: of `kv_types.TYPES`. scales: `k_scale` and `v_scale`
+    of attention by its block and name there, where the checkpoint has such; `fp8` is by these."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
+        self.name, self._scales = name, scales if name == "fp8" else EMPTY
         self._rounding = kv_cache.named(name)
         self._places: dict[int, list[_Place]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
         """Give block `index` this cache, once."""
         if index not in self._places:
-            found = [(module, name) for module in block.modules() if (name := _parameter(module))]
-            self._places[index] = [_Place(module, name, self._rounding) for module, name in found]
+            found = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
+            self._places[index] = [
+                _Place(module, name, self._rounding_of(index, place)) for place, module, name in found
+            ]
+
+    def _rounding_of(self, index: int, place: str) -> KvRounding:
+        scales = self._scales.get((index, place))
+        return kv_cache.scaled(*scales) if scales else self._rounding
 
     def describe(self, source: str) -> Kv:
         """What was used. Raises QuantkitError for a model that has no such cache at all."""
@@ -60,6 +70,19 @@ class KvCache:
             )
         kind = kv_types.TYPES[self.name]
         return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._places))
+
+
+def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+    """Calibrated scales that a checkpoint has of its cache, by block and the name of attention in it: what
+    compressed-tensors and vLLM quantize keys and values by."""
+    found, checkpoint = {}, skeleton.checkpoint
+    for index, block in enumerate(skeleton.names.stored_blocks):
+        inside = (name.removesuffix(".k_scale") for name in checkpoint.infos if name.endswith(".k_scale"))
+        for owner in inside:
+            if owner.startswith(block) and f"{owner}.v_scale" in checkpoint.infos:
+                scales = (checkpoint.load(f"{owner}.{part}").float() for part in ("k_scale", "v_scale"))
+                found[index, owner.removeprefix(block)] = tuple(scales)
+    return found
 
 
 def _parameter(module: nn.Module) -> str | None:

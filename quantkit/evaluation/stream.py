@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.evaluation.kv_cache import Kv, KvCache
+from quantkit.evaluation.kv_cache import Kv, KvCache, stored_scales
 from quantkit.evaluation.trial import Trial
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -39,11 +39,14 @@ class StreamedModel:
         kv_dtype: str | None = None,
     ) -> StreamedModel:  # fmt: skip
         """Load all but the blocks. kv_dtype: what keys and values are kept in, of `kv_types.TYPES`; None: as
-        they are computed. Raises QuantkitError naming tensors that are absent."""
+        they are computed, or by the scales that the checkpoint has of them. Raises QuantkitError naming
+        tensors that are absent."""
         skeleton = Skeleton(checkpoint, dtype, device)
         skeleton.names.check_complete()
         skeleton.load_rest()
-        cache = KvCache(kv_dtype) if kv_dtype else None
+        scales = stored_scales(skeleton) if not trial else {}
+        chosen = kv_dtype or ("fp8" if scales else None)
+        cache = KvCache(chosen, scales) if chosen else None
         return StreamedModel(named(checkpoint, trial, kv_dtype), skeleton, trial, cache)
 
     def states(self, batches: Sequence[Tensor], listen: Listener) -> States:

@@ -71,6 +71,16 @@ def _fp8(x: Tensor) -> Tensor:
     return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
 
 
+def scaled(keys: Tensor, values: Tensor) -> KvRounding:
+    """`fp8` with calibrated scales, one number each, as checkpoints store them (`k_scale`, `v_scale`)."""
+    return KvRounding(partial(_fp8_scaled, keys), partial(_fp8_scaled, values))
+
+
+def _fp8_scaled(scale: Tensor, x: Tensor) -> Tensor:
+    scale = scale.to(x)
+    return _fp8(x / scale) * scale
+
+
 def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
     """llama.cpp's: blocks of 32 along a head, which is rotated before by a Hadamard matrix (llama.cpp #21038)
     where it is whole 64s: of 64 for values (small), of the largest power of 2 that fits for keys.

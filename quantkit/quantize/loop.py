@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
-from quantkit.quantize import capture, curvature, finish, plan, towers, walk
+from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, towers, walk
 from quantkit.quantize.beside import Beside
+from quantkit.quantize.cache_peaks import Peaks
 from quantkit.quantize.capture import PROBE_TOKENS, Site
 from quantkit.quantize.curvature import Curvatures
 from quantkit.quantize.expert_by_expert import ExpertByExpert
@@ -144,7 +145,11 @@ class _Loop:
         block = self._block(index, module)
         parts = BlockParts(self.job.staging, index)
         records: list[dict] = []
-        with self._beside(block) as beside, closing(self._measure(block, parts, beside)) as measured:
+        with (
+            self._beside(block) as beside,
+            closing(self._measure(block, parts, beside)) as measured,
+            self._watched(block) as caches,
+        ):
             for site in measured.order or block.wanted:
                 statistics = measured.statistics(site)
                 if not site.linears:
@@ -162,6 +167,7 @@ class _Loop:
             self._advance(measured.outputs())
             if beside:
                 self.originals.advance(beside.leaving)
+        self._add_scales(block, caches, parts)
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
@@ -277,7 +283,7 @@ class _Loop:
         with self.timings("solve"):
             grids = [row.grid.together(weights) for row in rows]
             solved = self.method.solver.solve(weights, grids, statistics)
-            if "peak" in layout.needs:
+            if statistics and "peak" in layout.needs:
                 solved = [result.with_input_peak(statistics.peak) for result in solved]
         for row, weight, result in zip(rows, weights, solved, strict=True):
             with self.timings("pack"):
@@ -296,6 +302,21 @@ class _Loop:
         for name in names:
             stored, tensor = self.skeleton.as_stored(block.index, name)
             parts.add({stored: tensor.contiguous()})
+
+    def _watched(self, block: Block) -> AbstractContextManager[dict[str, Peaks]]:
+        """What the block's attention hands to its cache, where the layout stores a scale of it."""
+        return cache_peaks.watched(block.module) if "cache" in self.method.needs else nullcontext({})
+
+    def _add_scales(self, block: Block, caches: dict[str, Peaks], parts: BlockParts) -> None:
+        """The scales of its cache's keys and values."""
+        for place, peaks in caches.items():
+            if peaks.keys is None:
+                continue
+            inside = (row for local, row in block.rows.items() if local.startswith(f"{place}."))
+            row = next(inside)
+            owner = row.name.removesuffix(row.local) + place
+            scales = peaks.scales(self.method.layout.cache_most)
+            parts.add({f"{owner}.{name}": scale for name, scale in scales.items()})
 
     def _advance(self, outputs: Iterable[Tensor]) -> None:
         """The hidden states enter the next block."""

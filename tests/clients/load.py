@@ -33,6 +33,8 @@ def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         return model
+    if loader == "fp8":  # of which transformers makes bfloat16 where there is no GPU
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
     if loader == "bitsandbytes decoded":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).dequantize().to(dtype)
     stored = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]

@@ -32,7 +32,9 @@ MIXED = "mixed-precision"  # its name for config groups of several forms
 
 @dataclass(frozen=True)
 class CompressedTensorsLayout(Layout):
-    """form: how linears are written; others: how those are that it does not hold, if there are such.
+    """form: how linears are written; others: how those are that it does not hold, if there are such. cache:
+    `k_scale` and `v_scale`, bfloat16 `[1]`, are written of each attention, by which keys and values become
+    8-bit floats in an engine's cache.
 
     targets: what a stored configuration says, and scheme what it says of one linear (see `at`).
     """
@@ -41,6 +43,8 @@ class CompressedTensorsLayout(Layout):
     others: tuple[Form, ...] = ()
     targets: schemes.Targets = ()
     scheme: schemes.Scheme | None = None
+    cache: bool = False
+    cache_most = 448.0  # of e4m3
     marker = "weight_scale"
     takes_matrices = True  # vLLM makes linears of routers, which its target "Linear" takes
     suffixes = forms.suffixes()
@@ -52,11 +56,17 @@ class CompressedTensorsLayout(Layout):
     @property
     def needs(self) -> frozenset[str]:
         """Statistics of inputs of which something is stored."""
-        return frozenset().union(*(form.needs for form in (self.form, *self.others)))
+        own = frozenset({"cache"} if self.cache else ())
+        return own.union(*(form.needs for form in (self.form, *self.others)))
 
     def at(self, linear: str) -> CompressedTensorsLayout:
         """With the scheme of one linear, where a stored configuration gives it one."""
-        return replace(self, scheme=schemes.find(self.targets, linear)) if self.targets else self
+        if not self.targets:
+            return self
+        scheme = schemes.find(self.targets, linear)
+        module = next((module for module in forms.modules() if module.NAME == scheme.form), None)
+        form = module.like(scheme) if hasattr(module, "like") else self.form
+        return replace(self, scheme=scheme, form=form)
 
     def form_of(self, grid: Grid | Width) -> Form:
         """How weights on a grid are written."""
@@ -147,7 +157,7 @@ class CompressedTensorsLayout(Layout):
             "format": written.pop() if len(written) == 1 else MIXED,
             "quantization_status": "compressed",
             "global_compression_ratio": None,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": schemes.FLOAT8_CACHE if self.cache else None,
             "ignore": ["lm_head", *_outside(specs), *towers, *kept],
             "config_groups": {
                 f"group_{index}": {

@@ -23,6 +23,16 @@ STRATEGIES = {
 }
 FP4_GROUPS = {"tensor_group": 16, "group": 32}  # NVFP4, MXFP4
 LOCAL = "local"  # dynamic scales of groups, under a stored one of the tensor
+FLOAT8_CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+    "observer": "minmax",
+}
+CACHE_KEYS = ("num_bits", "type", "strategy", "dynamic")  # of it, those that say what is computed
 WIDTHS = {"int": range(2, 9), "float": range(8, 9)}
 
 
@@ -67,8 +77,9 @@ def parse(config: dict) -> Targets:
 
     Raises QuantkitError for what quantkit would misread, with the reason, and for malformed groups.
     """
+    if (cache := config.get("kv_cache_scheme")) and not _is_float8_cache(cache):
+        raise _unread("kv_cache_scheme", "of caches those of 8-bit floats by stored scales are read")
     for key, why in (
-        ("kv_cache_scheme", "keys and values are quantized at run time; set it to null to go without"),
         ("sparsity_config", "sparse weights are not read"),
         ("transform_config", "rotations at run time are not read"),
     ):
@@ -84,6 +95,12 @@ def parse(config: dict) -> Targets:
         for targets, scheme in [_group(name, group, config.get("format"))]
         for target in targets
     )
+
+
+def _is_float8_cache(told: object) -> bool:
+    """Whether keys and values are quantized as FLOAT8_CACHE says. What is computed here is without it:
+    `eval --kv-dtype fp8` measures such a cache."""
+    return isinstance(told, dict) and all(told.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
 
 
 def find(targets: Targets, linear: str) -> Scheme:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."
 WORK = Work(0, 0, (5e-9, 30e-9))
+COMPUTES = "fp8"  # what engines multiply in, see capacity/devices.py
 BLOCK = 128  # the only one that engines have kernels for
 
 
@@ -47,6 +48,11 @@ class Options:
         False,
         "rtn: search each scale for the least error, in fifteen times the time; other solvers always do.",
     )
+    kv_cache: bool = option(
+        False,
+        "Store scales of keys and values, too, found in calibration text, with which engines keep them in "
+        "8 bit floats.",
+    )
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first, inside their row or block."
     )
@@ -66,7 +72,8 @@ def suffix(options: Options) -> str:
     solver = "" if options.solver == "rtn" else f"-{options.solver}"
     form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
     static = "-static" if options.static else ""
-    return f"fp8{form}{static}{solver}" + composing.transform_suffix(options.transform)
+    cache = "-kv" if options.kv_cache else ""
+    return f"fp8{form}{static}{cache}{solver}" + composing.transform_suffix(options.transform)
 
 
 def check(options: Options) -> None:
@@ -81,6 +88,12 @@ def check(options: Options) -> None:
             "leave out one of them; --static is for --layout compressed-tensors",
             USAGE,
         )
+    if options.kv_cache and options.layout == "deepseek":
+        raise QuantkitError(
+            "--kv-cache: DeepSeek's layout has no place for scales of a cache",
+            "use --layout compressed-tensors",
+            USAGE,
+        )
     composing.check(options)
 
 
@@ -92,7 +105,8 @@ def layout(options: Options) -> Layout:
     """How it lies on disk."""
     if options.layout == "deepseek":
         return Fp8Layout()
-    return CompressedTensorsLayout(FloatQuantized(_block(options), options.static))
+    form = FloatQuantized(_block(options), options.static)
+    return CompressedTensorsLayout(form, cache=options.kv_cache)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:

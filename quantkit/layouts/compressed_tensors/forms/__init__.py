@@ -3,7 +3,8 @@
 A form's file holds NAME, as configurations spell it; SUFFIXES, the tensors of a linear that it may store;
 `reads(tensors)`, whether stored tensors have it, and `decode(stored)`, what they say; CLIENTS, what each
 client makes of it, before what is true of all forms (see inspection/clients.py); and, where it is written, a
-class that is a `Form`. torch is imported where tensors are made.
+class that is a `Form`, and `like(scheme)`, that of a stored scheme, so that it can be written again. torch is
+imported where tensors are made.
 """
 
 from __future__ import annotations

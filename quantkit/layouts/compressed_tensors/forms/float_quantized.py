@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors.forms import Form
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.grids.grid import QuantizedWeight
+    from quantkit.layouts.compressed_tensors.schemes import Scheme
     from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
 NAME = "float-quantized"
@@ -64,7 +66,7 @@ class FloatQuantized(Form):
         scale = weight.params.scale[:: grid.rows or None].to(grid.stored)
         tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale.contiguous()}
         if self.static:
-            tensors["input_scale"] = _input_scale(weight.input_peak / LARGEST)
+            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST)
         return tensors
 
     def weights(self, setting: tuple) -> dict:
@@ -94,11 +96,20 @@ class FloatQuantized(Form):
         }
 
 
-def _input_scale(scale: Tensor) -> Tensor:
-    """As it is stored, `[1]`; that of inputs that were never anything but zero is any."""
+def _input_scale(peak: Tensor | None, most: float) -> Tensor:
+    """As it is stored, `[1]`; that of inputs that were never anything but zero is any.
+
+    Raises QuantkitError for a linear that no calibration text entered.
+    """
     import torch
 
-    stored = scale.to(torch.bfloat16).view(1)
+    if peak is None:
+        raise QuantkitError(
+            "static scales need inputs, and no calibration text enters one of these linears",
+            "leave out --static, or --towers, or keep such linears in 16 bit with --exclude",
+            UNSUPPORTED,
+        )
+    stored = (peak / most).to(torch.bfloat16).view(1)
     return torch.where(stored == 0, torch.finfo(torch.bfloat16).eps, stored)
 
 
@@ -109,11 +120,17 @@ def reads(tensors: Mapping[str, Tensor]) -> bool:
     return "weight_packed" not in tensors and tensors["weight"].dtype == torch.float8_e4m3fn
 
 
+def like(scheme: Scheme) -> FloatQuantized:
+    """The form of such linears."""
+    block, inputs = scheme.weights.block, scheme.activations
+    return FloatQuantized(block and block[1], bool(inputs) and not inputs.dynamic)
+
+
 def decode(stored: StoredWeight) -> QuantizedWeight:
     """Codes and parameters. Raises QuantkitError for parts that do not fit one another."""
     import torch
 
-    from quantkit.grids.float8 import Float8Grid, Float8Params
+    from quantkit.grids.float8 import LARGEST, Float8Grid, Float8Params
     from quantkit.grids.grid import QuantizedWeight
 
     weight, numbers = stored.matrix(), stored.numbers
@@ -124,7 +141,8 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
     rows = stored.rows_of_scale(weight)
     precision = str(stored.tensors["weight_scale"].dtype).removeprefix("torch.")
     grid = Float8Grid(group_size, rows, scale_dtype=precision)
-    return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group)
+    peak = stored.number("input_scale")[0] * LARGEST if "input_scale" in stored.tensors else None
+    return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group, peak)
 
 
 CLIENTS: dict[str, list[dict]] = {}
