@@ -139,3 +139,18 @@ def test_what_engines_fuse_has_one_divisor(tiny_model, quantkit, tmp_path, solve
     checkpoint = open_checkpoint(str(tmp_path / "made"))
     values = checkpoint.read("model.layers.0.self_attn.q_proj.weight").float()
     assert torch.equal(values.bfloat16().float(), values) and values.any()
+
+
+@pytest.mark.parametrize("more", ([], ["--format", "mxfp4"]))
+def test_a_job_takes_the_bytes_that_were_planned(tiny_model, make, tmp_path, more):
+    model = tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    asked = ["fp4", model, "--activations", "--samples", "2", "--seqlen", "32", *more]
+    planned = make(*asked, "--dry-run")["plan"]["output_bytes"]
+    made = make(*asked, "-o", "made")
+    tensors = load_file(tmp_path / "made/model.safetensors")
+    assert sum(tensor.nbytes for tensor in tensors.values()) == planned
+    packed = [name for name in tensors if "_proj." in name]
+    scales = ("weight_scale",) if more else ("weight_scale", "weight_global_scale", "input_global_scale")
+    assert {name.rpartition(".")[2] for name in packed} == {"weight_packed", *scales}
+    groups = 8 / 32 if more else 8 / 16
+    assert made["bits_per_weight"] == pytest.approx(4 + groups, abs=0 if more else 0.1)
