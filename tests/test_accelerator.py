@@ -117,6 +117,9 @@ METHODS = {
     "nf4": ["nf4"],
     "nf4 single": ["nf4", "--no-double-quant"],
     "nf4 gptq": ["nf4", "--solver", "gptq", *CALIBRATED],
+    "nvfp4 rtn": ["fp4", "--solver", "rtn"],
+    "nvfp4 inputs": ["fp4", *CALIBRATED, "--activations"],
+    "mxfp4": ["fp4", "--format", "mxfp4", *CALIBRATED],
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
@@ -183,7 +186,7 @@ def test_every_gguf_type_has_the_bytes_of_the_cpu(far, quantkit, blocks_of_256, 
         same_file(path, on_far / path.name)
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K_M", "Q4_K_M", "IQ4_XS", "IQ4_NL", "Q4_0", "Q8_0"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K_M", "Q4_K_M", "IQ4_XS", "IQ4_NL", "Q4_0", "NVFP4"])
 def test_error_feedback_on_ggml_blocks_has_the_bytes_of_the_cpu(both, blocks_of_256, name):
     same_file(*both("gguf", blocks_of_256, "-t", name, *CALIBRATED))
 
@@ -269,6 +272,7 @@ def text(tmp_path) -> Path:
         "gguf",
         "fp8 static",
         "w8a8",
+        "nvfp4 inputs",
     ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):

@@ -11,11 +11,15 @@ from quantkit.errors import QuantkitError
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.float8 import Float8Grid
+from quantkit.grids.fp4 import Fp4Grid, MxFp4Grid, NvFp4Grid
 from quantkit.grids.grid import Grid
 from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts import Layout
 from quantkit.layouts.bitsandbytes import Int8Layout, Nf4Layout
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms.mxfp4_pack_quantized import MxFp4Packed
+from quantkit.layouts.compressed_tensors.forms.nvfp4_pack_quantized import NvFp4Packed
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.llamacpp.file_types import NO_FEEDBACK
@@ -33,6 +37,8 @@ GRIDS = [
     AffineGrid(4, 64, search=False, clip=True),
     Nf4Grid(),
     Nf4Grid(double_quant=False),
+    NvFp4Grid(),
+    MxFp4Grid(),
     Int8Grid(IN),
     *(ggml.named(name, exact=False) for name in ggml.TYPES if name not in NO_FEEDBACK),
 ]
@@ -64,6 +70,8 @@ def layout(grid: Grid, scattered: bool) -> Layout:
         )
     if isinstance(grid, Nf4Grid):
         return Nf4Layout(grid.double_quant)
+    if isinstance(grid, Fp4Grid):
+        return CompressedTensorsLayout(NvFp4Packed() if isinstance(grid, NvFp4Grid) else MxFp4Packed())
     return Int8Layout() if isinstance(grid, Int8Grid) else GgmlLayout()
 
 

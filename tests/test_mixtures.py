@@ -12,12 +12,13 @@ import gguf
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, Model, parse_file_type
+from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, OWN, Model, parse_file_type
 from quantkit.models.llamacpp.mixtures import (
     Choice,
     Wishes,
     choose,
     nbytes,
+    scale_of,
     stays_float,
     without_importance,
 )
@@ -63,7 +64,7 @@ def test_the_types_are_llama_quantizes(title):
 
 def test_the_answers_cover_every_file_type():
     asked = {row[0] for shape in ANSWERS.values() for row in shape["answers"]}
-    assert asked == set(FILE_TYPES)
+    assert asked == set(FILE_TYPES) - OWN - {"MXFP4_MOE"}
     assert any(row[1] for shape in ANSWERS.values() for row in shape["answers"])
 
 
@@ -172,3 +173,37 @@ def test_file_types_by_name():
     with pytest.raises(QuantkitError, match="no file type 'Q4_K_L'") as refused:
         parse_file_type("Q4_K_L")
     assert "did you mean Q4_K_" in refused.value.hint and refused.value.exit_code == 2
+
+
+# ---- NVFP4, whose matrices have a scale beside them
+
+
+def test_nvfp4_only_where_llama_cpp_scales():
+    """As asked of llama.cpp by `scripts/gguf_scales.py`."""
+    named = [
+        ("token_embd.weight", [64, 256]),
+        ("blk.0.attn_q.weight", [64, 256]),
+        ("blk.0.attn_k.weight", [64, 256]),
+        ("blk.0.attn_k.bias", [64]),
+        ("blk.0.attn_kv_b.weight", [64, 256]),
+        ("blk.0.ffn_down_exps.weight", [4, 64, 256]),
+        ("blk.0.ffn_up.weight", [64, 96]),
+    ]
+    found = {choice.name: choice for choice in choose("NVFP4", Model("llama", 1, 4, 4), named)}
+    types = ["Q6_K", "NVFP4", "Q8_0", "F32", "Q8_0", "NVFP4", "Q8_0"]
+    assert [choice.type for choice in found.values()] == types
+    assert "bias" in found["blk.0.attn_k.weight"].reason
+    assert "no scale" in found["blk.0.attn_kv_b.weight"].reason
+    assert scale_of("blk.0.ffn_down_exps.weight", "NVFP4", [4, 64, 256]) == (
+        "blk.0.ffn_down_exps.scale",
+        (4,),
+    )
+    assert scale_of("blk.0.attn_q.weight", "NVFP4", [64, 256]) == ("blk.0.attn_q.scale", (1,))
+    assert scale_of("blk.0.attn_q.weight", "MXFP4", [64, 256]) is None
+    other = choose("NVFP4", Model("gemma3", 1, 4, 4), named[1:2])
+    assert other[0].type == "Q8_0" and "gemma3" in other[0].reason
+
+
+def test_mxfp4_moe_is_for_experts():
+    named = [("blk.0.attn_q.weight", [64, 256]), ("blk.0.ffn_up_exps.weight", [4, 64, 256])]
+    assert [choice.type for choice in choose("MXFP4_MOE", SMALL, named)] == ["Q8_0", "MXFP4"]

@@ -13,11 +13,20 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quantkit.errors import QuantkitError
+from quantkit.grids.fp4 import MxFp4Grid
 from quantkit.layouts._mxfp4 import decode
+from quantkit.layouts.compressed_tensors.forms.mxfp4_pack_quantized import MxFp4Packed
+from quantkit.layouts.ggml.blocks import encode_rows
+from quantkit.models.llamacpp import tensors as gguf_tensors
 from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.solvers import rtn
 
 # as wide inside as outside: only the orientation tells a transposed matrix
 SMALL = {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16, "intermediate_size": 64}
+
+
+PARTS = "blocks", "scales"
 
 
 def packed(out: int, generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,3 +87,37 @@ def test_blocks_without_their_scales_are_refused(tmp_path):
         open_checkpoint(str(coded))
     assert f"{name}_blocks is U8 [3, 64, 2, 16]" in refused.value.message
     assert "absent" in refused.value.message
+
+
+def test_experts_that_are_written_again_keep_their_bytes(tmp_path):
+    """Groups whose largest value is 4 or 6, as encoders leave them; -0 has no bytes of its own in ggml."""
+    coded, _ = checkpoints(tmp_path)
+    tensors = load_file(coded / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        blocks = tensors[name]
+        low, high = (torch.where(part == 8, 0, part) for part in (blocks & 15, blocks >> 4))
+        tensors[name] = low | high << 4
+        tensors[name][..., 0] |= 6
+    save_file(tensors, coded / "model.safetensors", {"format": "pt"})
+    checkpoint = Skeleton(open_checkpoint(str(coded)), torch.float32, torch.device("cpu")).checkpoint
+    written = {target.name: target for target in gguf_tensors.of_checkpoint(checkpoint)}
+
+    def of(name: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales, and codes in order."""
+        blocks, scales = (tensors[f"model.layers.1.mlp.experts.{name}_{part}"][:, rows] for part in PARTS)
+        return scales, torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+
+    for kind, (scales, codes) in {
+        "gate": of("gate_up_proj", slice(0, None, 2)),
+        "up": of("gate_up_proj", slice(1, None, 2)),
+        "down": of("down_proj", slice(None)),
+    }.items():
+        target = written[f"blk.1.ffn_{kind}_exps.weight"]
+        values = target.to_gguf(target.read(checkpoint, torch.float32))
+        wanted = torch.cat((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), -1).flatten(2)
+        assert torch.equal(torch.stack([encode_rows("MXFP4", matrix) for matrix in values]), wanted), kind
+        for matrix, scale, code in zip(values, scales, codes, strict=True):
+            weight = rtn.quantize(matrix, MxFp4Grid())
+            assert torch.equal(weight.values(), matrix) and torch.equal(weight.codes, code.flatten(1))
+            stored = MxFp4Packed().encode(weight)
+            assert torch.equal(stored["weight_scale"], scale)

@@ -5,6 +5,7 @@ import reference_yaqa as reference
 import torch
 
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import named
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.quantize.solvers import SiteStatistics, descent, yaqa
@@ -59,7 +60,10 @@ def test_is_the_nearest_plane_of_the_kronecker_form(monkeypatch, block, cycles):
     torch.testing.assert_close(values, wanted[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("grid", [AffineGrid(2, 32), AffineGrid(4, 64, False), Nf4Grid(), named("Q3_K")])
+GRIDS = AffineGrid(2, 32), AffineGrid(4, 64, False), Nf4Grid(), NvFp4Grid(), MxFp4Grid(), named("Q3_K")
+
+
+@pytest.mark.parametrize("grid", GRIDS)
 def test_each_cycle_loses_less(grid):
     """Of the damped loss, with rows that are visited together."""
     width = max(128, grid.group_size)

@@ -84,6 +84,8 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
     for choice, (name, shape) in zip(mixtures.choose(file_type, model, named), named, strict=True):
         nbytes = mixtures.nbytes(choice.type, shape)
         padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if scale := mixtures.scale_of(name, choice.type, shape):
+            nbytes, padded = nbytes + 4 * scale[1][0], padded + -(-4 * scale[1][0] // ALIGNMENT) * ALIGNMENT
         total += padded
         if name.startswith("blk.") and choice.type != "F32":
             packed, weights = packed + nbytes, weights + math.prod(shape)

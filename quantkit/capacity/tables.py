@@ -13,7 +13,8 @@ from quantkit.capacity.formats import STORED
 from quantkit.tables import print_facts, print_line
 
 GIB = 1 << 30
-SHOWN = ("bf16", "fp8", "int8", "nf4", "gptq", "awq", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+METHODS = ("fp8", "int8", "nf4", "fp4", "gptq", "awq")
+SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 MISSING = "–"
 Record = dict[str, Any]
 

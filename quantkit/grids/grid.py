@@ -29,7 +29,8 @@ class Grid:
     fitted for the whole matrix before any column is chosen. vector_size: so many columns are chosen together,
     from a code book, by what `search_in` returns; then none can be rounded by itself. weighted: round to
     nearest, too, is to know how much each input column counts, as llama.cpp's encoders do with an importance
-    matrix. clip: given second moments, round to nearest cuts off each group's range by AWQ's search.
+    matrix. joint: linears that engines make one of are to have parameters in common (`together`). clip: given
+    second moments, round to nearest cuts off each group's range by AWQ's search.
     """
 
     group_size: int
@@ -37,6 +38,7 @@ class Grid:
     vector_size = 1
     spans_matrix = False
     weighted = False
+    joint = False
     clip = False
 
     @property
@@ -62,6 +64,11 @@ class Grid:
         """Parameters `[out, groups]` for `weight [out, in]`, every group fitted by itself. `importance` is
         `[in]`, for grids that are weighted."""
         return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
+
+    def together(self, weights: Sequence[Tensor]) -> Grid:
+        """The grid of linears `weights [out_k, in]` that read the same input, and of which engines may make
+        one: with parameters of the whole matrix that suit all of them."""
+        return self
 
     def plain(self) -> Grid:
         """The same values, fitted without any search of the range."""

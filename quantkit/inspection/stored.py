@@ -7,6 +7,7 @@ their sizes mean, also where quantkit has no decoder for them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,12 @@ def all_headers() -> list[Headers]:
 def weights_of(contents: Contents) -> list[Weight]:
     """Every parameter, in the order of the file."""
     if contents.container == "gguf":
-        return [_of_ggml(info) for info in contents.infos.values()]
+        owners = {name: ggml.scaled_by(name, contents.infos) for name in contents.infos}
+        beside = Counter()
+        for name, owner in owners.items():
+            beside[owner] += contents.infos[name].nbytes
+        infos = (info for name, info in contents.infos.items() if owners[name] is None)
+        return [_of_ggml(info, beside[info.name]) for info in infos]
     found, taken = {}, set()
     for linear, (mark, parts) in packed(contents).items():
         codes = mark.read(parts, contents)
@@ -90,13 +96,18 @@ def packed(contents: Contents) -> dict[str, tuple[Mark, Parts]]:
     return found
 
 
-def _of_ggml(info: TensorInfo) -> Weight:
-    """A tensor of a GGUF file; codes and scales of its blocks lie side by side."""
+def _of_ggml(info: TensorInfo, beside: int) -> Weight:
+    """A tensor of a GGUF file; codes and scales of its blocks lie side by side. beside: bytes of scales in
+    tensors of their own."""
     weight = Weight(info.name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
     codes = ggml.codes_of(info)
     if codes is None:
         return weight
     code_bytes = min(info.nbytes, int(codes.weights * codes.bits) // 8)
     return replace(
-        weight, plain_bytes=0, code_bytes=code_bytes, scale_bytes=info.nbytes - code_bytes, codes=codes
+        weight,
+        plain_bytes=0,
+        code_bytes=code_bytes,
+        scale_bytes=info.nbytes - code_bytes + beside,
+        codes=codes,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
+from quantkit.layouts import FUSIONS, LinearSpec
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
 TINY = torch.finfo(torch.float32).tiny
+MATES = (*FUSIONS.values(), ("w1", "w3"))  # of which engines make one linear; the last as Mixtral calls them
 PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
 KEPT = 512  # inputs of a site that are kept as they are, at most
 
@@ -39,6 +41,19 @@ class Site:
     def place(self) -> str:
         """The module at which its inputs are seen."""
         return self.linears[0] if self.linears else self.pool
+
+
+def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
+    """Sites of a block whose inputs nobody asks for; `rows` by their names inside it. Linears that engines
+    make one of stand together where their grids are to have something in common, every other one alone."""
+    sites: dict[tuple[str, ...], None] = {}
+    for name, row in rows.items():
+        owner, dot, leaf = name.rpartition(".")
+        mates = next((mates for mates in MATES if leaf in mates), ())
+        names = tuple(f"{owner}{dot}{mate}" for mate in mates)
+        together = tuple(mate for mate in names if mate in rows and rows[mate].grid and rows[mate].grid.joint)
+        sites[together if row.grid and row.grid.joint and together else (name,)] = None
+    return [Site(names) for names in sites]
 
 
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:

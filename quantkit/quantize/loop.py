@@ -179,8 +179,8 @@ class _Loop:
     def _block(self, index: int, module: nn.Module) -> Block:
         """What is to be done to a block."""
         rows = {row.local: row for row in self.job.specs if row.block == index}
-        if not self.method.needs:  # no inputs are gathered: every linear stands for itself
-            return Block(index, module, rows, [Site((name,)) for name in rows])
+        if not self.method.needs:  # no inputs are gathered
+            return Block(index, module, rows, capture.fused_sites(rows))
         probe = self.states[0][:1, :PROBE_TOKENS]
         sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
         return Block(index, module, rows, sites)
@@ -281,7 +281,8 @@ class _Loop:
             exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float() for row in rows
         ]
         with self.timings("solve"):
-            solved = self.method.solver.solve(weights, [row.grid for row in rows], statistics)
+            grids = [row.grid.together(weights) for row in rows]
+            solved = self.method.solver.solve(weights, grids, statistics)
             if statistics and "peak" in layout.needs:
                 solved = [result.with_input_peak(statistics.peak) for result in solved]
         for row, weight, result in zip(rows, weights, solved, strict=True):

@@ -29,8 +29,8 @@ def main(folder: Path) -> None:
             how = QuantizationArgs(**arguments[name])
             scale, zero = inputs.get(f"scale.{name}"), inputs.get(f"zero.{name}")
             if how.dynamic:
-                scale, zero = compute_dynamic_scales_and_zp(tensor, how, module=None)
-            outputs[key] = fake_quantize(tensor, scale, zero, how)
+                scale, zero = compute_dynamic_scales_and_zp(tensor, how, None, inputs.get(f"global.{name}"))
+            outputs[key] = fake_quantize(tensor, scale, zero, how, global_scale=inputs.get(f"global.{name}"))
     save_file({name: tensor.contiguous() for name, tensor in outputs.items()}, folder / "outputs.safetensors")
 
 

@@ -27,6 +27,14 @@ INPUTS = {
     "float8 tensor": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": True},
     "int8 static": {"num_bits": 8, "type": "int", "strategy": "tensor"},
     "int8 static, asymmetric": {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False},
+    "nvfp4": {
+        "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local",
+        "scale_dtype": "torch.float8_e4m3fn",
+    },
+    "mxfp4": {
+        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True,
+        "scale_dtype": "torch.uint8",
+    },
     "float8 static": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,6 +63,8 @@ def library(tmp_path_factory) -> dict[str, torch.Tensor]:
         key = f"{name} {dtype}"
         arguments[key] = INPUTS[name]
         inputs[f"input.{key}"] = hidden(dtype)
+        if name == "nvfp4":
+            inputs[f"global.{key}"] = torch.tensor([0.79])  # of a smaller largest input: some are cut off
         if "static" in name:
             inputs[f"scale.{key}"] = torch.tensor([0.037]).to(dtype)
             zero = torch.tensor([-17 if "asymmetric" in name else 0], dtype=torch.int8)
@@ -85,5 +95,6 @@ def test_quantized_inputs(name, dtype, library):
     }
     layout = detect({"quant_method": "compressed-tensors", "config_groups": {"g": group}})
     scale, zero = (library.get(f"{part}.{name} {dtype}") for part in ("scale", "zero"))
+    scale = library.get(f"global.{name} {dtype}", scale)
     own = rounded(hidden(dtype), layout.at("a").scheme.activations, scale, zero)
     assert own.dtype == dtype and torch.equal(own, library[f"theirs.input.{name} {dtype}"])

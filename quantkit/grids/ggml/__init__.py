@@ -8,7 +8,8 @@ encoders: `legacy.py`, the plainest, `kquants.py`, `iq4.py`. They choose scales 
 searches to the bit, or `fast.py`, others in a third of the steps. `refit.py` is error feedback's alone.
 
 `iquants.py` and `iq1.py` take vectors from a `codebook.py`, by way of their `neighbours.py` as ggml does;
-`nearest.py` is what error feedback looks for them with. `ternary.py` has the types of -1, 0 and 1.
+`nearest.py` is what error feedback looks for them with. `ternary.py` has the types of -1, 0 and 1,
+`fp4.py` 4-bit floats.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MODULES = {
     "iquants": ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     "iq1": ("IQ1_S", "IQ1_M"),
     "ternary": ("TQ1_0", "TQ2_0"),
+    "fp4": ("MXFP4", "NVFP4"),
 }
 TYPES = tuple(name for names in MODULES.values() for name in names)
 

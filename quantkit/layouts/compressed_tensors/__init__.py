@@ -108,6 +108,8 @@ class CompressedTensorsLayout(Layout):
 
         stored = self._stored(tensors)
         scale = None if numbers.dynamic else stored.number("input_scale")
+        if numbers.strategy == "tensor_group":
+            scale = stored.number("input_global_scale")
         has_zero = not (numbers.dynamic or numbers.symmetric)
         zero = stored.number("input_zero_point") if has_zero else None
         weight = stored.decode().values()
@@ -221,12 +223,6 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
 
 CLIENTS = {
     "transformers": [
-        {
-            "form": ["nvfp4", "mxfp4"],
-            "loads": True,
-            "note": "in bfloat16 or with dequantize=True",
-            "needs": PACKAGE,
-        },
         *forms.rules("transformers"),
         {"experts": True, "mixed": True},
         {"experts": True, "loads": True, **DECODED},
@@ -241,7 +237,6 @@ CLIENTS = {
             "loads": False,
             "note": "its CPU build takes symmetric experts",
         },
-        {"form": ["nvfp4", "mxfp4"], "loads": False, "note": "its CPU build has no kernel for it"},
         *forms.rules("vLLM"),
         {"experts": True},
         {"loads": True},

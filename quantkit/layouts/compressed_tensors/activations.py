@@ -15,6 +15,9 @@ from torch.nn.functional import linear
 from quantkit.grids.float8 import FLOAT8, nearest
 from quantkit.layouts.compressed_tensors.schemes import Numbers
 
+FP4_MAX = 6.0  # of e2m1
+FP4_EPS = 0.125  # an e4m3 scale of 0 becomes that
+
 
 class QuantizedInputLinear(nn.Module):
     """weight: float `[out, in]`. scale, zero: one number each, where the configuration is static. exact:
@@ -46,6 +49,9 @@ def rounded(
     hidden: Tensor, numbers: Numbers, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> Tensor:
     """`hidden [..., in]` as it is after quantizing and scaling back, in its own precision."""
+    if numbers.is_fp4:
+        groups = hidden.unflatten(-1, (-1, numbers.group_size))
+        return _rounded_fp4(groups, scale).flatten(-2).to(hidden.dtype)
     if numbers.strategy == "group":
         groups = hidden.unflatten(-1, (-1, numbers.group_size))
         return _rounded(groups, numbers, *_parameters(groups, numbers)).flatten(-2)
@@ -83,3 +89,23 @@ def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor, zero: Tensor) -> T
     codes = (hidden / scale + zero).clamp(*_ends(numbers))
     codes = codes.to(FLOAT8).to(hidden.dtype) if numbers.kind == "float" else codes.round()
     return (codes - zero) * scale
+
+
+def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
+    """`[..., groups, group_size]` as 4-bit floats. divisor: of NVFP4's e4m3 scales, `[1]`; None for MXFP4."""
+    largest = groups.abs().amax(-1, keepdim=True)
+    if divisor is None:  # a power of two by which the largest becomes 3.5 to 7, which is cut off at 6
+        mantissa, exponent = torch.frexp(largest.float())
+        exponent = (exponent - 3 + (mantissa >= 0.875).int()).clamp(-126, 127)
+        step = torch.ldexp(torch.ones_like(mantissa), exponent).to(groups.dtype)
+    else:
+        scale = nearest(largest / FP4_MAX * divisor)
+        step = torch.where(scale == 0, FP4_EPS, scale) / divisor
+    return to_fp4(groups / step) * step
+
+
+def to_fp4(x: Tensor) -> Tensor:
+    """The nearest values of e2m1, halves to even."""
+    size = x.abs()
+    coarse = torch.where(size < 4, x.round(), (x / 2).round() * 2)
+    return torch.where(size < 2, (x * 2).round() / 2, coarse).clamp(-FP4_MAX, FP4_MAX)

@@ -17,7 +17,12 @@ from quantkit.layouts.compressed_tensors import forms
 NAIVE = "naive-quantized"  # what int-quantized and float-quantized are called besides
 CLASSES = ("Linear", "Module")  # of an nn.Linear
 PATTERN = "re:"
-STRATEGIES = {"weights": ("tensor", "channel", "group", "block"), "activations": ("tensor", "token", "group")}
+STRATEGIES = {
+    "weights": ("tensor", "channel", "group", "block", "tensor_group"),
+    "activations": ("tensor", "token", "group", "tensor_group"),
+}
+FP4_GROUPS = {"tensor_group": 16, "group": 32}  # NVFP4, MXFP4
+LOCAL = "local"  # dynamic scales of groups, under a stored one of the tensor
 FLOAT8_CACHE = {
     "num_bits": 8,
     "type": "float",
@@ -35,8 +40,9 @@ WIDTHS = {"int": range(2, 9), "float": range(8, 9)}
 class Numbers:
     """How weights or activations become numbers of `bits` bits. kind: `int`, or `float` (e4m3).
 
-    group_size: columns of one group; None unless strategy is `group`. block: rows and columns of strategy
-    `block`. dynamic: scales follow from the values at run time, instead of being stored.
+    group_size: columns of one group; None unless strategy is `group` or `tensor_group`, which has a scale of
+    the tensor besides. block: rows and columns of strategy `block`. dynamic: scales follow from the values at
+    run time, instead of being stored.
     """
 
     bits: int
@@ -46,6 +52,11 @@ class Numbers:
     group_size: int | None = None
     block: tuple[int, int] | None = None
     dynamic: bool = False
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether they are NVFP4 or MXFP4."""
+        return (self.bits, self.kind) == (4, "float")
 
 
 @dataclass(frozen=True)
@@ -132,11 +143,15 @@ def numbers(what: str, entry: object) -> Numbers:
     bits, kind = entry.get("num_bits", 8), entry.get("type", "int")
     size, block = entry.get("group_size"), entry.get("block_structure")
     strategy = entry.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    if kind not in list(WIDTHS) or bits not in WIDTHS[kind] or strategy not in STRATEGIES[what]:
+    fp4 = (bits, kind) == (4, "float") and FP4_GROUPS.get(strategy) == size
+    known = kind in list(WIDTHS) and bits in WIDTHS[kind] and strategy != "tensor_group"
+    if strategy not in STRATEGIES[what] or not (fp4 or known):
         raise _unread(
-            f"{what} of {bits} bit {kind} by {strategy}", "quantkit reads 2 to 8 bit int, 8 bit float"
+            f"{what} of {bits} bit {kind} by {strategy}",
+            "quantkit reads 2 to 8 bit int, 8 bit float, 4 bit float in groups of 16 (nvfp4) or 32 (mxfp4)",
         )
     dynamic = entry.get("dynamic", False)
+    dynamic = True if fp4 and strategy == "tensor_group" and dynamic == LOCAL else dynamic
     if what == "activations" and (dynamic not in (True, False) or not dynamic and strategy != "tensor"):
         raise _unread(f"activations by {strategy}, dynamic {dynamic!r}", "stored scales are read per tensor")
     if strategy == "group" and not (type(size) is int and size > 0):
@@ -150,7 +165,7 @@ def numbers(what: str, entry: object) -> Numbers:
         kind=kind,
         symmetric=bool(entry.get("symmetric", True)),
         strategy=strategy,
-        group_size=size if strategy == "group" else None,
+        group_size=size if strategy in FP4_GROUPS else None,
         block=tuple(block) if strategy == "block" else None,
         dynamic=bool(dynamic),
     )

@@ -1,6 +1,7 @@
 """The layout of GGUF files, read by llama.cpp and its kin. `blocks.py` has ggml's blocks, bit by bit.
 
-In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type.
+In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type; of NVFP4, too,
+`X.ggml_scale`, float32 `[1]`, what all of it is multiplied with.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class GgmlLayout(Layout):
     """Blocks as they will lie in the GGUF file."""
 
     marker = "ggml"
-    suffixes = ("ggml", "ggml_type")
+    suffixes = ("ggml", "ggml_type", "ggml_scale")
     floats = ("ggml",)
     fused = False
 
@@ -48,17 +49,21 @@ class GgmlLayout(Layout):
         """Bytes of the blocks."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
-        return spec.out_features * row_bytes(spec.grid.name, spec.in_features)
+        scale = 4 if spec.grid.joint else 0
+        return spec.out_features * row_bytes(spec.grid.name, spec.in_features) + scale
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Bytes `[out, row_bytes]` and the type's number, a scalar."""
+        """Bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it all."""
         import torch
         from gguf import GGMLQuantizationType
 
         from quantkit.layouts.ggml.blocks import pack
 
         number = torch.tensor(GGMLQuantizationType[weight.grid.name].value, dtype=torch.int32)
-        return {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
+        tensors = {"ggml": pack(weight.grid, weight.codes, weight.params), "ggml_type": number}
+        if hasattr(weight.params, "divisor"):
+            tensors["ggml_scale"] = 1 / weight.params.divisor.flatten()[:1]
+        return tensors
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`."""
@@ -76,7 +81,7 @@ class GgmlLayout(Layout):
                 exit_code=UNSUPPORTED,
             )
         grid = named(name)
-        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"]))
+        return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec]) -> dict:
         """None: a GGUF file says what every tensor is."""
@@ -101,6 +106,15 @@ def codes_of(header: Header) -> Codes | None:
     digits = re.match(r"(?:MX|NV)?[A-Z]*(\d)", header.dtype)
     shape = header.shape if len(header.shape) == 2 else None
     return Codes(header.dtype, int(digits[1]) if digits else 8, block, shape, math.prod(header.shape))
+
+
+def scaled_by(name: str, infos: Mapping[str, Header]) -> str | None:
+    """The matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something else."""
+    for ending in (".scale", ".input_scale"):
+        owner = infos.get(f"{name.removesuffix(ending)}.weight")
+        if name.endswith(ending) and owner is not None and owner.dtype == "NVFP4":
+            return owner.name
+    return None
 
 
 HEADERS = Headers(marks=())
@@ -132,9 +146,14 @@ CLIENTS = {
             "note": "it would compute without the biases",
         },
         {
+            "form": "NVFP4",
+            "loads": False,
+            "note": "it takes the scales beside NVFP4's blocks for weights",
+        },
+        {
             "not_form": [
                 "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
-                "Q6_K", "IQ4_NL", "IQ4_XS",
+                "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
             ],
         },
         {

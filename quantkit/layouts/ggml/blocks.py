@@ -12,11 +12,12 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.block import BlockGrid
+from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
 from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubHalves, SubScales, SubScalesAndMins
 from quantkit.grids.grid import flat, matrix
 from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml import vectors
-from quantkit.layouts.ggml.parts import BLOCKS, Half, Part, SixBitPairs, Trits, Words
+from quantkit.layouts.ggml.parts import BLOCKS, E4m3, Half, Part, PowerOfTwo, SixBitPairs, Trits, Words
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -55,9 +56,15 @@ def encode_rows(
         some = None if importance is None else importance[part].float()
         encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
 
-    grid = None if type_name in PLAIN else named(type_name, exact)
+    grid = None if type_name in PLAIN else named(type_name, exact).together([weight])
     by_chunks(blocks if grid else plain, weight)
     return encoded
+
+
+def scale_beside(type_name: str, weight: Tensor) -> float | None:
+    """What the blocks of `encode_rows` are multiplied with; None where that is nothing."""
+    grid = None if type_name in PLAIN else named(type_name).together([weight])
+    return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
 
 
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
@@ -94,6 +101,8 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
     integers = vectors.integers(grid, grouped, params) if vectors.counts(grid) else {"codes": grouped}
     if isinstance(params, SubScales | SubHalves):
         integers["scales"] = (params.scales + SCALE_BIAS.get(grid.name, 0)).to(torch.uint8)
+    if isinstance(params, E4m3Scales):
+        integers["scales"] = params.scales
     if isinstance(params, SubScalesAndMins):
         integers["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
     blocks = [_packed(part, params, integers) for part in BLOCKS[grid.name]]
@@ -103,11 +112,13 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
 def _packed(part: Part, params: Any, integers: Mapping[str, Tensor]) -> Tensor:
     if isinstance(part, Half):
         return getattr(params, part.name).half()[:, None].view(torch.uint8)
+    if isinstance(part, PowerOfTwo):
+        return part.pack(getattr(params, part.name))
     return part.pack(integers if isinstance(part, Words) else integers[part.source])
 
 
-def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
-    """Inverse of `pack`."""
+def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Inverse of `pack`. scale: `[1]`, what all values are multiplied with; None: as they are."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
     found: dict[str, Tensor] = {}
     start = 0
@@ -118,13 +129,20 @@ def unpack(grid: BlockGrid, encoded: Tensor) -> tuple[Tensor, Any]:
         if isinstance(part, Half):
             found[part.name] = piece.view(torch.float16)[:, 0].float()
             continue
+        if isinstance(part, PowerOfTwo):
+            found[part.name] = part.unpack(piece)
+            continue
         integers = part.unpack(piece)
         for source, value in (integers if isinstance(part, Words) else {part.source: integers}).items():
-            found[source] = value | found.get(source, 0)
+            found[source] = value | found[source] if source in found else value
     coded = vectors.counts(grid)
     if coded:
         found["codes"] = vectors.codes(grid, found)
     codes = found.pop("codes").view(len(encoded), -1)
+    if isinstance(grid, Nvfp4Blocks):
+        divisor = torch.ones_like(found["scales"][:, 0])
+        divisor = divisor if scale is None else divisor / scale
+        return codes, matrix(E4m3Scales(found["scales"], divisor), len(encoded))
     if "scales" in found:
         found["scales"] = found["scales"].float() - SCALE_BIAS.get(grid.name, 0)
     if "scales_and_mins" in found:
@@ -139,8 +157,8 @@ PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
 
 def _width(part: Part, grid: BlockGrid) -> int:
     """Bytes that a part of a block takes."""
-    if isinstance(part, Half):
-        return 2
+    if isinstance(part, Half | PowerOfTwo | E4m3):
+        return {Half: 2, PowerOfTwo: 1, E4m3: 4}[type(part)]
     if isinstance(part, SixBitPairs | Trits):
         return 12 if isinstance(part, SixBitPairs) else 52
     sub_blocks = grid.group_size // grid.sub_size

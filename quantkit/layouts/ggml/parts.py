@@ -21,6 +21,37 @@ class Half:
 
 
 @dataclass(frozen=True)
+class PowerOfTwo:
+    """A parameter that is half of a power of two, as its exponent plus 127 in a byte."""
+
+    name: str
+
+    def pack(self, value: Tensor) -> Tensor:
+        """float32 `[blocks]` to bytes `[blocks, 1]`."""
+        return (torch.frexp(value).exponent + 127)[:, None].to(torch.uint8)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Inverse of `pack`."""
+        exponent = packed[:, 0].to(torch.int32) - 127
+        return torch.ldexp(torch.full_like(exponent, 0.5, dtype=torch.float32), exponent)
+
+
+@dataclass(frozen=True)
+class E4m3:
+    """Scales as 8-bit floats without a sign; what would not be a number is 0."""
+
+    source = "scales"
+
+    def pack(self, scales: Tensor) -> Tensor:
+        """float32 `[blocks, n]` to bytes."""
+        return scales.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Inverse of `pack`."""
+        return (packed & 127).view(torch.float8_e4m3fn).float().nan_to_num_(nan=0.0)
+
+
+@dataclass(frozen=True)
 class Bits:
     """`bits` bits from bit `low` on of every integer of `source` ("codes", "scales", "scales_and_mins").
 
@@ -132,7 +163,7 @@ class SixBitPairs:
         return torch.stack([high & 63, nibbles | high >> 6 << 4], 2).flatten(1)
 
 
-Part = Half | Bits | Words | Trits | SixBitPairs
+Part = Half | PowerOfTwo | E4m3 | Bits | Words | Trits | SixBitPairs
 D, DMIN, M = Half("d"), Half("dmin"), Half("m")
 NIBBLES = Bits("codes", 0, 4, 16)
 FIFTH_BITS = Bits("codes", 4, 1, 1)
@@ -189,4 +220,6 @@ BLOCKS = {
     ),
     "TQ1_0": (Trits(), D),
     "TQ2_0": (Bits("codes", 0, 2, 32), D),
+    "MXFP4": (PowerOfTwo("d"), NIBBLES),
+    "NVFP4": (E4m3(), Bits("codes", 0, 4, 8)),
 }

@@ -24,11 +24,13 @@ from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.llamacpp import configuration, rope, tensors
 from quantkit.models.llamacpp.file_config import refuse_imatrix
+from quantkit.models.llamacpp.mixtures import scale_of
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.models.skeleton.loading import TORCH_DTYPES
 
 PLAIN = ("F32", "F16", "BF16")
 NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
+INPUT_SCALE = ".input_scale"
 CHUNK = 1 << 20  # weights decoded at a time
 
 
@@ -39,11 +41,13 @@ class GgufCheckpoint(Checkpoint):
     `infos` hold the names and shapes of a checkpoint of the same model, and where the file has their
     bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names. pieces: of
     a tensor that lies there as several, all of them and where they are; its info is that of the first.
+    scales: what the matrices of a tensor are multiplied with, by its name in the file.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
     pieces: Mapping[str, list[tuple[Target, TensorInfo]]] = field(default_factory=dict, repr=False)
+    scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -83,7 +87,7 @@ class GgufCheckpoint(Checkpoint):
             return self._joined(name, info.shape, dtype)
         target = self.targets[name]
         shape = target.shape if target.parameters == (name,) else info.shape
-        values = _decode(info, shape, dtype, target)
+        values = _decode(info, shape, dtype, target, self._scale(target, name))
         if target.changed:
             values = target.to_hf(values).to(dtype or torch.float32)
         if target.single:
@@ -91,11 +95,20 @@ class GgufCheckpoint(Checkpoint):
         return values.t().contiguous() if target.conv1d else values
 
     def _joined(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-        values = [_decode(info, target.shape, dtype, target) for target, info in self.pieces[name]]
+        values = [
+            _decode(info, target.shape, dtype, target, self._scale(target))
+            for target, info in self.pieces[name]
+        ]
         whole = torch.empty(shape, dtype=values[0].dtype)
         for (target, _), part in zip(self.pieces[name], values, strict=True):
             target.part.of(whole).copy_(part)
         return whole
+
+    def _scale(self, target: Target, name: str | None = None) -> Tensor | None:
+        """What its matrices are multiplied with, or the one of them that has this name."""
+        scale = self.scales.get(target.name)
+        alone = scale is None or len(target.parameters) == 1 or name is None
+        return scale if alone else scale[[target.parameters.index(name)]]
 
     def _plain(self, info: TensorInfo) -> TensorInfo:
         """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
@@ -140,7 +153,9 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
     }
     config, targets = _understood(source, metadata, stored, factors)
-    _check(path, stored, targets, set(factors))
+    scales = _scales(stored, targets)
+    beside = {name for name in stored if name.endswith(INPUT_SCALE)}  # of engines that round inputs, too
+    _check(path, stored, targets, {*factors, *scales, *beside})
     whole = [target for target in targets if target.part is None]
     infos = {name: info for target in whole for name, info in _parts(target, stored[target.name])}
     pieces: dict[str, list[tuple[Target, TensorInfo]]] = {}
@@ -158,7 +173,26 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         metadata=metadata,
         targets={name: target for target in targets for name in target.parameters},
         pieces=pieces,
+        scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
     )
+
+
+def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, Tensor]:
+    """What tensors are multiplied with, by the names of the scales. Raises QuantkitError for one that is not
+    of a matrix each."""
+    found = {}
+    for target in targets:
+        owner = stored.get(target.name)
+        if owner is None or (place := scale_of(target.name, owner.dtype, target.shape)) is None:
+            continue
+        name, shape = place
+        if name not in stored:
+            continue
+        if stored[name].dtype != "F32" or stored[name].shape != shape:
+            told = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
+            raise QuantkitError(told, "download the file again")
+        found[name] = _decode(stored[name], shape)
+    return found
 
 
 def _understood(
@@ -240,9 +274,14 @@ def _whole(name: str, parts: list[tuple[Target, TensorInfo]]) -> TensorInfo:
 
 
 def _decode(
-    info: TensorInfo, shape: tuple[int, ...], dtype: torch.dtype | None = None, target: Target | None = None
+    info: TensorInfo,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    target: Target | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Values of `shape`; rows go back to the model's order before they are decoded."""
+    """Values of `shape`; rows go back to the model's order before they are decoded. scale: of each matrix,
+    what its values are multiplied with."""
     raw = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset)
     if len(raw) != info.nbytes:
         raise QuantkitError(f"{info.name} ends early in {info.file}", "download the file again")
@@ -256,5 +295,9 @@ def _decode(
     values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
     step = max(1, CHUNK // shape[-1])
     for start in range(0, len(encoded), step):
-        values[start : start + step] = decode_rows(info.dtype, encoded[start : start + step], shape[-1])
+        part = slice(start, start + step)
+        rows = decode_rows(info.dtype, encoded[part], shape[-1])
+        if scale is not None:
+            rows *= scale.repeat_interleave(len(encoded) // len(scale))[part, None]
+        values[part] = rows
     return values.view(shape)

@@ -19,6 +19,7 @@ from quantkit.errors import QuantkitError
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
+from quantkit.models.llamacpp.file_types import SCALED
 from quantkit.models.skeleton.loading import TORCH_DTYPES
 
 
@@ -28,14 +29,17 @@ class CodedGguf(GgufCheckpoint):
 
     @staticmethod
     def of(checkpoint: GgufCheckpoint, linears: Collection[str]) -> CodedGguf:
-        """linears: names of those that may stay packed; those of types without a grid here, and those that
-        the file holds in several pieces, are decoded all the same."""
+        """linears: names of those that may stay packed; those of types without a grid here or with a scale of
+        their own, and those that the file holds in several pieces, are decoded all the same."""
         kept = {field.name: getattr(checkpoint, field.name) for field in dataclasses.fields(checkpoint)}
         infos = {name: checkpoint.infos.get(f"{name}.weight") for name in linears}
         packed = {
             name: {GgmlLayout.marker: info.name}
             for name, info in infos.items()
-            if info is not None and info.dtype in TYPES and info.name not in checkpoint.pieces
+            if info is not None
+            and info.dtype in TYPES
+            and info.dtype not in SCALED
+            and info.name not in checkpoint.pieces
         }
         return CodedGguf(**kept | {"layout": GgmlLayout(), "_quantized": packed})
 

@@ -37,8 +37,12 @@ BLOCKS = {  # type -> weights and bytes of a block; asking gguf would make `plan
     "IQ3_S": (256, 110),
     "TQ1_0": (256, 54),
     "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
 }
 NEED_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
+SCALED = {"NVFP4"}  # a float32 of the whole matrix lies beside it: `NAME.scale` of `NAME.weight`
+OWN = {"MXFP4", "NVFP4"}  # file types that llama-quantize does not make
 NO_FEEDBACK = {"IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}  # error feedback knows no way with them
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
@@ -102,7 +106,8 @@ class FileType:
     values: of attention's values, or q, k and v in one. queries, keys: of attention's. attention: of its
     output; eight_experts: the same in models of eight experts. down, wide: of the feed-forward's way down,
     and of its two ways up. embedding: of one that is not the output, too. output: of the output matrix.
-    sparing: so few bits that eight experts get no Q8_0; ways down are counted, not numbered by their blocks.
+    experts: of the matrices of experts. sparing: so few bits that eight experts get no Q8_0; ways down are
+    counted, not numbered by their blocks.
     """
 
     base: str
@@ -115,6 +120,7 @@ class FileType:
     wide: Rule = _base
     embedding: str | None = None
     output: str = "Q6_K"
+    experts: str | None = None
     sparing: bool = False
 
 
@@ -241,6 +247,9 @@ FILE_TYPES = {
     "IQ1_S": _two_bits("IQ1_S", "Q2_K", "Q2_K", "IQ2_XXS"),
     "TQ1_0": FileType("TQ1_0", embedding="Q4_K"),
     "TQ2_0": FileType("TQ2_0", embedding="Q4_K"),
+    "MXFP4_MOE": FileType("Q8_0", experts="MXFP4"),
+    "MXFP4": FileType("MXFP4", embedding="Q6_K"),
+    "NVFP4": FileType("NVFP4", embedding="Q6_K"),
 }
 
 
@@ -248,7 +257,8 @@ def number(file_type: str) -> int:
     """How `general.file_type` names it."""
     from gguf import LlamaFileType
 
-    return LlamaFileType["ALL_F32" if file_type == "F32" else f"MOSTLY_{file_type}"].value
+    names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
+    return LlamaFileType[names.get(file_type, f"MOSTLY_{file_type}")].value
 
 
 def parse_file_type(text: str) -> str:

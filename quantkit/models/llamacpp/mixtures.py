@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from quantkit.errors import USAGE, QuantkitError, name_all
@@ -19,6 +19,7 @@ from quantkit.models.llamacpp.file_types import (
     BLOCKS,
     FILE_TYPES,
     NEED_IMPORTANCE,
+    SCALED,
     FileType,
     Model,
     Place,
@@ -30,8 +31,13 @@ FALLBACKS = {  # where 256 does not divide the columns
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
+    "NVFP4": "Q8_0",
     **{name: "IQ4_NL" for name, (size, _) in BLOCKS.items() if name.startswith("IQ") and size == 256},
 }
+SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # that llama.cpp scales all of these matrices in
+SCALES = re.compile(  # matrices for whose scales it looks, in files of any architecture
+    r"blk\.\d+\.(attn_(q|k|v|output|qkv)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight$"
+)
 LAST_RESORT = "F16"  # where 32 does not, either
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 FLOATS = (
@@ -92,6 +98,14 @@ def without_importance(choices: Sequence[Choice]) -> list[Choice]:
     return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
 
 
+def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
+    """Name and shape of what a tensor `[out, in]`, or `[experts, out, in]`, is multiplied with; None where
+    that is nothing."""
+    if type not in SCALED:
+        return None
+    return f"{name.removesuffix('.weight')}.scale", (shape[0] if len(shape) == 3 else 1,)
+
+
 def nbytes(type: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor; where blocks do not divide its rows, what it would take at their bits per weight."""
     weights, size = BLOCKS[type]
@@ -114,13 +128,26 @@ def choose(
     names = [name for name, shape in tensors if not stays_float(name, shape)]
     asked = _Asked(wishes or Wishes(), names)
     mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=asked.wishes.pure)
-    choices = []
+    choices, biases = [], {name for name, _ in tensors if name.endswith(".bias")}
     for name, shape in tensors:
         if stays_float(name, shape):
             choices.append(Choice(name, "F32"))
         else:
-            choices.append(_fitting(name, shape, asked.type(name) or mixture.type(name, shape[-1])))
+            wanted = asked.type(name) or mixture.type(name, shape[-1])
+            unscaled = _unscaled(name, model, biases) if wanted in SCALED else None
+            choices.append(_fitting(name, shape, wanted, unscaled))
     return choices
+
+
+def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
+    """Why llama.cpp would not multiply a matrix with what lies beside it; None where it does."""
+    if model.architecture not in SCALING:
+        return f"llama.cpp leaves out scales in {model.architecture}"
+    if not SCALES.match(name):
+        return "llama.cpp looks for no scale of it"
+    if f"{name.removesuffix('.weight')}.bias" in biases:
+        return "llama.cpp would scale its bias, too"
+    return None
 
 
 class _Asked:
@@ -187,6 +214,8 @@ class _Mixture:
         """`columns`: whether blocks fit those of the output matrix counts before its type is chosen."""
         if self.plain:
             return self.chosen.base
+        if self.chosen.experts and "_exps." in name:
+            return self.chosen.experts
         if name == self.output:
             wide = self.chosen.base == "Q8_0" or self.model.architecture == "falcon"
             fits = columns % BLOCKS[self.chosen.output][0] == 0
@@ -219,9 +248,13 @@ def _kind(name: str) -> str | None:
     return next((kind for part, kind in KINDS.items() if part in name), None)
 
 
-def _fitting(name: str, shape: Sequence[int], wanted: str) -> Choice:
-    """The type itself, or what stands in for it where its blocks do not divide the columns."""
+def _fitting(name: str, shape: Sequence[int], wanted: str, unscaled: str | None = None) -> Choice:
+    """The type itself, or what stands in for it where its blocks do not divide the columns, or nobody would
+    scale them."""
     columns, block = shape[-1], BLOCKS[wanted][0]
+    if unscaled:
+        type = _fitting(name, shape, "Q8_0").type
+        return Choice(name, type, wanted, unscaled, nbytes(type, shape) - nbytes(wanted, shape))
     if columns % block == 0:
         return Choice(name, wanted)
     type = FALLBACKS.get(wanted, LAST_RESORT)

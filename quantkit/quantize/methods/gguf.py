@@ -15,6 +15,7 @@ from quantkit.models.llamacpp.file_types import (
     FILE_TYPES,
     NEED_IMPORTANCE,
     NO_FEEDBACK,
+    SCALED,
     Model,
     parse_file_type,
 )
@@ -306,6 +307,9 @@ def chosen_types(
     )
     tensors = [(target.name, target.shape) for target in targets]
     choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
+    if file_type in SCALED and not any(choice.type == file_type for choice in choices):
+        why = next(choice.reason for choice in choices if choice.wanted == file_type)
+        raise QuantkitError(f"no matrix can have the type {file_type}: {why}", "choose MXFP4", UNSUPPORTED)
     unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
     if unfit and options.strict:
         raise QuantkitError(

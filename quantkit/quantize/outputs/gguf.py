@@ -15,18 +15,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix
-from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT, stays_float
+from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import staging
@@ -90,12 +91,14 @@ class GgufOutput:
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """By the types of all tensors."""
         types = self.types(checkpoint, specs)
-        entries = [Entry(target.name, types[target.name], target.shape) for target in self.targets]
+        entries = self._entries(types)
         linears = {f"{row.name}.weight": row for row in specs if not row.kept}
         rows = [[linears[name] for name in target.stored if name in linears] for target in self.targets]
+        packed = {target.name for target, several in zip(self.targets, rows, strict=True) if several}
+        packed |= {f"{name.removesuffix('.weight')}.scale" for name in packed}
         return Sizes(
             total=sum(entry.nbytes for entry in entries),
-            quantized=sum(entry.nbytes for entry, row in zip(entries, rows, strict=True) if row),
+            quantized=sum(entry.nbytes for entry in entries if entry.name in packed),
             weights=sum({row.name: row.weights for several in rows for row in several}.values()),
         )
 
@@ -126,7 +129,7 @@ class GgufOutput:
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not staged.rest():
-            blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0] for t in rest}
+            blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0].rows for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring what enters the output matrix")
@@ -155,24 +158,32 @@ class GgufOutput:
         types = [one.output.types(one.material.checkpoint, one.material.specs) for one in files]
         importance = imatrix.values() if imatrix else {}
         staged, source = self._staged(material), self._changed(material)
+        beside = self._staged(material, "ggml_scale")
         with ExitStack() as stack:
             writers = []
             for one, chosen in zip(files, types, strict=True):
-                entries = [Entry(target.name, chosen[target.name], target.shape) for target in self.targets]
+                entries = self._entries(chosen)
                 writer = GgufWriter(one.place, one.output._metadata(one.manifest, imatrix), entries)
                 writers.append(stack.enter_context(writer))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
                 wanted = [chosen[target.name] for chosen in types]
                 weights = _per_part(importance.get(target.name), len(target.parts))
+                scales: list[list[float]] = [[] for _ in writers]
                 for expert, part in enumerate(target.parts):
                     if part.stored and part.stored[0] in staged:
-                        found = [staging.load(staged[part.stored[0]])]
+                        scale = beside.get(part.stored[0])
+                        own = [] if scale is None else staging.load(scale).tolist()
+                        found = [Encoded(staging.load(staged[part.stored[0]]), own)]
                     else:
                         found = self._encoded(part, source, wanted, weights[expert])
-                    for writer, rows in zip(writers, found, strict=True):
+                    for writer, (rows, own), several in zip(writers, found, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         writer.write(target.name, [moved.contiguous().numpy()])
+                        several += own
+                for writer, type, several in zip(writers, wanted, scales, strict=True):
+                    if scale := scale_of(target.name, type, target.shape):
+                        writer.write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
@@ -180,17 +191,19 @@ class GgufOutput:
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
-    ) -> list[Tensor]:
-        """A tensor's bytes in each of the types, uint8 `[out, bytes]`, rows in the model's order."""
+    ) -> list[Encoded]:
+        """A tensor in each of the types, rows in the model's order."""
         values = target.read(checkpoint)
         if target.changed:
             values = target.to_gguf(values)
         matrices = values if values.ndim == 3 else [values if values.ndim == 2 else values[:, None]]
         weights = _per_part(importance, len(matrices))
-        return [
-            torch.cat([encode_rows(name, *both, self.exact) for both in zip(matrices, weights, strict=True)])
-            for name in types
-        ]
+        found = []
+        for name in types:
+            rows = [encode_rows(name, *both, self.exact) for both in zip(matrices, weights, strict=True)]
+            scales = [scale_beside(name, matrix) for matrix in matrices]
+            found.append(Encoded(torch.cat(rows), [scale for scale in scales if scale is not None]))
+        return found
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
         """The file's metadata, and how it came to be."""
@@ -203,15 +216,31 @@ class GgufOutput:
         infos = {name: info for name, info in material.staging.tensors().items() if name in source.names}
         return source.with_changed(infos) if infos else source
 
-    def _staged(self, material: Material) -> dict[str, TensorInfo]:
-        """Where tensors lie that are encoded already, by their stored names."""
+    def _entries(self, types: Mapping[str, str]) -> list[Entry]:
+        """All tensors of the file, in order."""
+        entries = []
+        for target in self.targets:
+            entries.append(Entry(target.name, types[target.name], target.shape))
+            if scale := scale_of(target.name, types[target.name], target.shape):
+                entries.append(Entry(scale[0], "F32", scale[1]))
+        return entries
+
+    def _staged(self, material: Material, wanted: str = "ggml") -> dict[str, TensorInfo]:
+        """Where tensors lie that are encoded already, by their stored names; or what is beside them."""
         rest = material.staging.rest()
         infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
         for name, info in material.staging.tensors().items():
             linear, _, part = name.rpartition(".")
-            if part == material.layout.marker:
+            if part == wanted:
                 infos[f"{linear}.weight"] = info
         return infos
+
+
+class Encoded(NamedTuple):
+    """rows: uint8 `[out, bytes]`. scales: what each matrix in it is multiplied with; mostly nothing."""
+
+    rows: Tensor
+    scales: list[float]
 
 
 class File(NamedTuple):

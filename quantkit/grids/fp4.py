@@ -1,0 +1,275 @@
+"""4-bit floats (e2m1) with a scale for each 16 or 32 of them: NVFP4 and MXFP4.
+
+A code is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+MXFP4: `w = 2^e * value`, a power of two for 32 weights (OCP Microscaling Formats 1.0, sections 5.3.3, 5.4.1).
+NVFP4: `w = scale / divisor * value`, an e4m3 scale for 16 weights, and one divisor, which lifts the scales of
+the whole matrix to where e4m3 has all its digits (NVIDIA 2025, arXiv:2509.25149, appendix A).
+
+The largest weight of a group need not become 6. Between 4 and 6 the values lie far apart, so a group may do
+better where it becomes 4 (Four over Six, arXiv:2512.02010), or where it is cut off: what e4m3 can store about
+`largest / 6` is tried, all of it (as in ScaleSweep, arXiv:2606.07618), and the least squared error taken,
+weighted by what an error costs. For a power of two there are three candidates.
+
+Divisors are powers of two here. Nothing is lost by that, a scale's digits being relative; and a decoded
+weight then has five significant bits, so that bfloat16 holds it exactly, whatever the client computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.grid import by_rows
+from quantkit.grids.levels import TableLevels
+from quantkit.grids.parallel import elements_at_once, for_each
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = MAGNITUDES[-1]
+UNITS = 4  # of a step in a scale: midpoints between values are whole
+POSITIVE = tuple(UNITS * value for value in MAGNITUDES)
+SIGN = 8  # bit of a code
+
+FLOAT8 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+E4M3_MIN = 2.0**-9  # smallest above 0 (subnormal)
+# Scales of the largest weights are at most that: half as much again fits, too, and ggml's own encoder takes
+# what is above 256 for the largest scale there is.
+E4M3_TOP = 240.0
+CODES_BELOW, CODES_ABOVE = 2, 6  # neighbours in e4m3 of `largest / 6` that are tried: 4/5 to 7/4 of it
+MX_BIAS = 127
+MX_LIMITS = -126, 127  # 2^-127 is read, but no normal float32
+
+
+@dataclass(frozen=True)
+class Fp4Params:
+    """scale: float32 and storable, `[rows]` for one group or `[out, groups]` for a matrix. What it is divided
+    by, in the same shape: for MXFP4 1."""
+
+    scale: Tensor
+    divisor: Tensor
+
+    @property
+    def step(self) -> Tensor:
+        """What a value of 1 stands for."""
+        return self.scale / self.divisor
+
+
+class Fp4Levels(TableLevels):
+    """e2m1 in UNITS, for error feedback; codes are their bits."""
+
+    level_table = tuple(-value for value in POSITIVE[:0:-1]) + POSITIVE
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Values of codes in UNITS."""
+        return torch.take(values_by_code(codes.device), codes.long()).mul_(UNITS)
+
+    def codes(self, levels: Tensor, out: Tensor) -> None:
+        """Codes of levels, into `out`."""
+        torch.take(_codes_by_place(levels.device), self._places(levels), out=out)
+
+
+@dataclass(frozen=True)
+class Fp4Grid(Fp4Levels):
+    """What both have in common. search: try other scales than the one by which the largest weight fits."""
+
+    search: bool = True
+    bits = 4
+
+    def plain(self) -> Fp4Grid:
+        """The grid whose scales fit the largest weight of a group."""
+        return replace(self, search=False)
+
+    def _divisor(self, weight: Tensor) -> float:
+        """What scales for groups `weight [rows, group_size]` are divided by."""
+        return 1.0
+
+    def _candidates(self, largest: Tensor) -> Tensor:
+        """Scales for groups whose largest weights, times the divisor, are `[rows]`: `[candidates, rows]`, the
+        one that is best without a search first."""
+        raise NotImplementedError
+
+    def _storable(self, scale: Tensor) -> Tensor:
+        """The nearest scale above 0 that can be stored."""
+        raise NotImplementedError
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
+        """Scales `[rows]` of `weight [rows, group_size]`; `importance` as in Grid."""
+        return self.fit_columns(weight.t().contiguous(), importance)
+
+    def fit_columns(self, columns: Tensor, importance: Tensor | None = None) -> Fp4Params:
+        """`fit` for groups `columns [group_size, rows]`; `importance` may be of that shape, too."""
+        divisor = self._divisor(columns)
+        candidates = self._candidates(columns.abs().amax(0).mul_(divisor))
+        scale = candidates[0].clone()
+        if self.search:
+            rows = max(1, elements_at_once(columns.device, 4) // len(columns) // len(candidates))
+            weights = columns.new_ones(len(columns)) if importance is None else importance
+            weights = weights.view(len(columns), -1).expand_as(columns)
+            parts = (part.split(rows, -1) for part in (columns, candidates, weights, scale))
+            for_each(lambda *piece: self._best(*piece, divisor), list(zip(*parts, strict=True)))
+        return Fp4Params(scale, torch.full_like(scale, divisor))
+
+    def _best(self, x: Tensor, candidates: Tensor, weights: Tensor, out: Tensor, divisor: float) -> None:
+        """Of `candidates [candidates, rows]` those of least error for groups `x [group_size, rows]`, weighted
+        by `weights` of that shape."""
+        step = candidates[:, None] / (divisor * UNITS)
+        levels = x / step
+        self.snap(levels, levels)
+        lost = levels.mul_(step).sub_(x).square_().mul_(weights).sum(1)
+        out.copy_(candidates.gather(0, lost.argmin(0, keepdim=True))[0])
+
+    def round(self, weight: Tensor, params: Fp4Params) -> Tensor:
+        """Codes of the nearest values, uint8 `[rows, group_size]`; halfway away from zero."""
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+
+        def work(rows: Tensor, step: Tensor) -> Tensor:
+            return torch.take(_codes_by_place(rows.device), self._places(rows / step))
+
+        return by_rows(work, codes, weight, params.step[:, None] / UNITS)
+
+    def decode(self, codes: Tensor, params: Fp4Params) -> Tensor:
+        """Values, float32 `[rows, group_size]`."""
+        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+
+        def work(rows: Tensor, step: Tensor) -> Tensor:
+            return torch.take(values_by_code(rows.device), rows.long()).mul_(step)
+
+        return by_rows(work, values, codes, params.step[:, None])
+
+    def traced(self, codes: Tensor, params: Fp4Params) -> Tensor:
+        """Values, float32 `[rows, group_size]`."""
+        return torch.take(values_by_code(codes.device), codes.long()) * params.step[:, None]
+
+    def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
+        """The step in UNITS, and 0, both `[1, rows]`."""
+        step = params.step / UNITS
+        return step[None], torch.zeros_like(step)[None]
+
+    def scaled(self, params: Fp4Params, factor: Tensor) -> Fp4Params:
+        """Scales times `factor [rows]`, rounded to what can be stored."""
+        return replace(params, scale=self._storable(params.scale * factor))
+
+
+@dataclass(frozen=True)
+class MxFp4Grid(Fp4Grid):
+    """Groups of 32 with a power of two."""
+
+    group_size = 32
+
+    def describe(self) -> str:
+        """How a plan names it."""
+        return "mxfp4, groups of 32"
+
+    def floats(self, params: Fp4Params) -> dict[str, Tensor]:
+        """Raises QuantkitError: a power of two can only be doubled."""
+        raise QuantkitError(
+            f"{self.describe()}: its scales are powers of two, too far apart to be trained",
+            "compress the teacher in another format, such as nvfp4",
+            UNSUPPORTED,
+        )
+
+    def _candidates(self, largest: Tensor) -> Tensor:
+        """By the specification the largest weight is to be above 2 and below 4 times 2: it may be cut off.
+        Then half and twice as much, which cuts off more or nothing."""
+        exponent = torch.frexp(largest).exponent - 3  # floor(log2) - 2
+        exponent = torch.where(largest > 0, exponent, 0)
+        steps = torch.tensor([0, -1, 1], device=largest.device)[: 3 if self.search else 1]
+        exponents = (exponent + steps[:, None]).clamp_(*MX_LIMITS)
+        return torch.ldexp(torch.ones_like(exponents, dtype=largest.dtype), exponents)
+
+    def _storable(self, scale: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(scale)  # mantissa from 1/2 to 1
+        exponent = (exponent - 1 + (mantissa >= 0.75).int()).clamp_(*MX_LIMITS)
+        return torch.ldexp(torch.ones_like(scale), exponent)
+
+
+@dataclass(frozen=True)
+class NvFp4Grid(Fp4Grid):
+    """Groups of 16 with an e4m3 scale. divisor: of all of them; None: each matrix has its own. Linears that
+    an engine makes one of have to have the same one (`together`)."""
+
+    divisor: float | None = None
+    group_size = 16
+
+    @property
+    def spans_matrix(self) -> bool:
+        return self.divisor is None
+
+    @property
+    def joint(self) -> bool:
+        return self.divisor is None
+
+    def describe(self) -> str:
+        """How a plan names it."""
+        return "nvfp4, groups of 16"
+
+    def together(self, weights: Sequence[Tensor]) -> NvFp4Grid:
+        """With a divisor that suits all of `weights [out_k, in]`."""
+        if self.divisor is not None:
+            return self
+        return replace(self, divisor=divisor_of(max(_largest(weight) for weight in weights)))
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
+        """Parameters `[out, in / 16]`, with one divisor."""
+        grid = self.together([weight])
+        return super(NvFp4Grid, grid).fit_matrix(weight, importance)
+
+    def _divisor(self, weight: Tensor) -> float:
+        return self.together([weight]).divisor
+
+    def _candidates(self, largest: Tensor) -> Tensor:
+        first = self._storable(largest / LARGEST).to(FLOAT8).view(torch.uint8).short()
+        around = range(-CODES_BELOW, CODES_ABOVE + 1) if self.search else range(1)
+        steps = torch.tensor(sorted(around, key=abs), dtype=torch.int16, device=largest.device)
+        codes = (first + steps[:, None]).clamp_(1, 0x7E)  # in e4m3 larger codes are larger numbers
+        return codes.to(torch.uint8).view(FLOAT8).float()
+
+    def _storable(self, scale: Tensor) -> Tensor:
+        return scale.clamp(E4M3_MIN, E4M3_MAX).to(FLOAT8).float()
+
+    def clipped(self, params: Fp4Params) -> int:
+        """How many scales lie at the upper end of e4m3."""
+        return int((params.scale >= E4M3_MAX).sum())
+
+    def floats(self, params: Fp4Params) -> dict[str, Tensor]:
+        """The scales, as they are before the division."""
+        return {"scale": params.scale}
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """e4m3 above 0."""
+        return {name: self._storable(scale) for name, scale in floats.items()}
+
+
+def divisor_of(largest: float) -> float:
+    """A power of two by which the scales of a matrix with this largest weight are multiplied."""
+    if not 0 < largest < torch.inf:
+        return 1.0
+    _, exponent = torch.frexp(torch.tensor(E4M3_TOP * LARGEST / largest))
+    return 2.0 ** max(-100, min(int(exponent) - 1, 100))
+
+
+def _largest(weight: Tensor) -> float:
+    low, high = weight.aminmax()
+    return float(torch.maximum(-low, high))
+
+
+@cache
+def values_by_code(device: torch.device) -> Tensor:
+    """Of every code, float32 `[16]`; 8 is a zero, too."""
+    positive = torch.tensor(MAGNITUDES)
+    return torch.cat([positive, -positive]).to(device)
+
+
+@cache
+def _codes_by_place(device: torch.device) -> Tensor:
+    """Code of what lies between a whole number of UNITS and the next one away from zero (see TableLevels)."""
+    positive = torch.tensor(POSITIVE)
+    places = torch.arange(POSITIVE[-1] + 1) + 0.5
+    codes = torch.bucketize(places, (positive[1:] + positive[:-1]) / 2)
+    negative = codes.flip(0)[:-1]  # place -1 is the last one
+    return torch.cat([codes, torch.where(negative > 0, negative | SIGN, 0)]).to(torch.uint8).to(device)

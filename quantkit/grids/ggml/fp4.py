@@ -1,0 +1,177 @@
+"""MXFP4 and NVFP4 as ggml has them (quantize_row_mxfp4_ref, quantize_row_nvfp4_ref): 4-bit floats in blocks
+of 32 with a power of two, of 64 with four e4m3 scales.
+
+ggml counts in halves: values are 0, 1, 2, 3, 4, 6, 8 and 12 times half a scale. Its own encoders fit the
+largest weight and take no notice of importance; a search is what `grids/fp4.py` does. Scales of NVFP4 are
+those of a matrix times a divisor, which lies in a tensor of its own beside it, `NAME.scale` (its reciprocal):
+without one most of a language model's scales would be smaller than e4m3 has digits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids import fp4
+from quantkit.grids.fp4 import E4M3_MIN, FLOAT8, Fp4Levels, MxFp4Grid, NvFp4Grid
+from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.params import Scale
+from quantkit.grids.levels import usable
+
+HALF = 0.5
+LEAST_NORMAL = 2.0**-6  # of e4m3
+MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # of values in halves; there ggml takes the smaller one
+
+
+@dataclass(frozen=True)
+class E4m3Scales:
+    """The step is half a scale by the divisor. scales: e4m3 in float32, `[..., 4]`; divisor: `[...]`."""
+
+    scales: Tensor
+    divisor: Tensor
+
+    def steps(self) -> tuple[Tensor, Tensor]:
+        return self.scales * HALF / self.divisor[..., None], torch.zeros_like(self.scales)
+
+
+class Fp4Blocks(Fp4Levels, BlockGrid):
+    """What both have in common: codes are e2m1's bits, a step is half a scale."""
+
+    def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+        """A step is two UNITS."""
+        return usable(step / (fp4.UNITS * HALF)), low
+
+    def _level(self, codes: Tensor) -> Tensor:
+        return torch.take(fp4.values_by_code(codes.device), codes.long()).div_(HALF).add_(0.0)  # never -0
+
+    def _nearest(self, level: Tensor) -> Tensor:
+        return _codes(level, level.new_ones(1))
+
+    def clipped(self, params: Any) -> int:
+        """None: what is cut off is chosen."""
+        return 0
+
+
+class Mxfp4Blocks(Fp4Blocks):
+    """MXFP4: d is half of a power of two."""
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> Scale:
+        """Of three powers of two the best."""
+        return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
+
+    def floats(self, params: Scale) -> dict[str, Tensor]:
+        """Raises QuantkitError: a power of two can only be doubled."""
+        raise QuantkitError(
+            f"{self.describe()}: its scales are powers of two, too far apart to be trained",
+            "choose another type for what is to be distilled",
+            UNSUPPORTED,
+        )
+
+    def scaled(self, params: Scale, factor: Tensor) -> Scale:
+        """The nearest power of two."""
+        found = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
+        return Scale(found.scale * HALF)
+
+    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+        grid = MxFp4Grid(search=not self.exact)
+        d = grid.fit_columns(blocks.x, blocks.importance).scale * HALF
+        if self.exact:  # C rounds the logarithm before it takes the whole number below
+            largest = blocks.x.abs().amax(0)
+            wide = largest.double() if largest.device.type == "cpu" else largest
+            exponent = wide.log2().float().floor().nan_to_num_(neginf=0.0).to(torch.int32) - 3
+            d = torch.where(largest > 0, torch.ldexp(torch.ones_like(d), exponent), 2.0**-128)
+        return Scale(d), _codes(blocks.x, d)
+
+
+@dataclass(frozen=True)
+class Nvfp4Blocks(Fp4Blocks):
+    """NVFP4. divisor: of a whole matrix; None: each has its own."""
+
+    divisor: float | None = None
+
+    @property
+    def spans_matrix(self) -> bool:
+        return self.divisor is None
+
+    @property
+    def joint(self) -> bool:
+        return self.divisor is None
+
+    def together(self, weights: Sequence[Tensor]) -> Nvfp4Blocks:
+        """With a divisor that suits all of `weights`."""
+        return replace(self, divisor=NvFp4Grid(divisor=self.divisor).together(weights).divisor)
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
+        """Of every 16 weights the best scale about that which fits the largest."""
+        grid = NvFp4Grid(divisor=self.together([weight]).divisor)
+        weights = [None] * 4 if importance is None else importance.split(self.sub_size)
+        parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
+        found = [grid.fit(*part) for part in parts]
+        return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)
+
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
+        """Parameters `[out, in / 64]`, with one divisor."""
+        return super(Nvfp4Blocks, self.together([weight])).fit_matrix(weight, importance)
+
+    def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
+        """See BlockGrid; as ggml encodes `weight` times the divisor."""
+        return super(Nvfp4Blocks, self.together([weight])).quantize(weight, importance)
+
+    def refit(self, weight: Tensor, params: E4m3Scales, k: int, importance: Tensor) -> E4m3Scales:
+        """Parameters whose k-th scale suits `weight [16, rows]`."""
+        scales = params.scales.clone()
+        scales[:, k] = NvFp4Grid(divisor=self.divisor).fit_columns(weight.contiguous(), importance).scale
+        return replace(params, scales=scales)
+
+    def scaled(self, params: E4m3Scales, factor: Tensor) -> E4m3Scales:
+        """All four times `factor [rows]`, the nearest of e4m3."""
+        return replace(params, **self.storable({"scales": params.scales * factor[:, None]}))
+
+    def floats(self, params: E4m3Scales) -> dict[str, Tensor]:
+        """The scales, as they are before the division."""
+        return {"scales": params.scales}
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """e4m3 above 0."""
+        limits = E4M3_MIN, fp4.E4M3_MAX
+        return {name: scales.clamp(*limits).to(FLOAT8).float() for name, scales in floats.items()}
+
+    def _encode(self, blocks: Blocks) -> tuple[E4m3Scales, Tensor]:
+        n = blocks.x.shape[1]
+        x = split(blocks.x, self.sub_size)
+        if self.exact:
+            scale = _ue4m3(x.abs().amax(0) * self.divisor / fp4.LARGEST)
+        else:
+            weights = None if blocks.importance is None else split(blocks.importance, self.sub_size)
+            scale = NvFp4Grid(divisor=self.divisor).fit_columns(x, weights).scale
+        codes = _codes(x * self.divisor, torch.where(scale == 0, torch.inf, scale * HALF))
+        divisor = torch.full((n,), self.divisor, device=x.device)
+        return E4m3Scales(scale.view(-1, n).t(), divisor), join(codes, n)
+
+
+def _codes(x: Tensor, d: Tensor) -> Tensor:
+    """Codes (float32) of the values nearest to `x` in units of `d`, which have few digits: compared exactly,
+    as if by all sixteen distances, of which the first of equals counts."""
+    codes, size = torch.zeros_like(x), x.abs()
+    for midpoint in MIDPOINTS:
+        codes += size > midpoint * d
+    return codes.add_((x < 0) & (codes > 0), alpha=fp4.SIGN)
+
+
+def _ue4m3(scale: Tensor) -> Tensor:
+    """The nearest of e4m3 without a sign, halves going up; 0 for what is less than half of the least."""
+    _, exponent = torch.frexp(scale)
+    unit = torch.ldexp(torch.ones_like(scale), (exponent - 4).clamp(min=-9))
+    found = (scale / unit + 0.5).floor_().mul_(unit)
+    return torch.where(scale < LEAST_NORMAL, found.clamp(max=LEAST_NORMAL - E4M3_MIN), found)
+
+
+GRIDS = {
+    "MXFP4": Mxfp4Blocks("MXFP4", 4, 32),
+    "NVFP4": Nvfp4Blocks("NVFP4", 4, 64, 16),
+}

@@ -1,0 +1,95 @@
+"""fp4: 4-bit floats with scales of 16 (NVFP4) or 32 (MXFP4), chosen by error feedback; compressed-tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.layouts import Width
+from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
+from quantkit.layouts.compressed_tensors.forms import mxfp4_pack_quantized, nvfp4_pack_quantized
+from quantkit.options import option
+from quantkit.quantize import composing
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
+
+if TYPE_CHECKING:
+    from quantkit.grids.fp4 import Fp4Grid
+    from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.linears import Override
+
+SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
+WORK = Work(1, 10, (0.5e-6, 2e-6), (1.4, 5), GPTQ_PUBLISHED, sample=1 / 8)
+FORMATS = {"nvfp4": nvfp4_pack_quantized, "mxfp4": mxfp4_pack_quantized}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of `quantkit fp4`."""
+
+    format: str = option(
+        "nvfp4",
+        "nvfp4: an e4m3 scale for 16 weights, 4.5 bits in all; mxfp4: a power of two for 32, 4.25 bits, "
+        "which loses more.",
+        names=tuple(FORMATS),
+    )
+    activations: bool = option(
+        False,
+        "Engines round the inputs of linears to 4 bits, too: more tokens a second where batches are large, "
+        "and more is lost. Without it only weights are small.",
+    )
+    search: bool = option(
+        True, "Search each group's scale for the least error instead of fitting its largest weight."
+    )
+    solver: str = composing.solver_option(
+        "gptq",
+        "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
+        "times the time. rtn rounds to nearest: no calibration, seconds, worse.",
+    )
+    damp: float = composing.damp_option()
+    refine: int = composing.refine_option()
+    transform: str = composing.transform_option()
+    target: str = composing.target_option()
+
+
+def suffix(options: Options) -> str:
+    """Ending of the derived output name, such as `nvfp4`."""
+    changed = composing.transform_suffix(options.transform)
+    solver = "" if options.solver == "gptq" else f"-{options.solver}"
+    return options.format + ("a4" if options.activations else "") + solver + changed
+
+
+def check(options: Options) -> None:
+    """Raise QuantkitError for options no model could be quantized with."""
+    if options.format not in FORMATS:
+        hint = f"choose {' or '.join(FORMATS)}"
+        raise QuantkitError(f"--format {options.format}: no such format", hint, USAGE)
+    composing.check(options)
+
+
+def layout(options: Options) -> CompressedTensorsLayout:
+    """How it lies on disk."""
+    module = FORMATS[options.format]
+    form = module.NvFp4Packed if options.format == "nvfp4" else module.MxFp4Packed
+    return CompressedTensorsLayout(form(options.activations))
+
+
+def width(options: Options, in_features: int, override: Override | None = None) -> Width:
+    """Of a linear's grid."""
+    refuse_override(override, f"{options.format} has one width")
+    return Width(4, FORMATS[options.format].GROUP)
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method."""
+    from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
+
+    grid = {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search)
+
+    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Fp4Grid:
+        width(options, in_features, override)
+        return grid
+
+    chosen = composing.solver(options, "group")
+    transform = composing.block_transform(options.transform, chosen)
+    return Method("fp4", chosen, layout(options), make_grid, transform)
