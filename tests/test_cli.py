@@ -757,7 +757,7 @@ FULL = {
 @pytest.mark.parametrize("full", FULL.values(), ids=FULL)
 @pytest.mark.parametrize("where", ["block", "merge"])
 def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch, full, where):
-    module, function = (staging, "save_file") if where == "block" else (safetensors_folder, "raw")
+    module, function = (staged_blocks, "save_file") if where == "block" else (safetensors_folder, "raw")
     whole, calls = getattr(module, function), []
 
     def fails_the_second_time(*arguments, **options):

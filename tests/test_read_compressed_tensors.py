@@ -104,7 +104,7 @@ def test_float8(strategy, shape, block):
     if block:
         spread = scale.repeat_interleave(24, 0)[:OUT].repeat_interleave(40, 1)[:, :IN]
     assert torch.equal(decoded.values(), weight.float() * spread)
-    assert decoded.grid.describe() == f"float8 e4m3, groups of {40 if block else IN}"
+    assert decoded.grid.describe() == f"float8 e4m3, {'blocks of 24 × 40' if block else f'groups of {IN}'}"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from quantkit import cli
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import finish, loop, staging
+from quantkit.quantize import finish, loop, staged_blocks, staging
 from quantkit.quantize import job as jobs
 from quantkit.quantize.outputs import folder as folder_output
 
@@ -67,7 +67,7 @@ def pause(*_, **__) -> None:
 
 def slow() -> None:
     """Waits where a kill could do harm: between record and tensors, before the rename, in the merge."""
-    for module, name in [(staging, "save_file"), (os, "replace"), (safetensors_folder, "write_file")]:
+    for module, name in [(staged_blocks, "save_file"), (os, "replace"), (safetensors_folder, "write_file")]:
         before(module, name, pause, 0)
     before(folder_output, "_write_json", pause, 0)
     before(finish, "_verify", pause, 0)
@@ -80,7 +80,7 @@ def torn() -> None:
         path.write_bytes(b"\x08" * 1000)
         die()
 
-    before(staging, "save_file", half, 2)
+    before(staged_blocks, "save_file", half, 2)
 
 
 def swallowed() -> None:
@@ -110,7 +110,7 @@ FAULTS = {
     "hashed beside": lambda: hashed(0.2, kill=False),
     "slow": slow,
     "swallowed": swallowed,
-    "file": lambda: before(staging, "save_file", die, 2),
+    "file": lambda: before(staged_blocks, "save_file", die, 2),
     "torn": torn,
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
     "next": lambda: before(staging.Staging, "write_block", die, 2),

@@ -1,16 +1,13 @@
 """The staging folder: finished blocks of a running job, and the output as it is put together.
 
-`OUT.partial/` lies beside the output so that finishing is a rename. A block is staged when its
-`block-00000.safetensors` exists; its record was written before, and so were the `part-00000-0000.safetensors`
-of a block of which not everything was to wait in memory. Killed at any moment, the folder holds whole blocks
-only, and everything else in it is made again. Blocks whose source had not been hashed by then are made again,
-too: nobody can tell whether they are of the source a later job is given.
+`OUT.partial/` lies beside the output so that finishing is a rename. Killed at any moment, the folder holds
+whole blocks only (`staged_blocks.py`), and everything else in it is made again. Blocks whose source had not
+been hashed by then are made again, too: nobody can tell whether they are of the source a later job is given.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
@@ -29,6 +25,7 @@ from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.quantize import replacing
 from quantkit.quantize.fingerprint import differences
 from quantkit.quantize.scratch import LIST
+from quantkit.quantize.staged_blocks import StagedBlocks, save, sync, write_text
 
 REST = "rest.safetensors"
 
@@ -42,11 +39,10 @@ class Staging:
     def __init__(self, output: Path, one_file: bool = False):
         self.output, self.one_file = output, one_file
         self.folder = output.parent / f"{output.name}.partial"
+        self._blocks = StagedBlocks(self.folder)
         self._lock = None
         self._replaces = False
         self._signed: dict = {}
-        self._sums: dict[Path, str] = {}  # of the parts of a block that is being made
-        self._whole: set[int] = set()  # blocks known to be as they were written
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
         self._writing: Future[None] | None = None
 
@@ -93,7 +89,9 @@ class Staging:
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            if isinstance(error, DamagedError) or not (self._staged() or self.rest() or self._scratch()):
+            if isinstance(error, DamagedError) or not (
+                self._blocks.there() or self.rest() or self._scratch()
+            ):
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
@@ -122,7 +120,7 @@ class Staging:
     def sign(self, fingerprint: dict) -> None:
         """Say whose blocks these are."""
         if fingerprint != self._signed:
-            _write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+            write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
             self._signed = fingerprint
 
     def _acquire(self) -> None:
@@ -143,66 +141,49 @@ class Staging:
             elif path.name != "lock":
                 path.unlink()
 
-    def _block(self, index: int) -> Path:
-        return self.folder / f"block-{index:05d}.safetensors"
-
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
         lose a bit, a folder half removed any of its files."""
         found = [self.is_done(index) for index in range(count)]
-        damaged = [index + 1 for index, done in enumerate(found) if not done and self._block(index).exists()]
+        damaged = [index for index in self._blocks.there() if index < count and not found[index]]
         if damaged:
-            warn(f"of the staged blocks, these are damaged and made again: {name_all(map(str, damaged))}")
+            numbers = name_all(str(index + 1) for index in damaged)
+            warn(f"of the staged blocks, these are damaged and made again: {numbers}")
             for index in damaged:
-                self.forget(index - 1)
+                self.forget(index)
         return found
 
     def is_done(self, index: int) -> bool:
         """Whether block `index` is staged, byte for byte as it was written."""
-        path = self._block(index)
-        if path.is_file() and index not in self._whole:
-            files = _files(_record(path))
-            if files and all(_sha256(self.folder / name) == told for name, told in files.items()):
-                self._whole.add(index)
-        return index in self._whole
-
-    def _parts(self, index: int) -> list[Path]:
-        return sorted(self.folder.glob(f"part-{index:05d}-*.safetensors"))
+        return self._blocks.is_whole(index)
 
     def records(self) -> list[dict]:
         """What was recorded about the linears of all staged blocks."""
-        return [row for path in self._staged() for row in (_record(path) or {})["linears"]]
+        return self._blocks.records()
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Places of all staged blocks' tensors, by stored name."""
-        blocks = [int(path.stem.removeprefix("block-")) for path in self._staged()]
-        return {name: info for index in blocks for name, info in self.infos(index).items()}
-
-    def _staged(self) -> list[Path]:
-        return sorted(self.folder.glob("block-*.safetensors"))
+        return {name: info for index in self._blocks.there() for name, info in self.infos(index).items()}
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
         """Places of a staged block's tensors, by stored name."""
-        headers = map(safetensors_folder.read_header, [*self._parts(index), self._block(index)])
-        return {name: info for header in headers for name, info in header.items()}
+        return self._blocks.infos(index)
 
     def forget(self, index: int) -> None:
         """Remove what an attempt at block `index` that failed has left; nothing of it is being written."""
-        self._whole.discard(index)
-        for path in (self._block(index), *self._parts(index)):
-            path.unlink(missing_ok=True)
+        self._blocks.forget(index)
 
     def write_part(self, index: int, number: int, tensors: dict[str, Tensor]) -> Path:
         """Begin to stage some of a block's tensors; waits for what was begun before."""
         self.wait()
-        path = self.folder / f"part-{index:05d}-{number:04d}.safetensors"
-        self._writing = self._writer.submit(self._save_part, path, tensors)
+        path = self._blocks.part_path(index, number)
+        self._writing = self._writer.submit(self._blocks.save_part, path, tensors)
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
         """Begin to stage a block, but for the tensors that lie in its parts; `wait` says when it is done, or
         raises what went wrong."""
-        self._writing = self._writer.submit(self._write_block, index, tensors, record)
+        self._writing = self._writer.submit(self._blocks.save, index, tensors, record)
 
     def wait(self) -> None:
         """Until what was last begun is staged."""
@@ -210,28 +191,9 @@ class Staging:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """The record, with the sha256 of every file, then the tensors, each whole or not at all."""
-        path = self._block(index)
-        temporary = _saved(path, tensors)
-        files = {part.name: self._sums.pop(part) for part in self._parts(index)}
-        files[path.name] = _sha256(temporary)
-        _write_text(path.with_suffix(".json"), json.dumps({"files": files, "linears": record}))
-        self._rename(temporary, path)
-        self._whole.add(index)
-
-    def _save_part(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        temporary = _saved(path, tensors)
-        self._sums[path] = _sha256(temporary)
-        self._rename(temporary, path)
-
-    def _rename(self, temporary: Path, path: Path) -> None:
-        os.replace(temporary, path)
-        _sync(self.folder)
-
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
         """Stage what lies outside the blocks."""
-        self._rename(_saved(self.folder / REST, tensors), self.folder / REST)
+        save(self.folder / REST, tensors)
 
     def rest(self) -> dict[str, TensorInfo]:
         """Places of what is staged of it, by the names it was staged under."""
@@ -272,41 +234,8 @@ class Staging:
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
         os.rename(self.place, self.output)
-        _sync(self.output.parent)
+        sync(self.output.parent)
         shutil.rmtree(self.folder)
-
-
-def _record(path: Path) -> dict | None:
-    """What was recorded of a block whose tensors are at `path`; None where nothing is that says so."""
-    try:
-        found = json.loads(path.with_suffix(".json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("linears"), list) else None
-
-
-def _files(record: dict | None) -> dict[str, str]:
-    """The sha256 of every file of a block; {} where none is recorded, or a file of another folder."""
-    files = (record or {}).get("files")
-    named = isinstance(files, dict) and all(Path(name).name == name for name in files)
-    return files if named else {}
-
-
-def _sha256(path: Path) -> str | None:
-    """None for no file."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
-
-
-def _saved(path: Path, tensors: dict[str, Tensor]) -> Path:
-    """A file of tensors that is to be renamed to `path`, on the disk."""
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    _sync(temporary)
-    return temporary
 
 
 def _remove(path: Path) -> None:
@@ -322,24 +251,9 @@ def load(info: TensorInfo) -> Tensor:
         return file.get_tensor(info.name)
 
 
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text)
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync_all(place: Path) -> None:
     for path in (*(place.iterdir() if place.is_dir() else ()), place):
-        _sync(path)
+        sync(path)
 
 
 @contextmanager
