@@ -145,4 +145,6 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
     return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group, peak)
 
 
-CLIENTS: dict[str, list[dict]] = {}
+CLIENTS: dict[str, list[dict]] = {
+    "vLLM": [{"form": "float8", "not_group_size": [-1]}],
+}
