@@ -25,7 +25,7 @@ from quantkit import cli
 from quantkit.models.checkpoint import MANIFEST
 from quantkit.models.containers import safetensors_folder
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import methods, plan, recipe, staging
+from quantkit.quantize import methods, plan, recipe, staged_blocks, staging
 from quantkit.quantize.methods.gptq import Options
 
 LINEARS = {  # name inside a block -> shape, of the model that `model` makes
