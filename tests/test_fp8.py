@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quantkit import layouts
+from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.grids.float8 import FLOAT8, Float8Grid, nearest, to_float8
@@ -141,6 +142,7 @@ def test_layouts_are_read_as_they_were_written(name):
         found = one.decode(tensors)
         assert found.grid == grid and torch.equal(found.codes, weight.codes)
         assert torch.equal(found.values(), weight.values())
+        refuse_unlike(one, spec.name, tensors)  # what distill demands
         again = one.refilled(tensors, {"scale": weight.floats()["scale"] * 2})
         assert torch.equal(one.decode(again).values(), 2 * weight.values())
         inputs = torch.randn(3, IN, generator=torch.Generator().manual_seed(2)) * 3

@@ -300,6 +300,9 @@ LOADS = [
     (CT | {"mixed": {True}, "symmetric": {False}}, "vLLM"),
     (CT | {"form": {"int8"}, "activations": {True}, "bits": {8}}, "transformers vLLM"),
     (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
+    (CT | {"form": {"float8"}, "activations": {True}, "bits": {8}, "group_size": {-1}}, "transformers vLLM"),
+    (CT | {"form": {"float8"}, "activations": {True}, "bits": {8}}, "transformers"),  # in blocks
+    ({"layout": {"fp8"}, "form": {"float8"}, "activations": {True}, "bits": {8}}, "transformers"),
     ({"layout": {"none"}, "form": set(), "bits": set()}, "transformers vLLM"),
     ({"layout": {"gguf"}, "form": {"Q8_0", "F32"}}, "transformers llama.cpp"),
     ({"layout": {"gguf"}, "form": {"Q4_K", "F32"}}, "transformers llama.cpp"),

@@ -173,10 +173,17 @@ def vectors(module: nn.Module) -> list[str]:
     return found
 
 
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are alike; of 8-bit floats torch compares no more than the bytes."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.view(torch.uint8).equal(other.view(torch.uint8)) if one.itemsize == 1 else one.equal(other)
+
+
 def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:
     """Raise QuantkitError unless the layout, given a linear's own floats, stores what is stored already."""
     again = layout.refilled(parts, layout.decode(parts).floats())
-    unlike = [n for n, old in parts.items() if old.dtype != again[n].dtype or not old.equal(again[n])]
+    unlike = [name for name, old in parts.items() if not _equal(old, again[name])]
     if unlike:
         raise QuantkitError(
             f"{linear}.{unlike[0]} is stored as {parts[unlike[0]].dtype} "

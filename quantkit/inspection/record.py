@@ -141,8 +141,22 @@ def _activations(contents: Contents) -> str | None:
     for group in _groups(contents):
         told = group.get("input_activations")
         if isinstance(told, dict):
-            return f"{told.get('type', 'int')}{told.get('num_bits', 8)}"
-    return str(config["activation_scheme"]) if config.get("activation_scheme") else None
+            return _scaled(told) + (", keys and values, too" if config.get("kv_cache_scheme") else "")
+    scheme, block = config.get("activation_scheme"), config.get("weight_block_size")
+    if config.get("quant_method") == "fp8" and scheme == "dynamic" and isinstance(block, list) and block:
+        return f"float8, groups of {block[-1]}"
+    return str(scheme) if scheme else None
+
+
+def _scaled(told: Mapping[str, Any]) -> str:
+    """What a config group says of activations: their type, and what of them has one scale."""
+    kind = f"{told.get('type', 'int')}{told.get('num_bits', 8)}"
+    if told.get("strategy") == "token":
+        return f"{kind}, each token by itself"
+    if told.get("strategy") == "tensor" and told.get("dynamic") is False:
+        return f"{kind}, by stored scales"
+    size = told.get("group_size")
+    return f"{kind}, groups of {size}" if isinstance(size, int) and size > 0 else kind
 
 
 STATE = re.compile(r"\.(conv1d|conv|short_conv|A_log|dt_bias|time_decay)\b")  # convolutions, state spaces

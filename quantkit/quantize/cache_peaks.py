@@ -6,12 +6,15 @@ Keys are what attention hands to its cache: behind their norm and rotary embeddi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from quantkit.grids.float8 import LARGEST
+from quantkit.layouts import LinearSpec
 
 PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # what forwards call a cache
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compressed-tensors knows attention
@@ -33,15 +36,23 @@ class Peaks:
         self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
         return keys, values
 
-    def scales(self, most: float) -> Mapping[str, Tensor]:
-        """`k_scale` and `v_scale`, bfloat16 `[1]`, with which the peaks become `most`."""
-        found = {"k_scale": self.keys, "v_scale": self.values}
-        return {name: (peak / most).to(torch.bfloat16).view(1) for name, peak in found.items()}
-
 
 def _larger(peak: Tensor | None, states: Tensor) -> Tensor:
     found = states.detach().abs().amax().float().clamp_(min=torch.finfo(torch.bfloat16).tiny)
     return found if peak is None else torch.maximum(peak, found)
+
+
+def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec]) -> dict[str, Tensor]:
+    """`k_scale` and `v_scale`, bfloat16 `[1]`, by stored name: with these the peaks become the largest value
+    of e4m3. rows: linears of the block."""
+    first = next(iter(rows))
+    block = first.name.removesuffix(first.local)
+    return {
+        f"{block}{place}.{name}": (peak / LARGEST).to(torch.bfloat16).view(1)
+        for place, peaks in found.items()
+        for name, peak in (("k_scale", peaks.keys), ("v_scale", peaks.values))
+        if peak is not None
+    }
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class _Loop:
             self._advance(measured.outputs())
             if beside:
                 self.originals.advance(beside.leaving)
-        self._add_scales(block, caches, parts)
+        parts.add(cache_peaks.scales(caches, block.rows.values()))
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
@@ -282,7 +282,7 @@ class _Loop:
         ]
         with self.timings("solve"):
             solved = self.method.solver.solve(weights, [row.grid for row in rows], statistics)
-            if "peak" in layout.needs:
+            if statistics and "peak" in layout.needs:
                 solved = [result.with_input_peak(statistics.peak) for result in solved]
         for row, weight, result in zip(rows, weights, solved, strict=True):
             with self.timings("pack"):
@@ -305,17 +305,6 @@ class _Loop:
     def _watched(self, block: Block) -> AbstractContextManager[dict[str, Peaks]]:
         """What the block's attention hands to its cache, where the layout stores a scale of it."""
         return cache_peaks.watched(block.module) if "cache" in self.method.needs else nullcontext({})
-
-    def _add_scales(self, block: Block, caches: dict[str, Peaks], parts: BlockParts) -> None:
-        """The scales of its cache's keys and values."""
-        for place, peaks in caches.items():
-            if peaks.keys is None:
-                continue
-            inside = (row for local, row in block.rows.items() if local.startswith(f"{place}."))
-            row = next(inside)
-            owner = row.name.removesuffix(row.local) + place
-            scales = peaks.scales(self.method.layout.cache_most)
-            parts.add({f"{owner}.{name}": scale for name, scale in scales.items()})
 
     def _advance(self, outputs: Iterable[Tensor]) -> None:
         """The hidden states enter the next block."""

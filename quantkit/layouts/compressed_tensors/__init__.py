@@ -44,7 +44,6 @@ class CompressedTensorsLayout(Layout):
     targets: schemes.Targets = ()
     scheme: schemes.Scheme | None = None
     cache: bool = False
-    cache_most = 448.0  # of e4m3
     marker = "weight_scale"
     takes_matrices = True  # vLLM makes linears of routers, which its target "Linear" takes
     suffixes = forms.suffixes()

@@ -78,9 +78,8 @@ def _parameters(hidden: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor, zero: Tensor) -> Tensor:
-    codes = hidden / scale + zero
-    if numbers.kind == "float":
-        codes = nearest(codes.float()).to(hidden.dtype)
-    else:
-        codes = codes.clamp(*_ends(numbers)).round()
+    if numbers.kind == "float" and numbers.symmetric:
+        return nearest((hidden / scale).float()).to(hidden.dtype).mul_(scale)
+    codes = (hidden / scale + zero).clamp(*_ends(numbers))
+    codes = codes.to(FLOAT8).to(hidden.dtype) if numbers.kind == "float" else codes.round()
     return (codes - zero) * scale

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors.forms import Form
 
@@ -65,7 +66,7 @@ class FloatQuantized(Form):
         scale = weight.params.scale[:: grid.rows or None].to(grid.stored)
         tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale.contiguous()}
         if self.static:
-            tensors["input_scale"] = _input_scale(weight.input_peak / LARGEST)
+            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST)
         return tensors
 
     def weights(self, setting: tuple) -> dict:
@@ -95,11 +96,20 @@ class FloatQuantized(Form):
         }
 
 
-def _input_scale(scale: Tensor) -> Tensor:
-    """As it is stored, `[1]`; that of inputs that were never anything but zero is any."""
+def _input_scale(peak: Tensor | None, most: float) -> Tensor:
+    """As it is stored, `[1]`; that of inputs that were never anything but zero is any.
+
+    Raises QuantkitError for a linear that no calibration text entered.
+    """
     import torch
 
-    stored = scale.to(torch.bfloat16).view(1)
+    if peak is None:
+        raise QuantkitError(
+            "static scales need inputs, and no calibration text enters one of these linears",
+            "leave out --static, or --towers, or keep such linears in 16 bit with --exclude",
+            UNSUPPORTED,
+        )
+    stored = (peak / most).to(torch.bfloat16).view(1)
     return torch.where(stored == 0, torch.finfo(torch.bfloat16).eps, stored)
 
 
@@ -135,4 +145,6 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
     return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), column_group, peak)
 
 
-CLIENTS: dict[str, list[dict]] = {}
+CLIENTS: dict[str, list[dict]] = {
+    "vLLM": [{"form": "float8", "not_group_size": [-1]}],
+}
