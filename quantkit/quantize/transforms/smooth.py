@@ -18,10 +18,10 @@ Tried are `s_j = (n_j g_j + f median(n g))^a / g_j`: n_j is the 4-norm of a chan
 size, and g_j the root mean square of its column, which makes s the same for models that differ by such
 scales alone, or 1. A channel that hardly fired in the text is not scaled up by all that would allow, so f
 is not 0. Which of them is best is cross-validated: s of one half of the text, its loss on the other.
-Without that down projections of the demo model were to lose a third less, and on a text of another kind
-lost more than before. Of the inputs' part of the loss on such a text, q/k/v keep 0.41 by the best of these
-and 0.48 by SmoothQuant's own at its best α, gate and up 0.77 and 0.86, down 0.91 and 1.09; descent on all
-of s gained no more than these did.
+Without that down projections of the demo model were to lose a third less, and lost more than before on a
+text of another kind. Of the inputs' part of the loss on such a text q/k/v keep 0.46 by these, 0.48 by
+SmoothQuant's own at its best α and 0.41 by descent on all of s; gate and up 0.76, 0.86 and 0.76; down 0.90,
+1.09 and 0.97, so that what descent gains is what it knows too well.
 """
 
 from __future__ import annotations
