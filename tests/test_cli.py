@@ -769,7 +769,7 @@ def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(module, function, fails_the_second_time)
         error, hint = refuse(5, "gptq", model, *small, "-o", "out")
-    assert error == "the disk of out.partial is full" and "--resume" in hint
+    assert error.startswith("the disk of out.partial is full") and "--resume" in hint
     assert not (tmp_path / "out").exists()
     staged = {path.name for path in (tmp_path / "out.partial").glob("*.safetensors")}
     assert staged == {f"block-0000{k}.safetensors" for k in range(1 if where == "block" else 2)}
