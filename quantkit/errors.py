@@ -27,7 +27,6 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/job
     INTERRUPTED: "interrupted",
     TERMINATED: "terminated",
 }
-LONG_WORD, LONG = 400, 1600  # characters, beyond which a message is shortened
 TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # right to left, and back
 FULL = {  # what a disk says that takes no more
     errno.ENOSPC: "is full",
@@ -84,11 +83,11 @@ def printable(text: str) -> str:
     )
 
 
-def shortened(message: str) -> str:
+def shortened(message: str, word: int = 400, whole: int = 1600) -> str:
     """A message without the middle of what is quoted in it at great length: a value of a stranger's file may
     have any. Words that people use, paths among them, stay whole."""
-    words = re.sub(rf"\S{{{LONG_WORD},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", message)
-    return words if len(words) <= LONG else f"{words[: LONG - 201]}…{words[-200:]}"
+    words = re.sub(rf"\S{{{word},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", message)
+    return words if len(words) <= whole else f"{words[: whole - 201]}…{words[-200:]}"
 
 
 def count(number: int, word: str) -> str:
