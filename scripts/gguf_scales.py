@@ -10,6 +10,7 @@ out is `SCALING` in quantkit/models/llamacpp/mixtures.py.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -58,6 +59,7 @@ def export(folder: Path, path: Path, scaled: bool) -> str:
 
 def main() -> None:
     """A line for every tiny model."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     made = {
         name: lambda to, case=case: families.save_model(to, case[0], **case[1])
