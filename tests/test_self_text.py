@@ -26,15 +26,17 @@ def test_a_file_holds_the_sequences_and_calibration_reads_it(tiny_model, tmp_pat
     folder = tiny_model("llama", tokenizer="bos")
     settings = {"samples": 5, "seqlen": 24, "batch_size": 3}
     record, texts = written(folder, tmp_path / "a.jsonl", **settings)
-    assert (record["texts"], record["tokens"]) == (5, 5 * 24) == (len(texts), 120)
+    assert (record["texts"], record["tokens"]) == (6, 6 * 24) == (len(texts), 144)
     checkpoint = open_checkpoint(str(folder))
-    batches = list(self_text.sequences(checkpoint, Settings(**settings), torch.float32, CPU))
-    assert [len(batch) for batch in batches] == [3, 2]
+    more = Settings(**settings | {"samples": 6})
+    batches = list(self_text.sequences(checkpoint, more, torch.float32, CPU))
+    assert [len(batch) for batch in batches] == [3, 3]
     rows = torch.cat(batches)[:, 1:].tolist()
     assert texts == [checkpoint.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     assert written(folder, tmp_path / "b.jsonl", **settings, seed=1)[1] != texts
-    options = CalibrationOptions(calibration=str(tmp_path / "a.jsonl"), samples=3, seqlen=24)
-    assert calibration.load(checkpoint, options).tokens.shape == (3, 24)
+    options = CalibrationOptions(calibration=str(tmp_path / "a.jsonl"), samples=5, seqlen=24)
+    loaded = calibration.load(checkpoint, options)
+    assert loaded.tokens.shape == (5, 24) and loaded.warning is None
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_only_such_text_is_replaced(tmp_path):
     for path, overwrite, said in [
         (own, False, "exists"),
         (other, True, "holds no text"),
-        (tmp_path, True, "no plain file"),
+        (tmp_path, True, "is a folder"),
         (tmp_path / "none" / "a.jsonl", False, "no such folder"),
     ]:
         with pytest.raises(errors.QuantkitError, match=said):

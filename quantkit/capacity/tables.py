@@ -13,7 +13,7 @@ from quantkit.capacity.formats import STORED
 from quantkit.tables import print_facts, print_line
 
 GIB = 1 << 30
-METHODS = ("fp8", "int8", "nf4", "fp4", "gptq", "awq")
+METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 MISSING = "–"
 Record = dict[str, Any]
@@ -82,7 +82,7 @@ def _about(record: Record) -> dict[str, str]:
         numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []
         numbers += [f"{device['flops'] / 1e12:,.0f} TFLOPS"] if device["flops"] else []
         fewer = device["flops_of_fewer_bits"].items()
-        numbers += [f"{flops / 1e12:,.0f} in {name}" for name, flops in fewer if name != "int8"]
+        numbers += [f"{flops / 1e12:,.0f} in {name}" for name, flops in fewer]
         if device["usable_bytes"]:
             numbers[0] += f" ({gibibytes(device['usable_bytes'])} of it used)"
         facts["device"] = f"{device['name']}, {', '.join(numbers)}"

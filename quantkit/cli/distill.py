@@ -174,7 +174,7 @@ def _smaller(typed: dict[str, Any], values: dict[str, Any]) -> None:
         prepared = job.prepare(request, progress, text, values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
-            with manners.resumable(prepared.staging.folder, "what was learned is"):
+            with manners.resumable(prepared.staging.folder, lambda: "what was learned is"):
                 record = run.run(prepared, progress)
     if values["as_json"]:
         print(json.dumps(record, indent=2))
@@ -207,7 +207,7 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
         else:
             if text:  # one that does not serve is noticed here
                 windows = windows_of.load(prepared.teacher.checkpoint, text, None, None, None)
-            with manners.resumable(prepared.staging.folder, "what was learned is"):
+            with manners.resumable(prepared.staging.folder, lambda: "what was learned is"):
                 record = run.run(prepared, progress)
             if text:
                 made, device = [request.student, prepared.staging.output], prepared.teacher.device

@@ -141,8 +141,8 @@ def stopping() -> Iterator[list[int]]:
 
 
 @contextmanager
-def resumable(folder: Path, kept: str = "finished blocks are") -> Iterator[None]:
-    """Answer what asks to stop with the way to go on. kept: what is, in `folder`."""
+def resumable(folder: Path, kept: Callable[[], str] = lambda: "finished blocks are") -> Iterator[None]:
+    """Answer what asks to stop with the way to go on. kept: what is, in `folder`, by then."""
     with stopping() as asked:
         try:
             yield
@@ -150,7 +150,7 @@ def resumable(folder: Path, kept: str = "finished blocks are") -> Iterator[None]
             if not asked:
                 raise
             raise QuantkitError(
-                f"{EXIT_CODES[asked[0]]}; {kept} kept in {folder}",
+                f"{EXIT_CODES[asked[0]]}; {kept()} kept in {folder}",
                 hint=f"continue with: {_again()}",
                 exit_code=asked[0],
             ) from error

@@ -58,6 +58,7 @@ def command(
         settings = self_text.Settings(samples, seqlen, seed, batch_size)
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoint, place)
+        settings.check(checkpoint)
         listen = partial(progress.counting, "writing text")
         progress.phase(f"loading {checkpoint.source}")
         record = self_text.write(checkpoint, settings, output, precision, place, listen)
@@ -66,4 +67,5 @@ def command(
         return
     print(f"written      {record['output']}")
     print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
-    print(f"\nnext: quantkit gptq {model} --calibration {record['output']} --seqlen {seqlen}")
+    asked = f"--calibration {record['output']} --samples {samples} --seqlen {seqlen}"
+    print(f"\nnext: quantkit gptq {model} {asked} -o {base_name(model)}-gptq-own")

@@ -6,33 +6,34 @@ import codecs
 import os
 import sys
 
-PLAIN = {  # what is printed where the encoding has not the sign itself
+PLAIN = {  # what is printed where the encoding has not the sign itself, as wide, for the sake of tables
     "–": "-",
     "—": "-",
     "−": "-",
     "─": "-",
     "━": "-",
     "│": "|",
-    "…": "...",
-    "→": "->",
-    "←": "<-",
+    "…": ".",
+    "→": ">",
+    "←": "<",
     "▶": ">",
     "×": "x",
     "·": ".",
     "•": "*",
-    "±": "+-",
+    "±": "~",
     "≈": "~",
-    "≤": "<=",
-    "≥": ">=",
-    "Σ": "sum",
+    "≤": "<",
+    "≥": ">",
+    "Σ": "S",
+    "Δ": "d",
     "µ": "u",
-    "‖": "||",
+    "‖": "|",
     "“": '"',
     "”": '"',
     "‘": "'",
     "’": "'",
     "█": "#",
-    "✓": "ok",
+    "✓": "y",
 }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from quantkit.models.checkpoint import Checkpoint
 
 SCHEMA = "quantkit.sample/1"
 BATCH = 32  # sequences written side by side: part of what decides the text
+SPARE = 16  # one sequence more for so many: read again, a text may be fewer tokens than were written
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Settings:
         for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
-                raise QuantkitError(f"{flag} {getattr(self, name)} makes no sense", "choose more", USAGE)
+                hint = f"choose {least} or more"
+                raise QuantkitError(f"{flag} {getattr(self, name)} makes no sense", hint, USAGE)
         if checkpoint.context is not None and self.seqlen > checkpoint.context:
             raise QuantkitError(
                 f"{checkpoint.source} was made for {checkpoint.context} tokens, not --seqlen {self.seqlen}",
@@ -112,14 +114,15 @@ def write(
     """Write a file of JSON lines, `{"text": ...}`, for `--calibration`, and tell what was written. It appears
     whole or not at all."""
     settings.check(checkpoint)
-    part, tokens = output.with_name(f"{output.name}.partial"), 0
+    part, tokens, texts = output.with_name(f"{output.name}.partial"), 0, 0
+    more = replace(settings, samples=settings.samples + settings.samples // SPARE + 1)
     try:
         with open(part, "w", encoding="utf-8") as file:
-            for batch in sequences(checkpoint, settings, dtype, device, listen):
+            for batch in sequences(checkpoint, more, dtype, device, listen):
                 for ids in batch[:, 1:].tolist():
                     text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
                     file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                tokens += batch.numel()
+                tokens, texts = tokens + batch.numel(), texts + len(batch)
         os.replace(part, output)
     except OSError as error:
         raise QuantkitError(
@@ -132,7 +135,7 @@ def write(
         "source": checkpoint.source,
         "output": str(output),
         "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
-        "texts": settings.samples,
+        "texts": texts,
         "tokens": tokens,
     }
 
@@ -144,6 +147,8 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise QuantkitError(f"no such folder: {output.parent}", "make it, or choose another -o", USAGE)
     if not os.path.lexists(output):
         return
+    if output.is_dir() and not output.is_symlink():
+        raise QuantkitError(f"{output} is a folder", f"give a file: -o {output / 'own.jsonl'}", USAGE)
     if output.is_symlink() or not output.is_file():
         raise QuantkitError(f"{output} is no plain file", "choose another -o", USAGE)
     if not overwrite:

@@ -103,7 +103,7 @@ def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smo
     that exclude each other."""
     parts = () if value == "none" else tuple(value.split("+"))
     if unknown := [part for part in parts if part not in transforms]:
-        hint = "choose none, " + " or ".join(transforms)
+        hint = f"choose none, or {', '.join(transforms)}, of which a rotation joins another by +"
         raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
     turned = [part for part in parts if part in ROTATIONS]
     if len(turned) > 1 or len(parts) - len(turned) > 1:

@@ -118,6 +118,13 @@ def plan_record(auto: Auto) -> dict[str, Any]:
     }
 
 
+def kept(auto: Auto) -> str:
+    """What of the search survives, should it end now: the table of sensitivities, once it is whole."""
+    given = auto.request.sensitivities
+    measured = (auto.folder / TABLE).exists() or (given is not None and given.exists())
+    return "the table of sensitivities is" if measured else "nothing yet is"
+
+
 def _open(auto: Auto) -> None:
     """The folder beside the output. Raises QuantkitError if it is there, unasked."""
     folder, request = auto.folder, auto.request

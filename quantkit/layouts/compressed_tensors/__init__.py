@@ -84,6 +84,10 @@ class CompressedTensorsLayout(Layout):
             return 'its target "Linear" misses Conv1D: use the gptq layout'
         return self.form_of(spec.grid).check(spec)
 
+    def check_experts(self, linears: int) -> str | None:
+        """What its form says of them."""
+        return self.form.no_experts
+
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes of all tensors of one linear."""
         return self.form_of(spec.grid).nbytes(spec)

@@ -40,6 +40,7 @@ class Form(Protocol):
     uniform = False
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[str] = frozenset()
+    no_experts: str | None = None  # why no client reads experts in it
 
     def holds(self, grid: Grid | Width) -> bool:
         """Whether weights on this grid are written so: with several forms the first that says so counts."""

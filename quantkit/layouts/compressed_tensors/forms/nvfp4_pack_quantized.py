@@ -34,6 +34,7 @@ class NvFp4Packed(fp4.Fp4Form):
     NAME = NAME
     GROUP = GROUP
     STRATEGY = "tensor_group"
+    no_experts = "no client that was tried reads experts in NVFP4; in --format mxfp4 transformers does"
     SCALE_DTYPE = "torch.float8_e4m3fn"
     floats = ("weight_scale",)
 
