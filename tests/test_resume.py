@@ -441,6 +441,9 @@ DAMAGE = {
     "a record of files elsewhere": lambda folder: (folder / "block-00000.json").write_text(
         '{"linears": [], "files": {"../../config.json": ""}}'
     ),
+    "a record without sums": lambda folder: (folder / "block-00000.json").write_text(
+        '{"linears": [], "files": {"none": null}}'
+    ),
     "no record": lambda folder: (folder / "block-00000.json").unlink(),
 }
 

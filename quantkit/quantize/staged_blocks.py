@@ -24,7 +24,7 @@ class StagedBlocks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._sums: dict[Path, str | None] = {}  # of the parts of a block that is being made
+        self._sums: dict[Path, str] = {}  # of the parts of a block that is being made
         self._whole: set[int] = set()  # blocks known to be as they were written
 
     def path(self, index: int) -> Path:
@@ -49,7 +49,8 @@ class StagedBlocks:
         path = self.path(index)
         if path.is_file() and index not in self._whole:
             files = _files(_record(path))
-            if files and all(_sha256(self.folder / name) == told for name, told in files.items()):
+            paths = {self.folder / name: told for name, told in files.items()}
+            if files and all(file.is_file() and _sha256(file) == told for file, told in paths.items()):
                 self._whole.add(index)
         return index in self._whole
 
@@ -136,10 +137,6 @@ def _files(record: dict | None) -> dict[str, str]:
     return files if named else {}
 
 
-def _sha256(path: Path) -> str | None:
-    """None for no file."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
