@@ -70,3 +70,23 @@ def test_is_finite(threads, damage):
         if damage is not None:
             tensor.view(-1)[5] = damage
         assert grid.is_finite(tensor) == (damage is None)
+
+
+def test_threads_begun_when_asked_to_stop_can_end(monkeypatch):
+    """Those that wait for the others would keep the process from ending."""
+    pools = []
+
+    class Stopped(parallel.ThreadPoolExecutor):
+        def submit(self, *arguments):
+            pools.append(self)
+            if len(pools) == 2:
+                raise KeyboardInterrupt
+            return super().submit(*arguments)
+
+    monkeypatch.setattr(parallel, "ThreadPoolExecutor", Stopped)
+    with pytest.raises(KeyboardInterrupt):
+        parallel._pool.__wrapped__(2)
+    ended = threading.Thread(target=pools[0].shutdown, daemon=True)
+    ended.start()
+    ended.join(20)
+    assert not ended.is_alive()

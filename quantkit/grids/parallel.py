@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -54,7 +54,9 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
                 pass
             raise
 
-    for worker in [_pool(torch.get_num_threads()).submit(take) for _ in range(threads)]:
+    workers = [_pool(torch.get_num_threads()).submit(take) for _ in range(threads)]
+    wait(workers)  # all of them, before an error is raised: none may go on writing behind the caller's back
+    for worker in workers:
         worker.result()
 
 
@@ -75,8 +77,12 @@ def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
 def _pool(threads: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(threads, "quantkit", _serial)
     everyone = threading.Barrier(threads)
-    for ready in [pool.submit(everyone.wait) for _ in range(threads)]:
-        ready.result()
+    try:
+        for ready in [pool.submit(everyone.wait) for _ in range(threads)]:
+            ready.result()
+    except BaseException:  # asked to stop: who waits here for ever would keep the process from ending
+        everyone.abort()
+        raise
     torch.set_num_threads(threads)  # the workers' own setting is what later threads would start with
     return pool
 
