@@ -24,6 +24,7 @@ OTHERS = {  # every other command than the methods, and its help
     "report": "An HTML page of evaluations: table, plots, errors by layer, protocol.",
     "inspect": "What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it "
     "whole.",
+    "verify": "Is a checkpoint what was written: sums, values, and every linear's error measured again.",
     "generate": "Continue a prompt with one model or several side by side, and mark where they part.",
     "bench": "What checkpoints cost to run, side by side: tokens per second, latency, memory, by engine.",
     "serve": "Hand a checkpoint over to an engine's own server, and prove that it answers.",

@@ -16,8 +16,9 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.distillation.student import Floats, Student
 from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.inspection.verify import ERRORS
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import gguf_writer
+from quantkit.models.containers import gguf_writer, sums
 from quantkit.models.headers import MANIFEST
 from quantkit.models.llamacpp.coded import CodedGguf
 from quantkit.models.open import open_checkpoint
@@ -43,6 +44,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
         with open(place, "r+b") as file:
             _patch(file, ((start + moved, data) for _, start, data in changes))
+        sums.seal(place)
         return
     place.mkdir()
     for path in sorted(checkpoint.folder.iterdir()):
@@ -52,6 +54,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         with open(place / path.name, "r+b") as file:
             _patch(file, [(start, data)])
     if manifest is not None:
+        manifest = manifest | {"files": sums.of_folder(place, ())}
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     card = checkpoint.folder / CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
@@ -117,7 +120,12 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
         stored = json.loads(checkpoint.manifest() or "null")
     except (ValueError, RecursionError):
         return None
-    return stored | {"distilled": record} if isinstance(stored, dict) else None
+    if not isinstance(stored, dict):
+        return None
+    for row in stored.get("linears", ()):  # their floats are others now
+        for name in ERRORS:
+            row.pop(name, None)
+    return stored | {"distilled": record}
 
 
 def _card(record: dict, name: str) -> str:

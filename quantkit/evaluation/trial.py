@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.grids.distance import weight_error
 from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import linears, methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Sizes
-from quantkit.quantize.solvers.loss import weight_error
 
 
 def data_free() -> list[str]:

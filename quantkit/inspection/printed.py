@@ -40,7 +40,7 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
         "activations": found["activations"] if found and found["activations"] else "",
         "context": record["positions"]["text"],
         "tokenizer": _tokenizer(record["tokenizer"]),
-        "made by": _provenance(record["provenance"]),
+        "made by": provenance(record["provenance"]),
     }
     return {name: fact for name, fact in facts.items() if fact}
 
@@ -87,7 +87,7 @@ def _tokenizer(found: dict[str, Any] | None) -> str:
     return ", ".join(parts)
 
 
-def _provenance(found: dict[str, Any] | None) -> str:
+def provenance(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     parts = [found["tool"]]

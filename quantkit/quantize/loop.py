@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.layouts import LinearSpec
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
@@ -34,7 +35,6 @@ from quantkit.quantize.parts import BlockParts
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.scratch import Scratch
 from quantkit.quantize.solvers import SiteStatistics, Solved
-from quantkit.quantize.solvers.loss import weight_error
 from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
@@ -291,9 +291,17 @@ class _Loop:
                 again = partial(parts.parts, row.name)
                 values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
                 parts.add_linear(row.name, packed)
-            if result.error is None:
-                result = replace(result, error=weight_error(weight, values))
-            yield row, result
+            yield row, self._measured(result, weight, values)
+
+    def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
+        """With the error of what was stored, by which a checkpoint can be verified against its source."""
+        if solved.error is None or self.method.transform is None:
+            plain = weight_error(weight, values)
+            error = plain if solved.error is None else solved.error
+            solved = replace(solved, error=error, weight_error=plain)
+        if self.method.transform is not None:
+            solved = replace(solved, weight_error=None, scaled_error=error_up_to_scales(weight, values))
+        return solved
 
     def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
         """Parameters that are not quantized but not the source's any more, either, as they are stored."""
@@ -343,6 +351,8 @@ def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:
         "name": row.name,
         "error": solved.error,
         "rtn_error": solved.rtn_error,
+        **({} if solved.weight_error is None else {"weight_error": solved.weight_error}),
+        **({} if solved.scaled_error is None else {"weight_error_up_to_scales": solved.scaled_error}),
         "fallback": solved.fallback,
         "notes": list(solved.notes),
         **({} if tokens is None else {"tokens": tokens}),

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from quantkit.grids.distance import weight_error
 from quantkit.layouts import LinearSpec
 from quantkit.quantize.job import Job
 from quantkit.quantize.memory import PART
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers.loss import weight_error
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.timings import Timings
 
@@ -72,6 +72,6 @@ def _made(
     for note in solved.notes:
         progress.warn(f"{row.name}: {note}")
     error = weight_error(weight, values)
-    record = {"name": row.name, "error": error, "rtn_error": None, "fallback": None}
+    record = {"name": row.name, "error": error, "rtn_error": None, "weight_error": error, "fallback": None}
     tensors = {f"{row.name}.{part}": tensor.cpu() for part, tensor in parts.items()}
     return tensors, [record | {"notes": list(solved.notes)}]

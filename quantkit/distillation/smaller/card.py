@@ -8,6 +8,7 @@ from pathlib import Path
 from quantkit import __version__
 from quantkit.models import hub
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
+from quantkit.models.containers import sums
 from quantkit.tables import megabytes
 
 
@@ -20,6 +21,7 @@ def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) 
         "method": "distill",
         "job": fingerprint,
         "linears": [],
+        "files": sums.of_folder(place, ()),
         "distillation": {key: record[key] for key in ("chosen", "trained", "published", "held_out")},
     }
     (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")

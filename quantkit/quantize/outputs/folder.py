@@ -13,7 +13,7 @@ from quantkit.errors import name_all
 from quantkit.inspection.names import split
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.checkpoint import MANIFEST, Checkpoint
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers import safetensors_folder, sums
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.containers.slices import Slice
 from quantkit.models.skeleton import Skeleton
@@ -79,7 +79,8 @@ class FolderOutput:
         for name, content in material.files.items():
             _write_json(place / name, content)
         copied = self.copied(material)
-        _write_json(place / MANIFEST, manifest | ({"copied": copied} if copied else {}))
+        written = {"files": sums.of_folder(place, ())}
+        _write_json(place / MANIFEST, manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """Timings, which are outside the promise of equal bytes, and the model card."""

@@ -24,6 +24,7 @@ from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import sums
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.llamacpp.imatrix import Imatrix
@@ -185,6 +186,8 @@ class GgufOutput:
                     if scale := scale_of(target.name, type, target.shape):
                         writer.write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
+        for one in files:
+            sums.seal(one.place)
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """The file says it all."""
@@ -208,7 +211,12 @@ class GgufOutput:
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
         """The file's metadata, and how it came to be."""
         used = imatrix.metadata(self.origin) if imatrix else {}
-        return {**self.metadata, **used, "quantkit.manifest": json.dumps(manifest, ensure_ascii=False)}
+        return {
+            **self.metadata,
+            **used,
+            "quantkit.manifest": json.dumps(manifest, ensure_ascii=False),
+            sums.IN_FILE: sums.BLANK,
+        }
 
     def _changed(self, material: Material) -> Checkpoint:
         """The source with what the job changed and did not encode, such as norms that scales went into."""

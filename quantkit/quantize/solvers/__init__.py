@@ -58,6 +58,8 @@ class Solved:
     notes: what else a user should know about this linear.
     outlier_columns: of its inputs, where LLM.int8 counted them.
     scaled: how a transform scaled its columns; None where it did not.
+    weight_error: `|dW|² / |W|²` of what was stored; scaled_error: the same up to scales of rows and columns,
+    where a transform chose those.
     """
 
     weight: QuantizedWeight
@@ -67,6 +69,8 @@ class Solved:
     notes: tuple[str, ...] = ()
     outlier_columns: int | None = None
     scaled: dict | None = None
+    weight_error: float | None = None
+    scaled_error: float | None = None
 
     def with_input_peak(self, peak: Tensor) -> Solved:
         """With the largest of the peaks `[in]` of its inputs, for layouts that store a scale of it."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-from quantkit.grids.grid import by_rows
 
 WIDTH = 128  # columns of a loss computed at a time
 
@@ -25,18 +22,3 @@ def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
 def loss(delta: Tensor, hessian: Tensor) -> float:
     """`tr(dW H dWᵀ)` for `delta [out, in]`."""
     return row_losses(delta, hessian).sum().item()
-
-
-def weight_error(weight: Tensor, values: Tensor) -> float:
-    """`|W - Ŵ|² / |W|²` of what was stored, for a method that knows no inputs."""
-    sums = torch.empty(len(weight), 2, device=weight.device)
-    by_rows(
-        lambda value, wanted: torch.stack(
-            [(value.float() - wanted).square_().sum(1), wanted.square().sum(1)], 1
-        ),
-        sums,
-        values,
-        weight,
-    )
-    lost, whole = sums.sum(0).tolist()
-    return lost / max(whole, 1e-30)

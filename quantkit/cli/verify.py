@@ -1,0 +1,77 @@
+"""`quantkit verify`: is a checkpoint still what was written, and as near to its source as it says?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli import flags
+from quantkit.errors import VERIFICATION, QuantkitError, count
+
+EPILOG = """Examples:
+
+  quantkit verify ./model-gptq-w4g128                     (files, values, codes)
+
+  quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
+
+  quantkit verify ./model-Q4_K_M.gguf --json"""
+
+
+def command(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="What it was made of: measure every linear's error again."),
+    ] = None,
+    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
+) -> None:
+    """The function behind `quantkit verify`."""
+    from quantkit.cli.progress import listener, uncollected
+
+    with listener(quiet) as progress:
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit.inspection import verify
+        found = verify.verify(path, base, progress.counting, trust_remote_code)
+    if not as_json:
+        _show(found)
+    if problems := found["problems"]:
+        more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
+        raise QuantkitError(
+            problems[0] + more,
+            "copy or download it again, or make it anew",
+            VERIFICATION,
+            found=found,
+        )
+    if as_json:
+        print(json.dumps(found, indent=2))
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from quantkit.inspection.printed import provenance
+    from quantkit.tables import print_facts, print_line
+
+    console = Console(highlight=False, markup=False)
+    facts = {"checkpoint": found["source"], "made by": provenance(found["made"])}
+    same = sum(row["state"] == "same" for row in found["files"])
+    if found["files"]:
+        facts["files"] = f"{same} of {count(len(found['files']), 'file')} as they were written (sha256)"
+    if found["linears"]:
+        agree = [row for row in found["linears"] if row["agrees"]]
+        worst = max(found["linears"], key=lambda row: row["error"])
+        facts["errors"] = (
+            f"{len(agree)} of {count(len(found['linears']), 'linear')} as far from the source as the "
+            f"manifest says; farthest {worst['name']}, {worst['error']:.3g}"
+        )
+    print_facts(console, {name: fact for name, fact in facts.items() if fact})
+    for note in found["notes"]:
+        print_line(console, f"note: {note}")
+    for problem in found["problems"]:
+        print_line(console, f"wrong: {problem}", "yellow")
+    if not found["problems"]:
+        print_line(console, "nothing is wrong; a manifest is signed by nobody, and tells damage, not forgery")

@@ -1,0 +1,60 @@
+"""How far a decoded weight lies from the one it was made of: what can be measured again without any text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.grid import by_rows
+from quantkit.grids.parallel import elements_at_once
+
+ROUNDS = 6  # of fitting rows and columns in turn
+
+
+def weight_error(weight: Tensor, values: Tensor) -> float:
+    """`|W - Ŵ|² / |W|²` of matrices `[out, in]`."""
+    sums = torch.empty(len(weight), 2, device=weight.device)
+    by_rows(
+        lambda value, wanted: torch.stack(
+            [(value.float() - wanted).square_().sum(1), wanted.square().sum(1)], 1
+        ),
+        sums,
+        values,
+        weight,
+    )
+    lost, whole = sums.sum(0).tolist()
+    return lost / max(whole, 1e-30)
+
+
+def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
+    """`|V - Ŵ|² / |V|²` for the `V = diag(r) W diag(c)` nearest to `Ŵ [out, in]`: the same, whatever a
+    transform that folds scales into neighbours multiplied the rows and columns of W with.
+
+    Least squares for r and for c in turn; each leaves an error some 1/√width of the one before.
+    """
+    pairs = list(zip(*(part.split(_rows(weight)) for part in (weight, values)), strict=True))
+    columns = weight.new_ones(weight.shape[1])
+    for _ in range(ROUNDS):
+        above, below = torch.zeros_like(columns), torch.zeros_like(columns)
+        for wanted, found in pairs:
+            squares, products = wanted.square(), wanted * found.float()
+            rows = _ratio(products @ columns, squares @ columns.square())
+            above += rows @ products
+            below += rows.square() @ squares
+        columns = _ratio(above, below)
+    lost, whole = weight.new_zeros(()), weight.new_zeros(())
+    for wanted, found in pairs:
+        scaled, found = wanted * columns, found.float()
+        scaled *= _ratio((scaled * found).sum(1), scaled.square().sum(1))[:, None]
+        lost += (found - scaled).square_().sum()
+        whole += scaled.square_().sum()
+    return (lost / whole.clamp(min=1e-30)).item()
+
+
+def _rows(weight: Tensor) -> int:
+    return max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """1 where nothing tells, as of a row of zeros."""
+    return torch.where(below > 0, above / below.clamp(min=1e-30), 1.0)

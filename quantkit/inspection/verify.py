@@ -1,0 +1,171 @@
+"""Is a checkpoint still what quantkit wrote, and as near to its source as the manifest says?
+
+Nobody signs a manifest: it tells damage and mistakes, not forgery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.grids.distance import error_up_to_scales, weight_error
+from quantkit.inspection import record, values
+from quantkit.inspection.values import Listener
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import sums
+from quantkit.models.headers import MANIFEST, Contents, open_contents
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+
+SCHEMA = "quantkit.verify/1"
+ERRORS = {
+    "weight_error": weight_error,
+    "weight_error_up_to_scales": error_up_to_scales,
+}  # of a row of a manifest
+TOLERANCE = 1e-3  # relative: what rounding of folded scales, or another device, makes of an error
+LEAST = 1e-9  # errors smaller than this are rounding of float32
+WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the sums
+CPU = torch.device("cpu")
+
+
+def verify(
+    source: str, base: str | None, listen: Listener, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """The record of a folder or GGUF file: `problems` are what is wrong. base: the checkpoint it was made of.
+
+    Raises QuantkitError where there is nothing to verify, or the base is another model.
+    """
+    if not Path(source).exists():
+        raise QuantkitError(f"no such folder or file: {source}", "give a checkpoint on this disk", NOT_FOUND)
+    contents = open_contents(source)
+    made = record.describe(contents)
+    found: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
+    found["problems"] += made["integrity"]["problems"]
+    manifest = contents.manifest if isinstance(contents.manifest, dict) else {}
+    found["made"] = made["provenance"]
+    found["files"] = list(_files(contents, manifest, found, listen))
+    found["problems"] += [f"{row['name']} {row['state']}" for row in found["files"] if row["state"] != "same"]
+    if found["problems"]:  # what is known to be damaged is not decoded
+        found["notes"].append("values were not read")
+        return found | {"linears": []}
+    checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
+    values.check(checkpoint, made, listen)
+    found["problems"] += made["integrity"]["problems"]
+    found["notes"] += made["integrity"]["notes"] + made["integrity"]["warnings"]
+    found["linears"] = []
+    if base is not None:
+        original = open_checkpoint(base, trust_remote_code=trust_remote_code)
+        found["linears"] = list(_linears(checkpoint, original, manifest, found, listen))
+        found["problems"] += [
+            f"{row['name']} is {row['error']:.4g} from its source, the manifest says {row['told']:.4g}"
+            for row in found["linears"]
+            if not row["agrees"]
+        ]
+    return found
+
+
+def _files(
+    contents: Contents, manifest: Mapping[str, Any], found: dict[str, Any], listen: Listener
+) -> Iterator[dict[str, Any]]:
+    """Of every file that has a sum: `same`, `was changed` or `is absent`."""
+    place, read, whole = contents.path, 0, sum(contents.files.values())
+    assert place is not None
+
+    def heard(nbytes: int) -> None:
+        nonlocal read
+        read += nbytes
+        listen("hashing", min(read, whole), whole)
+
+    if contents.container == "gguf":
+        told = contents.metadata.get(sums.IN_FILE)
+        if isinstance(told, str):
+            changed = sums.of_tensors(place, heard) != told
+            yield {"name": place.name, "state": "was changed" if changed else "same"}
+        else:
+            found["notes"].append("it holds no sum of its tensors: quantkit 0.3 writes one")
+        return
+    told = manifest.get("files")
+    if not isinstance(told, dict):
+        why = "its manifest has none" if manifest else f"it has no {MANIFEST}"
+        found["notes"].append(f"files were not compared with sums: {why}")
+        return
+    for name, digest in told.items():
+        path = place / Path(name).name  # a manifest leads nowhere else
+        if not path.is_file():
+            yield {"name": name, "state": "is absent"}
+        else:
+            state = "same" if sums.of_file(path, listen=heard) == digest else "was changed"
+            yield {"name": name, "state": state}
+    added = sorted(contents.files.keys() - told.keys() - WRITTEN_LATER)
+    if added:
+        found["notes"].append(f"{count(len(added), 'file')} came later: {name_all(added)}")
+
+
+def _linears(
+    checkpoint: Checkpoint,
+    base: Checkpoint,
+    manifest: Mapping[str, Any],
+    found: dict[str, Any],
+    listen: Listener,
+) -> Iterator[dict[str, Any]]:
+    """The error of every linear measured again, beside what the manifest says."""
+    job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
+    if job.get("rotation"):
+        found["notes"].append("errors were not measured: the weights are rotated, the source's are not")
+        return
+    rows = {row["name"]: row for row in manifest.get("linears") or () if _told(row)}
+    if not rows:
+        found["notes"].append("errors were not measured: the manifest names none that could be")
+        return
+    _same_source(base, manifest, found)
+    dtype = getattr(torch, str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
+    sides = [Skeleton(made, torch.float32, CPU) for made in (checkpoint, base)]
+    held = [_stored(side) for side in sides]
+    if lost := sorted(rows.keys() - (held[0].keys() & held[1].keys())):
+        raise QuantkitError(
+            f"{base.source} and {checkpoint.source} do not share {count(len(lost), 'linear')} of the "
+            f"manifest: {name_all(lost, 3)}",
+            "give the checkpoint that it was made of",
+            UNSUPPORTED,
+        )
+    for done, (name, row) in enumerate(rows.items(), start=1):
+        decoded, weight = (side.read(*names[name]) for side, names in zip(sides, held, strict=True))
+        if decoded.shape != weight.shape:
+            raise QuantkitError(
+                f"{name} is {list(weight.shape)} in {base.source}, and {list(decoded.shape)} here",
+                "give the checkpoint that it was made of",
+                USAGE,
+            )
+        kind = _told(row)
+        error, told = ERRORS[kind](weight, decoded.to(dtype)), float(row[kind])
+        agrees = abs(error - told) <= TOLERANCE * told + LEAST
+        yield {"name": name, "measure": kind, "error": error, "told": told, "agrees": agrees}
+        listen("measuring errors again", done, len(rows))
+
+
+def _told(row: Any) -> str | None:
+    """Which measure a row of the manifest has."""
+    known = [kind for kind in ERRORS if isinstance(row, dict) and isinstance(row.get(kind), (int, float))]
+    return known[0] if known and isinstance(row.get("name"), str) else None
+
+
+def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
+    """Every weight by the stored name of its linear: its name in the model and its shape."""
+    return {
+        skeleton.names.stored[name].removesuffix(".weight"): (name, parameter)
+        for name, parameter in skeleton.held().items()
+    }
+
+
+def _same_source(base: Checkpoint, manifest: Mapping[str, Any], found: dict[str, Any]) -> None:
+    """Say so where the base is not what the manifest calls the source."""
+    told = (manifest.get("source") or {}).get("sha256")
+    if isinstance(told, str) and base.sha256() != told:
+        found["problems"].append(
+            f"{base.source} is not the source that the manifest names (sha256 {told[:12]}…): "
+            "it is another model, or was changed since"
+        )

@@ -1,0 +1,158 @@
+"""`quantkit verify`: what was changed since it was written, or is farther from its source than it says."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
+from quantkit.grids.distance import ROUNDS, error_up_to_scales, weight_error
+from quantkit.models.containers import sums
+
+TEXT = ["--samples", 4, "--seqlen", 32, "--group-size", 32]
+
+
+def test_the_error_up_to_scales_is_blind_to_them():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 80, generator=generator)
+    rows, columns = (torch.randn(n, generator=generator).exp() for n in weight.shape)
+    scaled = rows[:, None] * weight * columns
+    values = scaled + 0.1 * scaled.abs().mean() * torch.randn(96, 80, generator=generator)
+    assert error_up_to_scales(scaled, scaled.bfloat16()) < 1e-5
+    error = error_up_to_scales(scaled, values)
+    assert error_up_to_scales(weight, values) == pytest.approx(error, rel=1e-4)
+    r, c = torch.ones(96, dtype=torch.double), torch.ones(80, dtype=torch.double)
+    for _ in range(4 * ROUNDS):  # the same least squares, in float64 and at once
+        near = weight.double() * c
+        r = (near * values).sum(1) / near.square().sum(1)
+        near = weight.double() * r[:, None]
+        c = (near * values).sum(0) / near.square().sum(0)
+    near = weight.double() * r[:, None] * c
+    assert error == pytest.approx(weight_error(near, values.double()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "family, method, options",
+    [
+        ("llama", "gptq", TEXT),
+        ("gpt2", "gptq", [*TEXT, "--transform", "none"]),
+        ("mixtral", "gptq", [*TEXT, "--layout", "compressed-tensors", "--experts", "all"]),
+        ("llama", "gguf", ["-t", "Q8_0", *TEXT[:4]]),
+    ],
+)
+def test_errors_are_those_of_the_manifest(tiny_model, make, tmp_path, family, method, options):
+    model, output = tiny_model(family, tokenizer="bos"), tmp_path / "out.gguf"
+    make(method, model, "-o", output, *options)
+    found = make("verify", output, "--base", model)
+    assert found["schema"] == "quantkit.verify/1" and found["problems"] == []
+    rows = found["linears"]
+    assert rows and all(row["agrees"] and row["error"] > 0 for row in rows)
+    assert {row["state"] for row in found["files"]} == {"same"}
+
+
+@pytest.fixture
+def written(tiny_model, make, tmp_path):
+    """A model, what nf4 made of it, and the file of its weights."""
+    model, output = tiny_model("llama", tokenizer="bos"), tmp_path / "out"
+    make("nf4", model, "-o", output)
+    return model, output, output / "model.safetensors"
+
+
+def reseal(output) -> None:
+    """What somebody does who changes a file and its sum."""
+    manifest = json.loads((output / "quantkit.json").read_text())
+    manifest["files"] = sums.of_folder(output, {"quantkit.json", "README.md", "quantkit-timings.json"})
+    (output / "quantkit.json").write_text(json.dumps(manifest))
+
+
+def test_a_changed_bit_and_an_absent_file_are_named(written, quantkit):
+    _, output, weights = written
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 4
+    weights.write_bytes(data)
+    (output / "tokenizer.json").unlink()
+    done = quantkit("verify", output)
+    assert done.code == VERIFICATION
+    assert "error: model.safetensors was changed (and 1 more problem)\n" in done.err
+    assert "wrong: tokenizer.json is absent\n" in done.out
+    found = json.loads(quantkit("verify", output, "--json").out)
+    assert [row["state"] for row in found["files"] if row["name"] == "config.json"] == ["same"]
+
+
+def test_a_file_that_came_later_is_told(written, make):
+    _, output, _ = written
+    (output / "notes.txt").write_text("mine")
+    found = make("verify", output)
+    assert found["notes"] == ["1 file came later: notes.txt"] and found["problems"] == []
+
+
+def test_weights_that_were_exchanged_are_found_by_their_error(written, quantkit):
+    """Two linears of one shape change places: sums and values are sound."""
+    model, output, weights = written
+    tensors = load_file(weights)
+    one, other = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+    suffixes = {name.removeprefix(one) for name in tensors if name.startswith(one)}
+    for suffix in suffixes:
+        tensors[one + suffix], tensors[other + suffix] = tensors[other + suffix], tensors[one + suffix]
+    save_file(tensors, weights, {"format": "pt"})
+    reseal(output)
+    assert quantkit("verify", output).code == 0
+    done = quantkit("verify", output, "--base", model, "--json")
+    found = json.loads(done.out)
+    wrong = [row["name"] for row in found["linears"] if not row["agrees"]]
+    assert done.code == VERIFICATION and sorted(wrong) == sorted(
+        name.removesuffix(".weight") for name in (one, other)
+    )
+
+
+def test_values_that_are_no_numbers_are_found(written, quantkit):
+    _, output, weights = written
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, weights, {"format": "pt"})
+    reseal(output)
+    done = quantkit("verify", output)
+    assert done.code == VERIFICATION and "model.norm.weight holds NaN or infinite values" in done.err
+
+
+def test_another_base_is_named(written, tiny_model, quantkit, refuse):
+    model, output, _ = written
+    other = tiny_model("llama", name="other", tokenizer="bos", seed=5)
+    done = quantkit("verify", output, "--base", other)
+    assert done.code == VERIFICATION and "other is not the source that the manifest names" in done.err
+    larger = tiny_model("gpt2", name="larger", tokenizer="bos")
+    error, _ = refuse(UNSUPPORTED, "verify", output, "--base", larger)
+    assert "do not share" in error
+    refuse(NOT_FOUND, "verify", model.parent / "none")
+
+
+def test_a_gguf_file_carries_the_sum_of_its_tensors(tiny_model, make, quantkit, tmp_path):
+    model, output = tiny_model("llama", tokenizer="bos"), tmp_path / "out.gguf"
+    make("gguf", model, "-t", "Q8_0", "--solver", "rtn", "-o", output)
+    assert make("verify", output)["files"] == [{"name": "out.gguf", "state": "same"}]
+    with open(output, "r+b") as file:
+        file.seek(-5, 2)
+        last = file.read(1)
+        file.seek(-5, 2)
+        file.write(bytes([last[0] ^ 1]))
+    done = quantkit("verify", output)
+    assert done.code == VERIFICATION and "error: out.gguf was changed\n" in done.err
+
+
+def test_what_others_wrote_is_read_all_the_same(tiny_model, make):
+    model = tiny_model("llama", tokenizer="bos")
+    found = make("verify", model)
+    assert found["files"] == [] and found["problems"] == []
+    assert "files were not compared with sums: it has no quantkit.json" in found["notes"]
+
+
+def test_what_was_distilled_has_sums_and_no_errors_of_before(written, tiny_model, make, tmp_path):
+    model, output, _ = written
+    folder = tmp_path / "taught"
+    text = ["--samples", 6, "--seqlen", 16, "--epochs", 1]
+    make("distill", model, output, "-o", folder, *text)
+    found = make("verify", folder, "--base", model)
+    assert {row["state"] for row in found["files"]} == {"same"} and found["linears"] == []
+    shutil.rmtree(folder)
