@@ -39,8 +39,8 @@ def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
         for wanted, found in pairs:
             squares, products = wanted.square(), wanted * found.float()
             rows = _ratio(products @ columns, squares @ columns.square())
-            above += rows @ products
-            below += rows.square() @ squares
+            above += products.t() @ rows
+            below += squares.t() @ rows.square()
         columns = _ratio(above, below)
     lost, whole = weight.new_zeros(()), weight.new_zeros(())
     for wanted, found in pairs:
