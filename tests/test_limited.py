@@ -1,6 +1,7 @@
 """Templates of strangers end: by themselves, or when their time, memory or output is used up."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -31,6 +32,50 @@ def test_nothing_of_the_child_stays(tmp_path):
         return "done"
 
     assert limited.run(forget) == "done" and "OF_A_CHILD" not in os.environ
+
+
+class OfAnotherKind(BaseException):
+    """As a panic of a library in Rust: no Exception."""
+
+
+class OfNoText(Exception):
+    def __str__(self):
+        raise OfAnotherKind
+
+
+def _raises(error: BaseException) -> str:
+    raise error
+
+
+def _no_memory_for_words() -> str:
+    limited.json.dumps = lambda said: _raises(MemoryError())  # of the child alone
+    raise MemoryError
+
+
+def _asked_to_stop() -> str:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return "went on"
+
+
+@pytest.mark.parametrize(
+    "work, kind, said",
+    [
+        (lambda: _raises(SystemExit(3)), limited.Failed, "no error"),
+        (lambda: _raises(OfAnotherKind()), limited.Failed, "no error"),
+        (lambda: _raises(OfNoText()), limited.Failed, "no error"),
+        (lambda: _raises(MemoryError()), limited.Runaway, "MiB of memory"),
+        (_no_memory_for_words, limited.Runaway, "more than 256 MiB of memory"),
+        (_asked_to_stop, limited.Runaway, "MiB of memory, or 10 seconds"),
+    ],
+)
+def test_a_child_never_goes_on_as_a_copy_of_its_parent(work, kind, said):
+    parent = os.getpid()
+    try:
+        with pytest.raises(kind, match=said):
+            limited.run(work)
+    finally:
+        if os.getpid() != parent:  # then the parent hears nothing, and fails
+            os._exit(9)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 SECONDS = 10.0
 MEMORY = 256 << 20  # bytes beyond what the process has already
 TEXT = 16 << 20  # bytes of the result
+STOPS = (signal.SIGINT, signal.SIGTERM)  # their handlers raise
 
 
 class Failed(Exception):
@@ -32,13 +32,25 @@ def run(work: Callable[[], str], seconds: float = SECONDS) -> str:
     The child is a fork, which costs milliseconds and needs nothing to be handed over; it runs `work` alone.
     """
     reader, writer = os.pipe()
-    child = os.fork()
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # or one could raise in the child, before `try`
+    try:
+        child = os.fork()
+    except OSError:  # no process left
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+        raise
     if not child:
-        os.close(reader)
-        _work(work, writer, seconds)
+        try:
+            os.close(reader)
+            for stop in STOPS:
+                signal.signal(stop, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+            _work(work, writer, seconds)
+        finally:  # whatever was raised: it would go on as a copy of the parent
+            os._exit(0)  # neither handlers nor buffers of the parent
     os.close(writer)
     ended = None
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
         said = _read(reader, time.monotonic() + seconds)
     except Runaway as error:
         os.kill(child, signal.SIGKILL)
@@ -59,29 +71,44 @@ def run(work: Callable[[], str], seconds: float = SECONDS) -> str:
     raise {"failed": Failed, "runaway": Runaway}[kind](text)
 
 
-def _work(work: Callable[[], str], writer: int, seconds: float) -> NoReturn:
-    """The child: it says one thing, and never returns."""
+def _work(work: Callable[[], str], writer: int, seconds: float) -> None:
+    """The child: it says one thing. What to say of no memory is made while there is some, and said once the
+    error is gone, whose traceback holds what filled it."""
+    full = json.dumps(["runaway", f"it took more than {MEMORY >> 20} MiB of memory"]).encode()
+    odd = json.dumps(["failed", "it raised what is no error"]).encode()
+    try:
+        _limit(seconds)
+        said = _said(work)
+    except MemoryError:
+        said = full
+    except BaseException:  # SystemExit, a panic of a library in Rust, an error whose text raises another
+        said = odd
+    while said:
+        said = said[os.write(writer, said) :]
+
+
+def _limit(seconds: float) -> None:
+    """Give this process a limit of memory and of processor time."""
     try:
         with open("/proc/self/statm") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, mapped + MEMORY))
     except (OSError, ValueError):  # a system without /proc: time and output are limited all the same
         pass
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+
+
+def _said(work: Callable[[], str]) -> bytes:
+    """What the work returned, or how it failed. Raises MemoryError, and what is no Exception."""
     try:
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
-        said = json.dumps(["text", work()])
-    except MemoryError:
-        said = json.dumps(["runaway", f"it took more than {MEMORY >> 20} MiB of memory"])
+        return json.dumps(["text", work()]).encode()
     except RecursionError:
-        said = json.dumps(["runaway", "it calls itself without end"])
+        return json.dumps(["runaway", "it calls itself without end"]).encode()
+    except MemoryError:
+        raise
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
-        said = json.dumps(["failed", first])
-    try:
-        with open(writer, "wb") as file:
-            file.write(said.encode())
-    finally:
-        os._exit(0)  # neither handlers nor buffers of the parent
+        return json.dumps(["failed", first]).encode()
 
 
 def _read(reader: int, deadline: float) -> bytes:
