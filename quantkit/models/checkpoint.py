@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.containers import safetensors_folder, slices
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.headers import MANIFEST
+from quantkit.models.unchanged import State
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
@@ -57,7 +58,7 @@ class Checkpoint:
 
     `infos` maps stored names to places. `config` is the model's own configuration, without any
     quantization. `layout` decodes quantized linears; None for a plain checkpoint. rewritten: tensors that are
-    read otherwise than they are stored, by name.
+    read otherwise than they are stored, by name. seen: its files as they were before any was read.
     """
 
     source: str
@@ -69,6 +70,13 @@ class Checkpoint:
     trust_remote_code: bool = False
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     rewritten: Mapping[str, Rewrite] = field(default_factory=dict, repr=False)
+    seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
+
+    def having_seen(self, files: Mapping[Path, State]) -> Checkpoint:
+        """The same one, which knows how those of the files that it consists of were."""
+        own = {info.file for info in self.infos.values()} | {self.folder, self.folder / CONFIG}
+        own |= {self.folder / INDEX, *self.companions()}
+        return replace(self, seen={path: state for path, state in files.items() if path in own})
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """The same model with other tensors: how a staged block is read before the output exists."""

@@ -9,7 +9,7 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models import headers, hub
+from quantkit.models import headers, hub, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import slices
 
@@ -26,6 +26,7 @@ def open_checkpoint(
         from quantkit.models.llamacpp.checkpoint import open_file  # `gguf` takes a while to import
 
         return open_file(source, folder)
+    seen = unchanged.look(folder)
     found = headers.at(source, folder, strict=True)
     raw, infos = found.config, found.infos
     if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
@@ -42,7 +43,7 @@ def open_checkpoint(
         layout=layout,
         trust_remote_code=trust_remote_code,
         _quantized=layouts.group_by_linear(layout, infos),
-    )
+    ).having_seen(seen)
 
 
 def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:

@@ -145,6 +145,7 @@ class GgufCheckpoint(Checkpoint):
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:
     """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
+    seen = unchanged.look(path)
     metadata, stored = gguf_file.read_header(path)
     refuse_imatrix(source, metadata)
     factors = {
@@ -174,6 +175,7 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         targets={name: target for target in targets for name in target.parameters},
         pieces=pieces,
         scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
+        seen=seen,
     )
 
 
