@@ -1,4 +1,4 @@
-"""A model that changes while it is read is noticed and named, and nothing that was made of two is published."""
+"""A model that changes while it is read is noticed and named, and nothing made of two is published."""
 
 import os
 import shutil
@@ -13,9 +13,7 @@ from quantkit.quantize import importance
 from quantkit.quantize.outputs.gguf import GgufOutput
 from quantkit.quantize.staging import Staging
 
-GPTQ = (
-    "gptq model -o out --group-size 32 --samples 2 --seqlen 16 --threads 1 --calibration text.txt -q".split()
-)
+GPTQ = "gptq model -o out --group-size 32 --samples 2 --seqlen 16 --calibration text.txt -q"
 
 
 def overwritten(model: Path) -> str:
@@ -83,20 +81,20 @@ def just_before(monkeypatch, kind, name: str, action, call: int = 1) -> list[str
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_source_that_changes_behind_the_first_block(quantkit, monkeypatch, model, change):
-    assert quantkit(*GPTQ, "-o", "whole/out").code == 0
+    assert quantkit(*GPTQ.split(), "-o", "whole/out").code == 0
     kept = shutil.copytree(model, model.parent / "kept")
     with monkeypatch.context() as patch:
         said = just_before(patch, Staging, "write_block", lambda: change(model))
-        done = quantkit(*GPTQ)
+        done = quantkit(*GPTQ.split())
     assert done.code == 1 and not (model.parent / "out").exists()
     assert done.err.startswith(f"error: model was changed while it was read: {said[0]}\nhint: ")
     if change in (overwritten, replaced, configured):
-        again = quantkit(*GPTQ, "--resume")
+        again = quantkit(*GPTQ.split(), "--resume")
         assert again.code == 2 and "different: files of the model (" in again.err
     shutil.rmtree(model)
     kept.rename(model)
     assert len(list((model.parent / "out.partial").glob("block-*.safetensors"))) == 1
-    assert quantkit(*GPTQ, "--resume").code == 0
+    assert quantkit(*GPTQ.split(), "--resume").code == 0
     assert contents(model.parent / "out") == contents(model.parent / "whole" / "out")
 
 
@@ -118,7 +116,7 @@ def test_a_source_that_changes_while_the_output_is_written(quantkit, monkeypatch
 
 def test_a_hash_of_another_source_is_not_taken(quantkit, monkeypatch, model):
     said = just_before(monkeypatch, Checkpoint, "sha256", lambda: overwritten(model))
-    done = quantkit(*GPTQ)
+    done = quantkit(*GPTQ.split())
     assert done.code == 1 and said[0] in done.err and not (model.parent / "out.partial").exists()
 
 

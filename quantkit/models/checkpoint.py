@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.models import tokenizing
 from quantkit.models.containers import safetensors_folder, slices
 from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.headers import MANIFEST
@@ -222,15 +223,19 @@ class Checkpoint:
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
         try:
-            return transformers.AutoTokenizer.from_pretrained(
-                self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
-            )
+            with tokenizing.explained():
+                found = transformers.AutoTokenizer.from_pretrained(
+                    self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
+                )
         except Exception as error:  # the library raises many kinds here; all mean the same to a user
+            error = error.__cause__ or error
             raise QuantkitError(
                 f"{self.source} has no tokenizer that loads: {why_no_tokenizer(self.folder, error)}",
                 hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
                 exit_code=NOT_FOUND,
             ) from error
+        tokenizing.refuse_growth(found)
+        return found
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:

@@ -23,6 +23,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
 MAX_DIMENSIONS = 64  # as many as torch has
+LONGEST_NAME = 255  # bytes of the name of a file
 COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -102,6 +103,8 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     nbytes = end - start
+    if not isinstance(entry["dtype"], str):
+        raise ValueError(f"{name}: no dtype")
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name}: {len(shape)} dimensions")
     if not all(type(size) is int and size >= 0 for size in (start, end, nbytes, *shape)):
@@ -204,10 +207,16 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = dict(bounded.parse(bounded.read(path))["weight_map"])
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("shard names must be strings")
+        for name in weight_map.values():
+            name.encode()  # no lone surrogates
     except (ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error
+    unnamed = [name for name in weight_map.values() if "\0" in name or len(name.encode()) > LONGEST_NAME]
+    if unnamed:
+        what = f"{path} names files that cannot be: {name_all(sorted(set(unnamed)), 3)}"
+        raise QuantkitError(what, hint="download it again", exit_code=UNSUPPORTED)
     outside = [name for name in weight_map.values() if Path(name).name != name or name in ("", ".", "..")]
     if outside:
         raise QuantkitError(

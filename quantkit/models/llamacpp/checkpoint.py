@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts.ggml.blocks import decode_rows
+from quantkit.models import unchanged
 from quantkit.models.checkpoint import Checkpoint, hash_file
 from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
