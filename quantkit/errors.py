@@ -43,9 +43,9 @@ class QuantkitError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = RUNTIME, found: dict | None = None):
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = shortened(message)  # a value of a stranger's file is quoted in it
+        self.hint = shortened(hint)
+        super().__init__(self.message)
         self.exit_code = exit_code
         self.found = found
 

@@ -32,7 +32,6 @@ from quantkit.errors import (
     first_line,
     full_disk,
     printable,
-    shortened,
 )
 
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
@@ -174,9 +173,9 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
     if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
-    print(f"error: {printable(shortened(error.message))}", file=sys.stderr)
+    print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {printable(shortened(error.hint))}", file=sys.stderr)
+        print(f"hint: {printable(error.hint)}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # its disk is full, or its reader went away
