@@ -60,8 +60,12 @@ class DamagedError(QuantkitError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, for a message; its kind where it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """What an error of another library says, for a message; its kind where it says nothing. A line that ends
+    in a colon goes on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def full_disk(error: BaseException) -> str | None:

@@ -34,6 +34,7 @@ from quantkit.errors import (
     printable,
 )
 
+REPORT = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
@@ -108,9 +109,9 @@ def run(app: typer.Typer) -> NoReturn:
         raise
     except Exception as error:
         failed = _unexpected(error)
-        _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)
+        _fail(failed, error if state.verbose or failed.hint == REPORT else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
-        _fail(QuantkitError("interrupted", exit_code=INTERRUPTED))
+        _fail(QuantkitError("interrupted", f"begin again with: {_typed()}", INTERRUPTED))
     sys.exit(code)
 
 
@@ -148,9 +149,10 @@ def resumable(folder: Path, kept: Callable[[], str] = lambda: "finished blocks a
         except BaseException as error:
             if not asked:
                 raise
+            there = folder.exists()
             raise QuantkitError(
-                f"{EXIT_CODES[asked[0]]}; {kept()} kept in {folder}",
-                hint=f"continue with: {_again()}",
+                f"{EXIT_CODES[asked[0]]}; {kept()} kept in {folder}" if there else EXIT_CODES[asked[0]],
+                hint=f"continue with: {_again()}" if there else f"begin again with: {_typed()}",
                 exit_code=asked[0],
             ) from error
 
@@ -159,6 +161,11 @@ def _again() -> str:
     """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
     return shlex.join(["quantkit", *typed, "--resume"])
+
+
+def _typed() -> str:
+    """The command as typed."""
+    return shlex.join(["quantkit", *sys.argv[1:]])
 
 
 def _give_up_stdout() -> None:
@@ -191,8 +198,10 @@ def _unexpected(error: Exception) -> QuantkitError:
     if full := full_disk(error):
         hint = "free some space, or write elsewhere"
         return QuantkitError(f"the disk {full}: {first_line(error)}", hint, RESOURCES)
-    hint = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
-    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", hint, RUNTIME)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        hint = "check the path, and who may read and write there"
+        return QuantkitError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint, RUNTIME)
+    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", REPORT, RUNTIME)
 
 
 def _is_close(name: str, typed: str) -> bool:

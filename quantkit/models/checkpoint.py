@@ -222,6 +222,7 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        tokenizing.refuse_file(self.folder / "tokenizer.json")
         try:
             with tokenizing.explained():
                 found = transformers.AutoTokenizer.from_pretrained(
@@ -246,7 +247,7 @@ class Checkpoint:
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
         length = getattr(self.text_config, "max_position_embeddings", None)
-        return None if length == -1 else length  # XLNet's way to say so
+        return length if length and length > 0 else None  # -1 is XLNet's way to say so
 
     def companions(self) -> list[Path]:
         """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""

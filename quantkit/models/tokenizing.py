@@ -10,11 +10,14 @@ such place in `LONGEST` characters (one line without end), it is cut at such a s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.models.containers import bounded
 
 PIECE = 1 << 16  # characters of a piece, and on to the next line end
 LONGEST = 1 << 19  # of a piece without a place to cut it
@@ -98,6 +101,29 @@ def explained() -> Iterator[None]:
             "its tokenizer.json is damaged or not to be trusted: download it again",
             UNSUPPORTED,
         ) from error
+
+
+def refuse_file(path: Path) -> None:
+    """Raise QuantkitError for a tokenizer.json that would abort the process: the library takes what it calls
+    the prefix from the second part of every merge, whether it is there or not."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    if not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
+        return
+    try:
+        model = bounded.parse(data)["model"]
+        prefix = model["continuing_subword_prefix"] or ""
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+        fits = all(second.startswith(prefix) for _, second in pairs)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        fits = False
+    if not fits:
+        raise QuantkitError(
+            f"{path} has merges without its continuing_subword_prefix",
+            "it is damaged or not to be trusted: download it again",
+            UNSUPPORTED,
+        )
 
 
 def refuse_growth(tokenizer: Any) -> None:

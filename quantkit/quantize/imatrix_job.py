@@ -90,6 +90,8 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
 
 
 def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
+    if output.name not in ("", ".."):
+        replacing.check_place(output)
     above = next(path for path in output.absolute().parents if path.exists())
     if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)

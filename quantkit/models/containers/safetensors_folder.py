@@ -62,18 +62,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises QuantkitError naming the file if it is a Git LFS pointer, the header is malformed, a size does not
     fit its dtype and shape, or the tensors do not fill the file without holes.
     """
-    refuse_pointer(path)
-    file_bytes = path.stat().st_size
-    if not file_bytes:
-        raise _broken(path, "it is empty")
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
-        try:
+    try:
+        refuse_pointer(path)
+        file_bytes = path.stat().st_size
+        if not file_bytes:
+            raise _broken(path, "it is empty")
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
             header = bounded.parse(file.read(length))
-        except ValueError as error:
-            raise _malformed(path, error) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise _malformed(path, error) from error
     return check_header(path, header, file_bytes, 8 + length)
 
 
@@ -114,6 +116,10 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     return TensorInfo(name, entry["dtype"], shape, path, base + start, nbytes)
 
 
+def _unreadable(path: Path, error: OSError) -> QuantkitError:
+    return QuantkitError(f"{path} cannot be read: {error.strerror}", "check who may read it", NOT_FOUND)
+
+
 def _malformed(path: Path, error: Exception) -> QuantkitError:
     return _broken(path, f"its header is not a safetensors header ({error})")
 
@@ -135,6 +141,8 @@ def read_json(path: Path) -> dict:
         )
     try:
         content = bounded.parse(bounded.read(path))
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except ValueError as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
     if not isinstance(content, dict):
@@ -209,6 +217,8 @@ def _read_index(path: Path) -> dict[str, str]:
             raise TypeError("shard names must be strings")
         for name in weight_map.values():
             name.encode()  # no lone surrogates
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
