@@ -211,6 +211,47 @@ def headers(samples: Path, place: Path, source: random.Random) -> None:
     _opened(folder)
 
 
+def tensors(samples: Path, place: Path, source: random.Random) -> None:
+    """Headers that are whole, of tensors of other types and shapes than their layout has; of zeros or noise."""
+    folder = _folder(source.choice(("plain", *FOLDERS)), samples, place)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    stored = json.loads(data[8 : 8 + length])
+    changed, body = {}, b""
+    names = sorted(stored.keys() - {"__metadata__"})
+    chosen = set(source.sample(names, source.choice((1, 1, 2, 5))))
+    for name in names:
+        entry = stored[name]
+        start, end = entry["data_offsets"]
+        values = data[8 + length + start : 8 + length + end]
+        if name in chosen:
+            entry, values = _otherwise(entry, source)
+        if name in chosen and source.random() < 0.15:
+            continue  # left out
+        place_of = [len(body), len(body) + len(values)]
+        changed[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "data_offsets": place_of}
+        body += values
+    text = json.dumps(changed).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+    _opened(folder)
+
+
+def _otherwise(entry: dict, source: random.Random) -> tuple[dict, bytes]:
+    """Another tensor in the place of one."""
+    shape = entry["shape"]
+    shapes = ([], [1], [0], shape[::-1], [*shape, 1], shape[1:], [2 * n for n in shape], [1, *shape], [3, 5])
+    shape = source.choice((shape, shape, *shapes))
+    sizes = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}
+    sizes |= dict.fromkeys(("U8", "I8", "BOOL", "F8_E4M3"), 1)
+    dtype = source.choice((*sizes, entry["dtype"]))
+    size = sizes.get(dtype, 1)
+    count = size
+    for n in shape:
+        count *= n
+    return {"dtype": dtype, "shape": shape}, source.choice((bytes(count), source.randbytes(count)))
+
+
 def index(samples: Path, place: Path, source: random.Random) -> None:
     """Indexes of shards."""
     from quantkit.models.containers.safetensors_folder import INDEX, read_folder, read_header
@@ -466,7 +507,7 @@ class Target:
 TARGETS = {
     read.__name__: Target(read, often)
     for read, often in [
-        (headers, 12), (index, 8), (config, 14), (quantization, 12), (tokenizer, 12), (gguf, 10),
+        (headers, 8), (tensors, 8), (index, 6), (config, 14), (quantization, 12), (tokenizer, 12), (gguf, 10),
         (imatrix, 6), (recipe, 6), (calibration, 6), (template, 4), (result, 5), (manifest, 5),
     ]
 }  # fmt: skip

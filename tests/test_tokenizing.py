@@ -124,9 +124,32 @@ def test_a_normalizer_that_multiplies_text_is_refused(tiny_model, normalizer, fi
     assert raised.value.exit_code == UNSUPPORTED
 
 
-def test_a_panic_of_the_library_is_a_line(tiny_model):
-    """Its exception is no Exception."""
-    split = {"type": "Split", "pattern": {"Regex": "(.*)*x"}, "behavior": "Isolated", "invert": False}
-    checkpoint = _changed(tiny_model("llama", tokenizer=True), pre_tokenizer=split)
-    with pytest.raises(QuantkitError, match="^the model's tokenizer fails: "):
-        tokenizing.encode(checkpoint.tokenizer, "a" * 1000)
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda model: model.update(continuing_subword_prefix="e"), "merges without its continuing_subword_"),
+        (lambda model: model["vocab"].update(C=2**31), "gives a token the id 2147483648"),
+    ],
+)
+def test_a_file_that_would_abort_the_process_is_refused(tiny_model, change, said):
+    folder = tiny_model("llama", tokenizer=True)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content["model"])
+    with pytest.raises(QuantkitError, match=said) as raised:
+        _ = _changed(folder, **content).tokenizer
+    assert raised.value.exit_code == UNSUPPORTED
+
+
+def test_a_panic_of_the_library_is_a_line():
+    """Its exception is no Exception; others that are none, such as an interrupt, stay what they are."""
+    PanicException = type("PanicException", (BaseException,), {})
+
+    def panics(*_, **__):
+        raise PanicException("Onig: Regex search error: retry-limit-in-match over")
+
+    with pytest.raises(QuantkitError, match="^the model's tokenizer fails: Onig: Regex search"):
+        tokenizing.encode(panics, "a")
+    with pytest.raises(KeyboardInterrupt), tokenizing.explained():
+        raise KeyboardInterrupt
+    with pytest.raises(MemoryError), tokenizing.explained():
+        raise MemoryError

@@ -157,6 +157,15 @@ def resumable(folder: Path, kept: Callable[[], str] = lambda: "finished blocks a
             ) from error
 
 
+@contextmanager
+def done_already(what: str, hint: str) -> Iterator[None]:
+    """Answer an interrupt by what is done by then."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise QuantkitError(f"interrupted; {what}", hint, INTERRUPTED) from error
+
+
 def _again() -> str:
     """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]

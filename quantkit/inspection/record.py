@@ -244,8 +244,9 @@ def _tensors(
         experts.setdefault(key, set()).update(() if expert is None else (expert,))
         row["count"] = row.get("count", 0) + 1
         row["bytes"] = row.get("bytes", 0) + weight.nbytes
-    kinds = list(dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values()))
-    ordered = sorted(rows.items(), key=lambda item: kinds.index((item[1]["name"], not item[1]["blocks"])))
+    kinds = dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values())
+    order = {kind: place for place, kind in enumerate(kinds)}
+    ordered = sorted(rows.items(), key=lambda item: order[item[1]["name"], not item[1]["blocks"]])
     return [row | {"name": row["name"].replace("{}", f"{{{ranges(sorted(experts[key]))}}}")}
             for key, row in ordered]  # fmt: skip
 

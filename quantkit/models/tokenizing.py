@@ -24,6 +24,8 @@ LONGEST = 1 << 19  # of a piece without a place to cut it
 AROUND = 64  # characters on either side of a cut that are tokenized to see whether it is one
 TRIES = 16
 LEAD = "a\n"
+LARGEST_ID = 1 << 24  # of a token: sixty times that of the largest vocabulary
+SUSPICIOUS = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]|[:,\[]\s*\d{8,}\s*[,}\]]')
 GROWTH = 64  # characters that a normalizer may make of one; NFKC makes 18 of the worst
 
 
@@ -104,26 +106,35 @@ def explained() -> Iterator[None]:
 
 
 def refuse_file(path: Path) -> None:
-    """Raise QuantkitError for a tokenizer.json that would abort the process: the library takes what it calls
-    the prefix from the second part of every merge, whether it is there or not."""
+    """Raise QuantkitError for a tokenizer.json that would abort the process: the library takes as much memory
+    as the largest id says, and what it calls the prefix from the second part of every merge, whether it is
+    there or not."""
     if not path.is_file():
         return
     data = path.read_bytes()
-    if not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
+    if not SUSPICIOUS.search(data):  # parsing the largest of them takes a second
         return
     try:
-        model = bounded.parse(data)["model"]
-        prefix = model["continuing_subword_prefix"] or ""
+        content = bounded.parse(data)
+        model = content["model"]
+        vocabulary = model.get("vocab") or {}
+        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ())]
+        ids += [token["id"] for token in content.get("added_tokens") or ()]
+        large = [number for number in ids if number > LARGEST_ID]
+        prefix = model.get("continuing_subword_prefix") or ""
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
-        fits = all(second.startswith(prefix) for _, second in pairs)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        fits = False
-    if not fits:
-        raise QuantkitError(
-            f"{path} has merges without its continuing_subword_prefix",
-            "it is damaged or not to be trusted: download it again",
-            UNSUPPORTED,
-        )
+        lacking = [second for _, second in pairs if not second.startswith(prefix)]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _refused(path, f"is not understood: {error!r}") from error
+    if large:
+        raise _refused(path, f"gives a token the id {large[0]}")
+    if lacking:
+        raise _refused(path, f"has merges without its continuing_subword_prefix {prefix!r}")
+
+
+def _refused(path: Path, why: str) -> QuantkitError:
+    hint = "it is damaged or not to be trusted: download it again"
+    return QuantkitError(f"{path} {why}", hint, UNSUPPORTED)
 
 
 def refuse_growth(tokenizer: Any) -> None:
