@@ -212,7 +212,7 @@ def headers(samples: Path, place: Path, source: random.Random) -> None:
 
 
 def tensors(samples: Path, place: Path, source: random.Random) -> None:
-    """Headers that are whole, of tensors of other types and shapes than their layout has; of zeros or noise."""
+    """Whole headers, of tensors of other types and shapes than their layout has; zeros or noise."""
     folder = _folder(source.choice(("plain", *FOLDERS)), samples, place)
     path = folder / "model.safetensors"
     data = path.read_bytes()

@@ -168,7 +168,9 @@ class Checkpoint:
         """
         if self.is_quantized(name):
             linear = name.removesuffix(".weight")
-            values = self.layout.at(linear).values(self.parts(name))
+            parts = self.parts(name)
+            with layouts.understood(linear, parts):
+                values = self.layout.at(linear).values(parts)
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 
