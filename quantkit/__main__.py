@@ -1,6 +1,25 @@
-"""`python -m quantkit` is the console script."""
+"""The console script, and `python -m quantkit`: nothing is imported before an interrupt has its answer."""
 
-from quantkit.cli import main
+import os
+import signal
+
+
+def main() -> None:
+    """Run the command line; an interrupt while it is still imported ends it without a traceback."""
+    hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a shell lets us ignore it
+    if hears:
+        signal.signal(signal.SIGINT, _end)
+    from quantkit import cli
+
+    if hears:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    cli.main()
+
+
+def _end(*_: object) -> None:
+    os.write(2, b"error: interrupted\n")
+    os._exit(130)
+
 
 if __name__ == "__main__":
     main()

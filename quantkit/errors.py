@@ -43,9 +43,9 @@ class QuantkitError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = RUNTIME, found: dict | None = None):
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = shortened(message)  # a value of a stranger's file is quoted in it
+        self.hint = shortened(hint)
+        super().__init__(self.message)
         self.exit_code = exit_code
         self.found = found
 
@@ -60,8 +60,12 @@ class DamagedError(QuantkitError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, for a message; its kind where it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """What an error of another library says, for a message; its kind where it says nothing. A line that ends
+    in a colon goes on."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def full_disk(error: BaseException) -> str | None:

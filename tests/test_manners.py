@@ -139,9 +139,10 @@ def test_memory_that_runs_out_has_its_code(fails, error):
 
 
 def test_an_interrupt_says_so_in_one_line(fails):
-    assert fails(KeyboardInterrupt()) == (130, "", "error: interrupted\n")
+    said = "error: interrupted\nhint: begin again with: quantkit inspect x"
+    assert fails(KeyboardInterrupt()) == (130, "", f"{said}\n")
     done = fails(KeyboardInterrupt(), "--json")
-    assert done.err == "error: interrupted\n" and json.loads(done.out)["error"]["exit_code"] == 130
+    assert done.err == f"{said} --json\n" and json.loads(done.out)["error"]["exit_code"] == 130
 
 
 WAITS = """import sys, time
@@ -168,7 +169,10 @@ cli.main()"""
 
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [(signal.SIGINT, 130, b"error: interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, b"")],
+    [
+        (signal.SIGINT, 130, b"error: interrupted\nhint: begin again with: quantkit inspect x\n"),
+        (signal.SIGTERM, -signal.SIGTERM, b""),
+    ],
 )
 def test_asked_to_stop_while_it_loads(number, code, said):
     """A real signal, to a real process, which hears SIGINT though these tests may run in the background.

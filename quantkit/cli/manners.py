@@ -32,9 +32,9 @@ from quantkit.errors import (
     first_line,
     full_disk,
     printable,
-    shortened,
 )
 
+REPORT = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
 STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
@@ -109,9 +109,9 @@ def run(app: typer.Typer) -> NoReturn:
         raise
     except Exception as error:
         failed = _unexpected(error)
-        _fail(failed, error if state.verbose or failed.exit_code == RUNTIME else None)
+        _fail(failed, error if state.verbose or failed.hint == REPORT else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
-        _fail(QuantkitError("interrupted", exit_code=INTERRUPTED))
+        _fail(QuantkitError("interrupted", f"begin again with: {_typed()}", INTERRUPTED))
     sys.exit(code)
 
 
@@ -149,17 +149,32 @@ def resumable(folder: Path, kept: Callable[[], str] = lambda: "finished blocks a
         except BaseException as error:
             if not asked:
                 raise
+            there = folder.exists()
             raise QuantkitError(
-                f"{EXIT_CODES[asked[0]]}; {kept()} kept in {folder}",
-                hint=f"continue with: {_again()}",
+                f"{EXIT_CODES[asked[0]]}; {kept()} kept in {folder}" if there else EXIT_CODES[asked[0]],
+                hint=f"continue with: {_again()}" if there else f"begin again with: {_typed()}",
                 exit_code=asked[0],
             ) from error
+
+
+@contextmanager
+def done_already(what: str, hint: str) -> Iterator[None]:
+    """Answer an interrupt by what is done by then."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise QuantkitError(f"interrupted; {what}", hint, INTERRUPTED) from error
 
 
 def _again() -> str:
     """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
     return shlex.join(["quantkit", *typed, "--resume"])
+
+
+def _typed() -> str:
+    """The command as typed."""
+    return shlex.join(["quantkit", *sys.argv[1:]])
 
 
 def _give_up_stdout() -> None:
@@ -174,9 +189,9 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
     if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
-    print(f"error: {printable(shortened(error.message))}", file=sys.stderr)
+    print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {printable(shortened(error.hint))}", file=sys.stderr)
+        print(f"hint: {printable(error.hint)}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # its disk is full, or its reader went away
@@ -192,8 +207,10 @@ def _unexpected(error: Exception) -> QuantkitError:
     if full := full_disk(error):
         hint = "free some space, or write elsewhere"
         return QuantkitError(f"the disk {full}: {first_line(error)}", hint, RESOURCES)
-    hint = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
-    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", hint, RUNTIME)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        hint = "check the path, and who may read and write there"
+        return QuantkitError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint, RUNTIME)
+    return QuantkitError(f"{type(error).__name__}: {first_line(error)}", REPORT, RUNTIME)
 
 
 def _is_close(name: str, typed: str) -> bool:

@@ -120,7 +120,9 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         if windows:
             made = [one.staging.output for one in jobs]
             device = jobs[0].plan.execution.torch_device
-            results = of_job.measure(jobs[0].checkpoint, made, windows, device, progress.evaluating)
+            finished = f"{' and '.join(map(str, made))} finished"
+            with manners.done_already(finished, "measure with: quantkit eval"):
+                results = of_job.measure(jobs[0].checkpoint, made, windows, device, progress.evaluating)
     if values["as_json"]:
         _print_json([job_report.summary_record(summary, results) for summary in summaries])
     for summary in () if values["as_json"] else summaries:

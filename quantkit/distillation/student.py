@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import Layout
+from quantkit.layouts import Layout, understood
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
 from quantkit.models.skeleton import Skeleton
@@ -114,7 +114,8 @@ class Student:
             if index not in self._checked:
                 refuse_unlike(layouts[local], stored, parts)
             placed = {part: tensor.to(skeleton.device) for part, tensor in parts.items()}
-            weights[local] = layouts[local].decode(placed)
+            with understood(stored, placed):
+                weights[local] = layouts[local].decode(placed)
             if layouts[local].module(placed, None) is not None:
                 rounding.add(local)
             for kind, value in weights[local].floats().items():

@@ -21,6 +21,7 @@ from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
 from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
+from quantkit.models import unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
@@ -196,7 +197,8 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
 def _run(model: StreamedModel, windows: Windows, listen: Listener) -> _Measured:
     """All windows through all blocks."""
     batch = max(1, BATCH_TOKENS // windows.ids.shape[1])
-    return _Measured(model, model.states(windows.ids.split(batch), listen))
+    with unchanged.watched(model.skeleton.checkpoint):
+        return _Measured(model, model.states(windows.ids.split(batch), listen))
 
 
 def _measure_floor(

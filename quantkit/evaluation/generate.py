@@ -20,6 +20,7 @@ from transformers.generation.streamers import TextStreamer
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config
 from quantkit.evaluation.whole_model import load_model
+from quantkit.models import tokenizing
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_dtype
 from quantkit.models.heap import return_freed_pages
@@ -186,11 +187,12 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
     """The prompt's token ids, int64 `[1, tokens]`."""
     tokenizer = checkpoint.tokenizer
     if not settings.chat:
-        ids = tokenizer(settings.prompt)["input_ids"]
+        with tokenizing.explained():
+            ids = tokenizer(settings.prompt)["input_ids"]
     else:
         asked = Conversation([{"role": "user", "content": settings.prompt}], "the prompt")
         text = ChatTemplate(tokenizer).render(asked, answer=True)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizing.encode(tokenizer, text)
     if not ids:
         raise QuantkitError(
             f"the prompt is no token to {checkpoint.source}", "give other text with -p", USAGE

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import transformers
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 from quantkit.models.checkpoint import Checkpoint
 
 
@@ -53,7 +53,20 @@ def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | Non
     """The checkpoint's generation_config.json; None where it has none."""
     if not (checkpoint.folder / "generation_config.json").is_file():
         return None
-    return transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+    try:
+        found = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+    except Exception as error:  # no JSON, no object, values that its class refuses
+        raise _no_config(checkpoint, first_line(error)) from error
+    ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    if not all(end is None or (type(end) is int and end >= 0) for end in ends):
+        raise _no_config(checkpoint, f"eos_token_id is {found.eos_token_id!r}")
+    return found
+
+
+def _no_config(checkpoint: Checkpoint, why: str) -> QuantkitError:
+    path = checkpoint.folder / "generation_config.json"
+    hint = "download it again, or take it away: nothing needs it"
+    return QuantkitError(f"{path} is not understood: {why}", hint, UNSUPPORTED)
 
 
 def ends_of_text(checkpoint: Checkpoint) -> list[int]:
@@ -62,4 +75,5 @@ def ends_of_text(checkpoint: Checkpoint) -> list[int]:
     configured = getattr(checkpoint.text_config, "eos_token_id", None)
     found = (stored and stored.eos_token_id, configured, checkpoint.tokenizer.eos_token_id)
     ends = next((value for value in found if value is not None), [])
-    return [ends] if isinstance(ends, int) else list(ends)
+    ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
+    return [end for end in ends if type(end) is int]

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
+from quantkit.models import tokenizing
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import bounded
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.calibration import begins_with_bos
 
@@ -66,7 +68,7 @@ def load(
     if limit is not None and limit < 1:
         raise QuantkitError(f"--limit {limit} leaves no token", "choose 1 or more", USAGE)
     bos = begins_with_bos(tokenizer)
-    stream = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"][:limit]
+    stream = tokenizing.encode(tokenizer, content, limit)
     body, step = ctx - bos, min(stride, ctx - bos)
     starts = list(range(0, len(stream) - body + 1, step))
     if not starts:
@@ -102,6 +104,7 @@ def load(
 def read_text(path: Path) -> str:
     """The text of --text. Raises QuantkitError for what is not there or is no UTF-8."""
     try:
+        bounded.refuse_irregular(path)
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise QuantkitError(

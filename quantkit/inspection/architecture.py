@@ -225,7 +225,7 @@ def _heads(model: Model) -> Iterator[str]:
         return
     for block in model.blocks.values():
         pair = [block[local].shape for local in (QUERIES, OUTPUTS) if local in block]
-        if len(pair) == 2 and None not in pair and pair[0][0] not in (pair[1][1], 2 * pair[1][1]):
+        if [len(shape or ()) for shape in pair] == [2, 2] and pair[0][0] not in (pair[1][1], 2 * pair[1][1]):
             yield f"{block[QUERIES].name} has {pair[0][0]} rows, o_proj {pair[1][1]} columns"
     of_queries = {rows for rows, _ in model.matrices(QUERIES)}
     of_keys = {rows for rows, _ in model.matrices(*KEYS_AND_VALUES)}

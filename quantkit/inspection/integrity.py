@@ -94,7 +94,7 @@ def _manifest(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
     rows = manifest.get("linears")
     if contents.container == "gguf" or not isinstance(rows, list):
         return
-    told = {row.get("name"): row for row in rows if isinstance(row, dict)}
+    told = {str(row.get("name")): row for row in rows if isinstance(row, dict)}
     coded = {weight.name.removesuffix(".weight"): weight for weight in weights if weight.codes}
     lost = [name for name, row in told.items() if row.get("grid") and name not in coded]
     if lost and not contents.absent:

@@ -11,6 +11,8 @@ from quantkit.tables import make_table, print_facts, print_line, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
 
+ROWS = 500  # of tensors that are printed: a model has a few dozen kinds
+
 
 def print_record(record: dict[str, Any]) -> None:
     """Facts, then bytes by part, tensors and clients."""
@@ -126,12 +128,14 @@ def _print_parts(console: Console, record: dict[str, Any]) -> None:
 
 def _print_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
     rows = make_table("tensors", "blocks", "shape", "stored as", "bytes")
-    for row in tensors:
+    for row in tensors[:ROWS]:
         shape = "?" if row["shape"] is None else " × ".join(map(str, row["shape"])) or "1"
         name = row["name"].removesuffix(".weight")
         stored = row["stored"].replace(", groups of ", " g")
         rows.add_row(printable(name), ranges(row["blocks"]), shape, printable(stored), size(row["bytes"]))
     console.print(rows)
+    if len(tensors) > ROWS:
+        console.print(f"and {count(len(tensors) - ROWS, 'row')} more: --json has all")
 
 
 def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:

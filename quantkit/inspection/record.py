@@ -137,6 +137,8 @@ def _activations(contents: Contents) -> str | None:
     config = contents.quantization
     if config.get("load_in_8bit"):
         threshold = config.get("llm_int8_threshold", 6.0)
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+            return "int8"
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
     for group in _groups(contents):
         told = group.get("input_activations")
@@ -242,8 +244,9 @@ def _tensors(
         experts.setdefault(key, set()).update(() if expert is None else (expert,))
         row["count"] = row.get("count", 0) + 1
         row["bytes"] = row.get("bytes", 0) + weight.nbytes
-    kinds = list(dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values()))
-    ordered = sorted(rows.items(), key=lambda item: kinds.index((item[1]["name"], not item[1]["blocks"])))
+    kinds = dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values())
+    order = {kind: place for place, kind in enumerate(kinds)}
+    ordered = sorted(rows.items(), key=lambda item: order[item[1]["name"], not item[1]["blocks"]])
     return [row | {"name": row["name"].replace("{}", f"{{{ranges(sorted(experts[key]))}}}")}
             for key, row in ordered]  # fmt: skip
 
@@ -271,7 +274,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
         rows = [row for row in _written(contents) if not row.get("tower")]  # whose inputs nobody knows
-        errors = [row["error"] for row in rows if row.get("error") is not None]
+        errors = [row["error"] for row in rows if isinstance(row.get("error"), (int, float))]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",
             "method": manifest.get("method"),

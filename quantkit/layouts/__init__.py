@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -219,6 +220,23 @@ def refuse_headless(layout: Layout | None, names: Iterable[str]) -> None:
             f"these tensors of {count(len(lost), 'quantized linear')} are absent: {name_all(lost)}",
             hint="download it again",
         )
+
+
+@contextmanager
+def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Say of whatever decoding the stored tensors of a linear runs into whose they are: files of strangers
+    hold any types and shapes. Memory that runs out stays what it is."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if "memory" in str(error):
+            raise
+        told = ", ".join(f"{part} {str(t.dtype)[6:]} {list(t.shape)}" for part, t in tensors.items())
+        raise QuantkitError(
+            f"{linear} is not packed as its layout has it: {told}",
+            "download it again, or ask its maker what this is",
+            UNSUPPORTED,
+        ) from error
 
 
 def of_linear(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -20,9 +20,11 @@ from safetensors import SafetensorError, safe_open
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.models import tokenizing
 from quantkit.models.containers import safetensors_folder, slices
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.headers import MANIFEST
+from quantkit.models.unchanged import State
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
@@ -57,7 +59,7 @@ class Checkpoint:
 
     `infos` maps stored names to places. `config` is the model's own configuration, without any
     quantization. `layout` decodes quantized linears; None for a plain checkpoint. rewritten: tensors that are
-    read otherwise than they are stored, by name.
+    read otherwise than they are stored, by name. seen: its files as they were before any was read.
     """
 
     source: str
@@ -69,6 +71,13 @@ class Checkpoint:
     trust_remote_code: bool = False
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     rewritten: Mapping[str, Rewrite] = field(default_factory=dict, repr=False)
+    seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
+
+    def having_seen(self, files: Mapping[Path, State]) -> Checkpoint:
+        """The same one, which knows how those of the files that it consists of were."""
+        own = {info.file for info in self.infos.values()} | {self.folder, self.folder / CONFIG}
+        own |= {self.folder / INDEX, *self.companions()}
+        return replace(self, seen={path: state for path, state in files.items() if path in own})
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """The same model with other tensors: how a staged block is read before the output exists."""
@@ -159,7 +168,9 @@ class Checkpoint:
         """
         if self.is_quantized(name):
             linear = name.removesuffix(".weight")
-            values = self.layout.at(linear).values(self.parts(name))
+            parts = self.parts(name)
+            with layouts.understood(linear, parts):
+                values = self.layout.at(linear).values(parts)
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)
 
@@ -213,16 +224,21 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        tokenizing.refuse_file(self.folder / "tokenizer.json")
         try:
-            return transformers.AutoTokenizer.from_pretrained(
-                self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
-            )
+            with tokenizing.explained():
+                found = transformers.AutoTokenizer.from_pretrained(
+                    self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
+                )
         except Exception as error:  # the library raises many kinds here; all mean the same to a user
+            error = error.__cause__ or error
             raise QuantkitError(
                 f"{self.source} has no tokenizer that loads: {why_no_tokenizer(self.folder, error)}",
                 hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
                 exit_code=NOT_FOUND,
             ) from error
+        tokenizing.refuse_growth(found)
+        return found
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -233,7 +249,7 @@ class Checkpoint:
     def context(self) -> int | None:
         """Longest sequence the model was made for, in tokens; None where it has no limit."""
         length = getattr(self.text_config, "max_position_embeddings", None)
-        return None if length == -1 else length  # XLNet's way to say so
+        return length if length and length > 0 else None  # -1 is XLNet's way to say so
 
     def companions(self) -> list[Path]:
         """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""

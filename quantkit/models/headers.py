@@ -70,7 +70,7 @@ class Contents:
         stored = self.metadata.get("quantkit.manifest")
         if stored is None:
             return self.json(MANIFEST)
-        return _parse(MANIFEST, str(stored).encode(), self.problems)
+        return _parse(MANIFEST, str(stored).encode(errors="replace"), self.problems)
 
     @cached_property
     def absent(self) -> frozenset[str]:

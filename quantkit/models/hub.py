@@ -21,6 +21,7 @@ COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
+LARGE_BYTES = 1 << 28  # eight times the largest tokenizer.json
 WEIGHTS = (".safetensors", ".gguf")
 
 
@@ -44,6 +45,7 @@ def local(source: str) -> Path | None:
     path = Path(source).expanduser()
     if path.is_dir():
         refuse_links(path)
+        refuse_odd_files(path)
         return path
     if path.is_file() and is_gguf(path):
         return path
@@ -83,6 +85,18 @@ def refuse_links(folder: Path) -> None:
             hint="a downloaded model has none; put the files themselves there if you trust them",
             exit_code=UNSUPPORTED,
         )
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """Raise QuantkitError for small files, as transformers reads them whole, that are none."""
+    for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
+        if not path.exists():
+            continue  # a link to nowhere: whoever wants it says so
+        bounded.refuse_irregular(path)
+        if path.is_file() and path.stat().st_size > LARGE_BYTES:
+            raise QuantkitError(
+                f"{path} is larger than {LARGE_BYTES >> 20} MiB: not read", "download it again", UNSUPPORTED
+            )
 
 
 def is_gguf(path: Path) -> bool:

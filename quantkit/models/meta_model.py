@@ -18,10 +18,25 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.checkpoint import Checkpoint
 
+BUFFER_BYTES = 4 << 30  # what is computed of a configuration alone: masks and frequencies
+
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
+    try:
+        return _with_buffers(model, device).eval()
+    except (MemoryError, QuantkitError):
+        raise
+    except Exception as error:  # of sizes and kinds that do not go together
+        raise _no_model(checkpoint.source, error) from error
+
+
+def _with_buffers(model: nn.Module, device: torch.device) -> nn.Module:
+    """The model with the buffers that it would begin with."""
+    nbytes = sum(buffer.nbytes for buffer in model.buffers())
+    if nbytes > BUFFER_BYTES:
+        raise ValueError(f"its buffers take {nbytes / 2**30:,.1f} GiB")
     for module in model.modules():
         if isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
             module.config._is_quantized = True  # Mamba's blocks then call linears whose weights they use else
@@ -34,7 +49,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> n
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-    return model.eval()
+    return model
 
 
 def empty(
@@ -60,14 +75,20 @@ def empty(
         if roles == {False} and not wrapped:  # towers may be encoders
             raise ValueError("it is an encoder, whose tokens see those behind them (is_decoder is false)")
         return model
-    except (ValueError, ImportError) as error:
-        raise QuantkitError(
-            f"{source} is no causal language model that transformers "
-            f"{transformers.__version__} knows: {first_line(error)}",
-            hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
-            "are wrapped around",
-            exit_code=UNSUPPORTED,
-        ) from error
+    except (MemoryError, QuantkitError):
+        raise
+    except Exception as error:  # ValueError of a kind, KeyError of a name, ZeroDivisionError of a size …
+        raise _no_model(source, error) from error
+
+
+def _no_model(source: str, error: Exception) -> QuantkitError:
+    told = first_line(error) if isinstance(error, (ValueError, ImportError)) else f"{error!r:.300}"
+    return QuantkitError(
+        f"{source} is no causal language model that transformers {transformers.__version__} knows: {told}",
+        hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
+        "are wrapped around",
+        exit_code=UNSUPPORTED,
+    )
 
 
 def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:

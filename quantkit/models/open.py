@@ -8,8 +8,8 @@ from pathlib import Path
 import transformers
 
 from quantkit import layouts
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models import headers, hub
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.models import headers, hub, plausible, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import slices
 
@@ -26,8 +26,10 @@ def open_checkpoint(
         from quantkit.models.llamacpp.checkpoint import open_file  # `gguf` takes a while to import
 
         return open_file(source, folder)
+    seen = unchanged.look(folder)
     found = headers.at(source, folder, strict=True)
     raw, infos = found.config, found.infos
+    plausible.refuse(raw, len(infos))
     if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = slices.of_mxfp4(infos)
@@ -42,7 +44,7 @@ def open_checkpoint(
         layout=layout,
         trust_remote_code=trust_remote_code,
         _quantized=layouts.group_by_linear(layout, infos),
-    )
+    ).having_seen(seen)
 
 
 def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
@@ -53,7 +55,7 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
     except Exception as error:  # ValueError, KeyError, OSError, validation errors: all "not this config"
         raise QuantkitError(
             f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
-            + str(error).splitlines()[0],
+            + first_line(error),
             hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
             "trust the code beside the checkpoint",
             exit_code=UNSUPPORTED,

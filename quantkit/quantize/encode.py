@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.models import unchanged
 from quantkit.models.heap import keep_freed_pages
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.open import open_checkpoint
@@ -30,10 +31,12 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.enter_context(disk_errors(job.staging.folder, "run the same command again"))
             stack.enter_context(job.staging.opened(job.fingerprint, resume=False))
             stack.callback(job.staging.discard)
+        stack.enter_context(unchanged.watched(jobs[0].checkpoint))
         imatrix = _imatrix(jobs[0], progress, timings)
         progress.phase("writing")
         with timings("write"):
             _write(jobs, (), imatrix, progress)
+        unchanged.check(jobs[0].checkpoint)
         return [_publish(job, timings) for job in jobs]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.models import unchanged
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
@@ -35,6 +36,7 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
     described = manifest(job, records)
     with timings("write"):
         place = job.staging.assemble(lambda place: output.write(material, place, described))
+    unchanged.check(job.checkpoint)  # the disk is not to be blamed for it
     progress.phase("verifying what was written")
     with timings("verify"):
         _verify(job, place, final_states)

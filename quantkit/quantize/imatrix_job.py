@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.models import unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.llamacpp import imatrix, tensors
@@ -89,6 +90,8 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
 
 
 def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
+    if output.name not in ("", ".."):
+        replacing.check_place(output)
     above = next(path for path in output.absolute().parents if path.exists())
     if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
@@ -100,7 +103,8 @@ def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None
 def run(job: ImatrixJob, progress: Progress) -> dict:
     """Gather and write; the record of what was done. The file appears whole or not at all."""
     timings = Timings(job.skeleton.device)
-    gathered = importance.gather(job.skeleton, job.batches, progress, timings)
+    with unchanged.watched(job.checkpoint):
+        gathered = importance.gather(job.skeleton, job.batches, progress, timings)
     folder = job.output.absolute().parent
     with disk_errors(folder, "run the same command again"), timings("write"):
         folder.mkdir(parents=True, exist_ok=True)

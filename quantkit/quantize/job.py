@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
-from quantkit.models import headers
+from quantkit.models import headers, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
@@ -112,7 +113,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     if request.resume and not staged:
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
     adopted = staged["execution"] if staged else {}
-    source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
+    source_sha256: Future[str] = Future() if dry_run else _begin(partial(_hash, checkpoint))
 
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     turned = None
@@ -281,6 +282,12 @@ def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
     length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(checkpoint.text_config.vocab_size, (1, length), generator=generator)
+
+
+def _hash(checkpoint: Checkpoint) -> str:
+    """The source's hash. Raises QuantkitError if it may be that of another than was opened."""
+    with unchanged.watched(checkpoint):
+        return checkpoint.sha256()
 
 
 def _begin(work: Callable[[], str]) -> Future[str]:

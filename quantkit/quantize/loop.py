@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.layouts import LinearSpec
+from quantkit.models import unchanged
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
 from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, towers, walk
@@ -52,7 +53,11 @@ def run(job: Job, progress: Progress) -> Summary:
     if not any(row.grid for row in job.specs):
         return _encode([job], progress)[0]
     (map_large_blocks if job.method.needs else keep_freed_pages)()
-    with disk_errors(job.staging.folder), job.staging.opened(job.fingerprint, job.request.resume):
+    with (
+        disk_errors(job.staging.folder),
+        job.staging.opened(job.fingerprint, job.request.resume),
+        unchanged.watched(job.checkpoint),
+    ):
         return _Loop(job, progress).run()
 
 
@@ -171,6 +176,7 @@ class _Loop:
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
+        unchanged.check(self.job.checkpoint)  # what is staged is of the model that was opened
         with self.timings("write"):
             parts.finish(records)
         if self.curvatures:

@@ -155,10 +155,10 @@ def _parse(origin: str, text: str) -> tuple[Any, dict[str, int]]:
         node = loader.get_single_node()
         walk(node, "")
         return (loader.construct_document(node) if node else None), lines
-    except (yaml.YAMLError, ValueError) as error:
-        raise _not_yaml(origin, error) from error
     except RecursionError as error:
         raise _not_yaml(origin, ValueError("it is nested too deeply")) from error
+    except Exception as error:  # PyYAML raises what its constructors run into: of `!!int x`, `2001-99-99`
+        raise _not_yaml(origin, error) from error
 
 
 def _not_yaml(origin: str, error: Exception) -> QuantkitError:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.errors import USAGE, QuantkitError, full_disk, name_all
 from quantkit.models.checkpoint import COMPANIONS, MANIFEST
 
 KINDS: dict[Callable[[int], bool], str] = {
@@ -40,7 +41,30 @@ WRITTEN = (  # by writers of checkpoints
     "quantkit-*.json",
 )
 MAGIC = b"GGUF"
+BESIDE = ".partial.tmp"  # the most that is added to a name
+LONGEST_NAME = 255  # bytes
 ELSEWHERE = "choose another --output"
+
+
+def check_place(output: Path) -> None:
+    """Raise QuantkitError unless something of that name can be made, for which a file without a name is made
+    where it would lie."""
+    try:
+        output.name.encode()
+    except UnicodeEncodeError as error:
+        raise QuantkitError(f"{output} is no UTF-8 name", ELSEWHERE, USAGE) from error
+    try:
+        above = next(path for path in output.absolute().parents if path.exists())
+        longest = os.pathconf(above, "PC_NAME_MAX") if above.is_dir() else LONGEST_NAME
+        if len(output.name.encode()) + len(BESIDE) > longest:
+            raise QuantkitError(f"the name {output.name} is too long", ELSEWHERE, USAGE)
+        if above.is_dir():
+            with tempfile.TemporaryFile(dir=above):
+                pass
+    except OSError as error:
+        if full_disk(error):
+            return  # how much is needed and free is said elsewhere
+        raise QuantkitError(f"{output} cannot be written: {error.strerror}", ELSEWHERE, USAGE) from error
 
 
 def check(output: Path, one_file: bool, overwrite: bool) -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers import bounded, safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
+
+RECORD_BYTES = 1 << 30  # of a block of any number of experts
 
 
 class StagedBlocks:
@@ -124,7 +126,7 @@ def _rename(temporary: Path, path: Path) -> None:
 def _record(path: Path) -> dict | None:
     """What was recorded of a block whose tensors are at `path`; None where nothing is that says so."""
     try:
-        found = json.loads(path.with_suffix(".json").read_text())
+        found = bounded.parse(bounded.read(path.with_suffix(".json"), RECORD_BYTES))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("linears"), list) else None

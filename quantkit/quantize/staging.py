@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.containers import bounded, safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.quantize import replacing
 from quantkit.quantize.fingerprint import differences
@@ -28,6 +29,7 @@ from quantkit.quantize.scratch import LIST
 from quantkit.quantize.staged_blocks import StagedBlocks, save, sync, write_text
 
 REST = "rest.safetensors"
+MOST = 1 << 20  # sequences of a batch, or threads
 
 
 class Staging:
@@ -49,6 +51,12 @@ class Staging:
     def stored_fingerprint(self) -> dict | None:
         """The fingerprint of the job that was staged here; None when there is none, or half of one."""
         stored = self._fingerprint()
+        if stored and not _runs(stored.get("execution")):
+            raise QuantkitError(
+                f"{self.folder / 'fingerprint.json'} is damaged: it says no way to run a job",
+                "start again with --overwrite",
+                USAGE,
+            )
         return stored if stored and stored["source_sha256"] else None
 
     def _fingerprint(self) -> dict | None:
@@ -56,14 +64,16 @@ class Staging:
         does."""
         path = self.folder / "fingerprint.json"
         try:
-            stored = json.loads(path.read_text()) if path.is_file() else None
-        except ValueError:
+            stored = bounded.parse(bounded.read(path)) if path.is_file() else None
+        except (OSError, ValueError):
             return None
         return stored if isinstance(stored, dict) and "source_sha256" in stored else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
         self._replaces = overwrite
+        if self.output.name not in ("", ".."):
+            replacing.check_place(self.output)
         above = next(path for path in self.output.absolute().parents if path.exists())
         if self.output.name in ("", "..") or not above.is_dir():
             raise QuantkitError(
@@ -236,6 +246,15 @@ class Staging:
         os.rename(self.place, self.output)
         sync(self.output.parent)
         shutil.rmtree(self.folder)
+
+
+def _runs(execution: Any) -> bool:
+    """Whether a fingerprint says how a job ran, as one that resumes it adopts it."""
+    if not isinstance(execution, dict):
+        return False
+    counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
+    words = [execution[name] for name in ("dtype", "device", "sequential", "states") if name in execution]
+    return all(type(n) is int and 0 < n <= MOST for n in counts) and all(isinstance(w, str) for w in words)
 
 
 def _remove(path: Path) -> None:

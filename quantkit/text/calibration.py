@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models import tokenizing
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text.chat import ChatTemplate
@@ -95,7 +96,9 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
 
 def begins_with_bos(tokenizer) -> bool:
     """Whether the tokenizer puts its BOS token before every text."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    with tokenizing.explained():
+        first = tokenizer("a")["input_ids"][:1]
+    return tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
 
 
 def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> tuple[list[int], str | None]:
@@ -107,7 +110,7 @@ def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> t
     stream: list[int] = []
     for document in documents:
         text = document if isinstance(document, str) else template.render(document)
-        found = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        found = tokenizing.encode(tokenizer, text, needed - len(stream) + bos)
         stream.extend(found[1:] if bos and found[:1] == [tokenizer.bos_token_id] else found)
         if len(stream) >= needed:
             break

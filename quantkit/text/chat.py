@@ -58,7 +58,7 @@ class ChatTemplate:
                 exit_code=USAGE,
             ) from error
         if self.sha256 is None:
-            self.sha256 = hashlib.sha256(template.encode()).hexdigest()
+            self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
         work = partial(
             self.tokenizer.apply_chat_template,

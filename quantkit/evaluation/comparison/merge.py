@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.comparison.record import SCHEMA, pareto
+from quantkit.models.containers import bounded
 
 SAME_NLL = 1e-4  # nats a token by which one model may differ between machines, float32 sums in another order
+LARGEST = 1e30  # of numbers that are drawn; one divided by it is the least
+LONGEST = 4096  # characters of names that are drawn
 Named = tuple[str, dict]  # file, record
 
 
 def read(path: Path) -> Named:
     """One file of `quantkit eval --json`. Raises QuantkitError naming what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = bounded.read(path).decode("utf-8")
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "quantkit eval … --json > FILE makes one", NOT_FOUND
@@ -46,6 +49,8 @@ def _number(text: str) -> int | float:
     value = float(text)
     if not math.isfinite(value) or len(text) > 40:
         raise ValueError(f"{text[:40]} is no number to be expected here")
+    if abs(value) > LARGEST or 0 < abs(value) < 1 / LARGEST:
+        raise ValueError(f"{text} is no number to be expected here")
     return value if any(character in text for character in ".eE") else int(text)
 
 
@@ -55,7 +60,20 @@ def _fault(record: Any) -> str | None:
 
     schema = json.loads(Path(__file__).with_name("eval-2.json").read_text(encoding="utf-8"))
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(record))
-    return f"{error.json_path}: {error.message[:120]}" if error else None
+    if error:
+        return f"{error.json_path}: {error.message[:120]}"
+    long = next((text for text in _strings(record) if len(text) > LONGEST), None)
+    return f"a name of {len(long):,} characters: {long[:40]}…" if long else None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in a record, names of entries among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+    for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(inside)
 
 
 def _no_result(path: Path, why: str) -> QuantkitError:

@@ -230,7 +230,11 @@ def detect(config: dict) -> Layout | None:
     if config.get("quant_method") != "bitsandbytes" and not {"load_in_8bit", "load_in_4bit"} & config.keys():
         return None
     if config.get("load_in_8bit"):
-        return Int8Layout(float(config.get("llm_int8_threshold", 6.0)))
+        threshold = config.get("llm_int8_threshold", 6.0)
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+            what = f"quantization_config says llm_int8_threshold {threshold!r}"
+            raise QuantkitError(what, "download config.json again")
+        return Int8Layout(float(threshold))
     kind = config.get("bnb_4bit_quant_type")
     if not config.get("load_in_4bit"):
         raise QuantkitError(

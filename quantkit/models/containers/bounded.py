@@ -13,6 +13,8 @@ SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
 UNSAID = 1 << 16  # bytes of files that say they have none, as those under /proc
 BRACKETS = 4_000_000  # of JSON: each becomes an object of a hundred bytes, and a tensor takes three
 
+DEEP = 64  # lists and objects inside one another
+
 
 def refuse_irregular(path: Path) -> None:
     """Raise QuantkitError for a pipe, a device or a socket, which may never end. OSError is the caller's."""
@@ -41,6 +43,23 @@ def parse(data: bytes) -> Any:
     if data.count(b"[") + data.count(b"{") > BRACKETS:
         raise ValueError(f"more than {BRACKETS:,} lists and objects")
     try:
-        return json.loads(data.decode("utf-8"))
+        found = json.loads(data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    _check_depth(found)
+    return found
+
+
+def _check_depth(tree: Any) -> None:
+    """Raise ValueError for lists in lists beyond what code that calls itself for each can take."""
+    inside = [tree]
+    for _ in range(DEEP):
+        inside = [
+            value
+            for node in inside
+            if isinstance(node, (dict, list))
+            for value in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not inside:
+            return
+    raise ValueError("it is nested too deeply")

@@ -27,6 +27,7 @@ from quantkit.models.containers.safetensors_folder import TensorInfo
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
+MAX_ITEMS = 1 << 22  # of all arrays together: sixteen vocabularies of 262,144 tokens
 MAX_DIMENSIONS = 4
 SPLIT = "split.count"
 NUMBERS = {  # GGUF value type -> how it lies in the file
@@ -98,6 +99,7 @@ class _Cursor:
     data: memoryview
     file_bytes: int
     place: int = 0
+    items: int = 0
 
     def take(self, nbytes: int) -> int:
         """Where the next `nbytes` begin."""
@@ -131,6 +133,9 @@ class _Cursor:
         if code != Kind.ARRAY:
             return self.numbers(code, 1)[0].item()
         code, count = self.unpack("<IQ")
+        self.items += count
+        if self.items > MAX_ITEMS:
+            raise _broken(self.path, f"its arrays have {self.items:,} items")
         if code != Kind.STRING:
             return self.numbers(code, count).tolist()
         if count > (len(self.data) - self.place) // 8:

@@ -23,6 +23,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
 MAX_DIMENSIONS = 64  # as many as torch has
+LONGEST_NAME = 255  # bytes of the name of a file
 COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -61,18 +62,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises QuantkitError naming the file if it is a Git LFS pointer, the header is malformed, a size does not
     fit its dtype and shape, or the tensors do not fill the file without holes.
     """
-    refuse_pointer(path)
-    file_bytes = path.stat().st_size
-    if not file_bytes:
-        raise _broken(path, "it is empty")
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-            raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
-        try:
+    try:
+        refuse_pointer(path)
+        file_bytes = path.stat().st_size
+        if not file_bytes:
+            raise _broken(path, "it is empty")
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
             header = bounded.parse(file.read(length))
-        except ValueError as error:
-            raise _malformed(path, error) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise _malformed(path, error) from error
     return check_header(path, header, file_bytes, 8 + length)
 
 
@@ -102,6 +105,8 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     nbytes = end - start
+    if not isinstance(entry["dtype"], str):
+        raise ValueError(f"{name}: no dtype")
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name}: {len(shape)} dimensions")
     if not all(type(size) is int and size >= 0 for size in (start, end, nbytes, *shape)):
@@ -109,6 +114,10 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     if entry["dtype"] in DTYPE_BYTES and nbytes != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
         raise ValueError(f"{name}: {nbytes} bytes do not hold {entry['dtype']} {list(shape)}")
     return TensorInfo(name, entry["dtype"], shape, path, base + start, nbytes)
+
+
+def _unreadable(path: Path, error: OSError) -> QuantkitError:
+    return QuantkitError(f"{path} cannot be read: {error.strerror}", "check who may read it", NOT_FOUND)
 
 
 def _malformed(path: Path, error: Exception) -> QuantkitError:
@@ -132,6 +141,8 @@ def read_json(path: Path) -> dict:
         )
     try:
         content = bounded.parse(bounded.read(path))
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except ValueError as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
     if not isinstance(content, dict):
@@ -204,10 +215,18 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = dict(bounded.parse(bounded.read(path))["weight_map"])
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("shard names must be strings")
+        for name in weight_map.values():
+            name.encode()  # no lone surrogates
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error
+    unnamed = [name for name in weight_map.values() if "\0" in name or len(name.encode()) > LONGEST_NAME]
+    if unnamed:
+        what = f"{path} names files that cannot be: {name_all(sorted(set(unnamed)), 3)}"
+        raise QuantkitError(what, hint="download it again", exit_code=UNSUPPORTED)
     outside = [name for name in weight_map.values() if Path(name).name != name or name in ("", ".", "..")]
     if outside:
         raise QuantkitError(

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts.ggml.blocks import decode_rows
+from quantkit.models import unchanged
 from quantkit.models.checkpoint import Checkpoint, hash_file
 from quantkit.models.containers import gguf_file
 from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
@@ -145,6 +146,7 @@ class GgufCheckpoint(Checkpoint):
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:
     """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
+    seen = unchanged.look(path)
     metadata, stored = gguf_file.read_header(path)
     refuse_imatrix(source, metadata)
     factors = {
@@ -174,6 +176,7 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         targets={name: target for target in targets for name in target.parameters},
         pieces=pieces,
         scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
+        seen=seen,
     )
 
 

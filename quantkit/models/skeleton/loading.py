@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import DamagedError, QuantkitError
 from quantkit.grids.grid import is_finite
-from quantkit.layouts import Layout
+from quantkit.layouts import Layout, understood
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import pinned
 from quantkit.models.heap import return_freed_pages
@@ -93,7 +93,9 @@ class Installer:
         block.requires_grad_(False)
         for name, parts in fetched.parts.items():
             local = name.removesuffix(".weight")
-            self.install(block, local, fetched.layout, self.placed(parts), fetched.stored[name])
+            stored = fetched.stored[name]
+            with understood(stored.removesuffix(".weight"), parts):
+                self.install(block, local, fetched.layout, self.placed(parts), stored)
 
     def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same dict, its tensors on the device."""

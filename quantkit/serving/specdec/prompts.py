@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation.windows import read_text
+from quantkit.models import tokenizing
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
@@ -41,10 +42,7 @@ def load(checkpoint: Checkpoint, text: Path | None, prompts: int, tokens: int, s
 def _cut(checkpoint: Checkpoint, text: Path, prompts: int, tokens: int) -> Tensor:
     tokenizer = checkpoint.tokenizer
     bos = calibration.begins_with_bos(tokenizer)
-    stream, body = (
-        tokenizer(read_text(text), add_special_tokens=False, verbose=False)["input_ids"],
-        tokens - bos,
-    )
+    stream, body = tokenizing.encode(tokenizer, read_text(text)), tokens - bos
     if len(stream) < prompts * body:
         raise QuantkitError(
             f"{text} holds {count(len(stream), 'token')}; {count(prompts, 'prompt')} of {tokens} need "

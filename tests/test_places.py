@@ -1,0 +1,158 @@
+"""Places that are no use are refused before the work, in a line; so is what a stranger left in staging."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import families
+import pytest
+
+from quantkit.quantize import replacing
+from quantkit.quantize.staging import Staging
+
+GPTQ = "gptq model --solver rtn --group-size 32".split()
+
+
+@pytest.fixture
+def model(tmp_path):
+    families.save_tokenizer(families.save_model(tmp_path / "model", "llama", num_hidden_layers=1))
+    (tmp_path / "text.txt").write_text("\n".join(families.sentences()))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "command", [GPTQ, "imatrix model --calibration text.txt".split()], ids=["gptq", "imatrix"]
+)
+@pytest.mark.parametrize(
+    "output, said",
+    [
+        ("n" * 300, "File name too long|is too long"),
+        ("n" * 250, "the name n+….* is too long|the name n+ is too long"),
+        (os.fsdecode(b"\xffout"), "is no UTF-8 name"),
+        ("text.txt/out", "cannot be a new folder|cannot be a file"),
+        ("link", "is a link"),
+    ],
+)
+def test_an_output_that_cannot_be(refuse, model, command, output, said):
+    (model.parent / "link").symlink_to("nowhere")
+    error, _ = refuse(2, *command, "-o", output)
+    assert re.search(said, error)
+
+
+@pytest.mark.parametrize(
+    "command", [GPTQ, "imatrix model --calibration text.txt".split()], ids=["gptq", "imatrix"]
+)
+def test_a_folder_that_cannot_be_written(refuse, monkeypatch, model, command):
+    """As root may write anywhere, the system's answer is given here."""
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(replacing.tempfile, "TemporaryFile", denied)
+    error, _ = refuse(2, *command, "-o", "out.gguf" if command[0] == "imatrix" else "out")
+    assert error.endswith("cannot be written: Permission denied")
+
+
+def test_a_staging_folder_that_is_a_link(refuse, model):
+    (model.parent / "elsewhere").mkdir()
+    (model.parent / "out.partial").symlink_to("elsewhere")
+    for more in ((), ("--resume",), ("--overwrite",)):
+        error, _ = refuse(2, *GPTQ, "-o", "out", *more)
+        assert error == "out.partial is no unfinished job, and a job would be staged there"
+    assert not list((model.parent / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"execution": {"threads": -5}},
+        {"execution": {"threads": 10**12}},
+        {"execution": {"threads": True}},
+        {"execution": {"batch_size": "4"}},
+        {"execution": {"dtype": 7}},
+        {"execution": []},
+        {},
+    ],
+)
+def test_a_fingerprint_of_absurd_values(refuse, model, stored):
+    folder = model.parent / "out.partial"
+    folder.mkdir()
+    (folder / "fingerprint.json").write_text(json.dumps({"source_sha256": "ab"} | stored))
+    error, hint = refuse(2, *GPTQ, "-o", "out", "--resume")
+    assert error == "out.partial/fingerprint.json is damaged: it says no way to run a job"
+    assert hint == "start again with --overwrite"
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "", "null", '{"method": "gptq"}', "[" * 5000])
+def test_a_fingerprint_that_is_none(refuse, model, text):
+    folder = model.parent / "out.partial"
+    folder.mkdir()
+    (folder / "fingerprint.json").write_text(text)
+    (folder / "block-00000.json").write_text("{}")
+    error, _ = refuse(2, *GPTQ, "-o", "out", "--resume")
+    assert error == "out.partial is no unfinished job, and a job would be staged there"
+
+
+def test_scales_of_zero_in_a_staged_block_are_made_again(quantkit, model, monkeypatch):
+    from safetensors.torch import load_file, save_file
+
+    def stop(*_, **__):
+        raise RuntimeError("stopped here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "assemble", stop)
+        assert quantkit(*GPTQ, "-o", "out").code == 1
+    path = model.parent / "out.partial" / "block-00000.safetensors"
+    tensors = load_file(path)
+    save_file({name: t * 0 if name.endswith("scales") else t for name, t in tensors.items()}, path)
+    done = quantkit(*GPTQ, "-o", "out", "--resume")
+    assert done.code == 0 and "these are damaged and made again: 1" in done.err
+
+
+def test_a_file_that_cannot_be_read_is_named(quantkit, model, monkeypatch):
+    """Weights may be links that lead elsewhere; this one leads to what no one can read."""
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("/proc/self/mem")
+    done = quantkit("inspect", "model")
+    assert done.code != 0 and "Traceback" not in done.err and "model.safetensors" in done.err
+
+
+def test_a_text_that_is_a_device_is_not_read(refuse, model):
+    error, _ = refuse(4, "eval", "model", "--text", "/dev/zero", "--limit", "512")
+    assert error == "/dev/zero is no plain file"
+
+
+def test_an_interrupt_while_the_command_line_is_imported(tmp_path):
+    (tmp_path / "typer.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), os.getcwd()])
+    command = "import signal; signal.signal(2, signal.default_int_handler); "  # may be ignored here
+    command += "from quantkit import __main__ as command; command.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        (
+            "imatrix model --calibration text.txt --samples 1 --seqlen 16",
+            "quantkit.quantize.importance.gather",
+        ),
+        ("nf4 model", "quantkit.quantize.job.open_skeleton"),
+        ("int8 model", "quantkit.quantize.job.open_skeleton"),
+    ],
+)
+def test_an_interrupt_outside_the_loop_says_how_to_go_on(quantkit, monkeypatch, model, command, name):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(name, interrupted)
+    done = quantkit(*command.split(), "-q")
+    assert done.code == 130
+    assert done.err == f"error: interrupted\nhint: begin again with: quantkit {command} -q\n"

@@ -1,0 +1,171 @@
+"""Values that no one expects, in the small files of a checkpoint: each a line, and nothing built of them."""
+
+import json
+import struct
+import tracemalloc
+
+import pytest
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.evaluation.sampling import ends_of_text, stored_config
+from quantkit.inspection import printed, record
+from quantkit.models import plausible
+from quantkit.models.containers import bounded, gguf_file, safetensors_folder
+from quantkit.models.headers import open_contents
+from quantkit.models.hub import LARGE_BYTES
+from quantkit.models.open import open_checkpoint
+from quantkit.quantize import recipe
+from quantkit.text.chat import ChatTemplate, Conversation
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"num_labels": 10**9}, "config.json says num_labels 1,000,000,000, and 30 tensors are stored"),
+        ({"num_hidden_layers": 10_000}, "num_hidden_layers 10,000, and 30 tensors are stored"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers -1"),
+        ({"text_config": {"n_layer": 513}}, "n_layer 513"),
+        ({"vocab_size": 2**50}, "vocab_size 1,125,899,906,842,624"),
+        ({"hidden_size": -64}, "negative dimension -64"),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "KeyError.'nope'"),
+        ({"rope_parameters": {"rope_type": "xx", "rope_theta": 1.0}}, "KeyError.'xx'"),
+        ({"rms_norm_eps": "x"}, "cannot read .*config.json: Validation error for field 'rms_norm_eps': "),
+        ({"model_type": []}, "cannot read .*config.json: "),
+    ],
+)
+def test_a_configuration_that_cannot_be(tiny_model, values, said):
+    import torch
+
+    from quantkit.models.skeleton import Skeleton
+
+    folder = tiny_model("llama")
+    change(folder / "config.json", **values)
+    with pytest.raises(QuantkitError, match=said) as raised:
+        Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    assert raised.value.exit_code == UNSUPPORTED
+
+
+def test_counts_that_headers_bear_out_are_believed():
+    plausible.refuse({"num_hidden_layers": 2000, "num_labels": 40_000}, tensors=24_000)
+    plausible.refuse({"num_hidden_layers": 126, "max_position_embeddings": 10_485_760})
+    with pytest.raises(QuantkitError):
+        plausible.refuse({"num_hidden_layers": 2000}, tensors=1999)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"eos_token_id": "x"}', '{"eos_token_id": -3}', '{"cache_implementation": 7}']
+)
+def test_a_generation_config_of_odd_values_is_named(tiny_model, text):
+    folder = tiny_model("llama", tokenizer=True)
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(QuantkitError, match=r"generation_config.json is not understood: \S"):
+        stored_config(open_checkpoint(str(folder)))
+
+
+@pytest.mark.parametrize("stored, ends", [([], []), ([7, 8], [7, 8]), (7, [7]), (None, [2])])
+def test_ends_of_a_text(tiny_model, stored, ends):
+    folder = tiny_model("llama", tokenizer=True)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    assert ends_of_text(open_checkpoint(str(folder))) == ends
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("a" * 300, "names files that cannot be"),
+        ("a\0b", "names files that cannot be"),
+        ("../x", "points outside"),
+        ("\ud800", "is not a safetensors index"),
+    ],
+)
+def test_names_of_shards_that_cannot_be(tiny_model, name, said):
+    folder = tiny_model("llama")
+    (folder / safetensors_folder.INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(QuantkitError, match=said) as raised:
+        safetensors_folder.read_folder(folder)
+    assert len(raised.value.message) < 1000
+
+
+def test_depth_of_json_is_limited():
+    inside = b"[" * (bounded.DEEP - 1) + b"]" * (bounded.DEEP - 1)
+    assert bounded.parse(inside) is not None
+    for deep in (b"[" * 200 + b"]" * 200, b'{"a":' * 200 + b"1" + b"}" * 200, b"[" * 5000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            bounded.parse(deep)
+
+
+@pytest.mark.parametrize("kind, size", [(0, 1), (8, 8)])
+def test_arrays_of_a_gguf_file_are_counted_first(tmp_path, kind, size):
+    count = gguf_file.MAX_ITEMS + 1
+    start = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a"
+    with open(tmp_path / "x.gguf", "wb") as file:
+        file.write(start + struct.pack("<IIQ", 9, kind, count))
+        file.truncate(file.tell() + count * size)
+    tracemalloc.start()
+    try:
+        with pytest.raises(QuantkitError, match="its arrays have 4,194,305 items"):
+            gguf_file.read_header(tmp_path / "x.gguf")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "merges.txt"])
+def test_small_files_that_are_large_are_not_read(tiny_model, name):
+    folder = tiny_model("llama", tokenizer=True)
+    with open(folder / name, "ab") as file:
+        file.truncate(LARGE_BYTES + 1)  # of holes
+    with pytest.raises(QuantkitError, match=f"{name} is larger than 256 MiB: not read"):
+        open_checkpoint(str(folder))
+
+
+def test_thousands_of_kinds_of_tensors_are_counted(tiny_model, capsys):
+    folder, header = tiny_model("llama"), {}
+    for number in range(700):
+        span = [4 * number, 4 * number + 4]
+        header[f"part{number}.a.weight"] = {"dtype": "F16", "shape": [1, 2], "data_offsets": span}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2800))
+    printed.print_record(record.describe(open_contents(str(folder))))
+    out = capsys.readouterr().out
+    told = [line for line in out.splitlines() if "part" in line and ".a" in line]
+    assert len(told) == printed.ROWS and "and 200 rows more: --json has all" in out
+
+
+@pytest.mark.parametrize(
+    "value", ["2001-99-99", "!!int x", "!!float x", "!!timestamp x", "!!binary =", "[" * 3000, "{a: " * 500]
+)
+def test_a_recipe_of_odd_scalars_is_a_line(tmp_path, value):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"method: gptq\nquant:\n  bits: {value}\n")
+    with pytest.raises(QuantkitError, match="recipe.yaml") as raised:
+        recipe.load(str(path))
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("message", ["x" * 100_000, "a b " * 30_000, f"{'n' * 5000} and {'m' * 5000}"])
+def test_errors_are_cut_wherever_they_go(message):
+    error = QuantkitError(message, message)
+    assert max(map(len, (error.message, error.hint, str(error)))) <= 1600
+    assert error.record()["error"]["message"] == error.message
+
+
+def test_a_template_of_lone_surrogates_is_a_line(tiny_model):
+    tokenizer = open_checkpoint(str(tiny_model("llama", tokenizer=True))).tokenizer
+    with pytest.raises(QuantkitError, match="^row 1 does not fit the model's chat template: "):
+        ChatTemplate(tokenizer, "{{ \ud800 }}").render(
+            Conversation([{"role": "user", "content": "x"}], "row 1")
+        )
+
+
+def test_a_template_named_outside_the_folder_is_not_written_there(make, tiny_model):
+    folder = tiny_model("llama", tokenizer=True)
+    change(folder / "tokenizer_config.json", chat_template=[{"name": "../../x", "template": "y"}])
+    make("nf4", folder, "-o", "out")
+    assert not [path for path in folder.parent.parent.glob("x*")]
+    assert not [path for path in folder.parent.glob("x*")]
