@@ -28,10 +28,15 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/job
     TERMINATED: "terminated",
 }
 TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # right to left, and back
-FULL = {  # what a disk says that takes no more
-    errno.ENOSPC: "is full",
-    errno.EDQUOT: "is full: the quota is used up",
-    errno.EFBIG: "takes no file of that size (ulimit -f says how large)",
+ROOM = "free some space"
+DISK = {  # what a disk says that takes or gives no more, and what to do about it
+    errno.ENOSPC: ("is full", ROOM),
+    errno.EDQUOT: ("is full: the quota is used up", ROOM),
+    errno.EFBIG: ("takes no file of that size (ulimit -f says how large)", ROOM),
+    errno.EIO: (
+        "fails, or that of what was read (input/output error)",
+        "see in the system's log which one, and mend or leave it",
+    ),
 }
 
 
@@ -68,12 +73,13 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def full_disk(error: BaseException) -> str | None:
-    """What of `FULL` an error says; None for another. safetensors wraps the OSError in words of its own."""
+def full_disk(error: BaseException) -> tuple[str, str] | None:
+    """What of `DISK` an error says; None for another. safetensors and torch wrap the OSError in own words."""
     if isinstance(error, OSError):
-        return FULL.get(error.errno)
+        return DISK.get(error.errno)
     wrapped = re.search(r"\(os error (\d+)\)", str(error))
-    return FULL.get(int(wrapped[1])) if wrapped else None
+    wrapped = wrapped or re.search(r"^unable to (?:open|mmap) .* \((\d+)\)$", str(error))
+    return DISK.get(int(wrapped[1])) if wrapped else None
 
 
 def printable(text: str) -> str:

@@ -2,10 +2,10 @@
 
     python scripts/faults.py [--methods gptq nf4 ...] [--every 1] [--errors ENOSPC EIO]
 
-A library between the job and the system (faults.c, compiled here: this needs `cc`) fails the n-th call below the
-folder that the job writes to, or reads its model from. After each: no traceback, no output or the whole one, and the
-same command with --resume ends with the bytes of an undisturbed run. Prints a line of JSON by method; exit code 1
-if anything was wrong.
+A library between the job and the system (faults.c, compiled here: this needs `cc`) fails the n-th call below
+the folder that the job writes to, or reads its model from. After each: no traceback, no output or the whole
+one, and the same command with --resume ends with the bytes of an undisturbed run. Prints a line of JSON by
+method; exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def of_method(name: str, model: Path, where: Path, every: int, errors: list[str]
             codes[str(code)] += 1
             if code is None or code < 0:
                 wrong.append(f"{what}: ended by {code}")
-            elif "Traceback" in log or (code and log.count("error: ") != 1):
+            elif "Traceback" in log or (code and len(re.findall("^error: ", log, re.M)) != 1):
                 wrong.append(f"{what}: exit code {code}: {log[-400:]}")
             if (folder / output).exists() and kills.contents(folder / output) != wanted:
                 wrong.append(f"{what}: exit code {code}, other bytes published")

@@ -58,6 +58,8 @@ def test_closed_streams_swallow_what_is_said(command, code):
         (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "ulimit -f"),
         (SafetensorError("Error while serializing: No space left on device (os error 28)"), "is full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota is used up"),
+        (OSError(errno.EIO, "Input/output error"), "input/output error"),
+        (RuntimeError("unable to open file </a/b> in read-only mode: Input/output error (5)"), "error"),
     ],
 )
 def test_a_disk_that_takes_no_more_says_why(error, said):

@@ -205,8 +205,8 @@ def _unexpected(error: Exception) -> QuantkitError:
         hint = "close other programs, or see the command's help for what takes less"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
     if full := full_disk(error):
-        hint = "free some space, or write elsewhere"
-        return QuantkitError(f"the disk {full}: {first_line(error)}", hint, RESOURCES)
+        hint = f"{full[1]}, or write elsewhere"
+        return QuantkitError(f"the disk {full[0]}: {first_line(error)}", hint, RESOURCES)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         hint = "check the path, and who may read and write there"
         return QuantkitError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint, RUNTIME)

@@ -287,7 +287,7 @@ def disk_errors(
         if full is None:
             raise
         raise QuantkitError(
-            f"the disk of {folder} {full}",
-            hint=f"free some space and {then}",
+            f"the disk of {folder} {full[0]}",
+            hint=f"{full[1]}; then {then}",
             exit_code=RESOURCES,
         ) from error
