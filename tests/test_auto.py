@@ -1,12 +1,13 @@
 """`quantkit auto`: a budget is kept, the better is kept, recipes repeat the bytes, tables are used again."""
 
 import json
+import signal
 from pathlib import Path
 
 import jobs
 import pytest
 
-from quantkit.capacity.budget import run
+from quantkit.capacity.budget import run, streams
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 SMALL = ["--search-tokens", "64", "--threads", "1", "--dtype", "float32", "--engine", "transformers"]
@@ -98,6 +99,31 @@ def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "measure", None)
     found = auto("--bpw", "4.2", "-o", "found", "--resume")
     assert found["searched"]["bits_per_weight"] <= 4.2 and not (tmp_path / "found.auto").exists()
+
+
+def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path, monkeypatch):
+    """However many streams a walk has."""
+
+    def units(name: str = "found.auto/sensitivities.json") -> dict:
+        return json.loads((tmp_path / name).read_text())["units"]
+
+    compared, counts = streams._compared, []
+
+    def counted(skeleton, reference, found):
+        counts.append(len(found))
+        if len(counts) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return compared(skeleton, reference, found)
+
+    monkeypatch.setattr(streams, "_compared", counted)
+    asked = ["--bpw", "4.2", "-o", "found", "--sensitivities", "table.json"]
+    stopped = auto(*asked, "--search-streams", "7", code=130)
+    assert "interrupted; sensitivities of 4 of 7 units are kept in found.auto\n" in stopped
+    assert "--resume" in stopped and units() == units("table.json") and len(units()) == 4
+    auto(*asked, "--resume")
+    assert counts == [6, 6, 6, 9], "what was known is not measured again"
+    auto("--bpw", "4.2", "-o", "whole", "--sensitivities", "other.json")
+    assert units("table.json") == units("other.json") and len(units("other.json")) == 7
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.capacity.budget import allocation, curve, engines, streams
 from quantkit.capacity.budget.curve import Divergence, Errors
 from quantkit.capacity.budget.options import AutoOptions, size_bytes
-from quantkit.capacity.budget.solving import Pace
+from quantkit.capacity.budget.solving import Pace, Solving
 from quantkit.capacity.budget.units import Candidate, Unit, anchors, bits_per_weight, nbytes
 from quantkit.errors import QuantkitError
 from quantkit.models.open import open_checkpoint
@@ -222,6 +222,48 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
             naive = (expected.exp() * (expected - moved)).sum(-1).mean().item()
             assert found[unit.name, candidate.name].mean == pytest.approx(naive, rel=1e-3, abs=1e-9)
             assert naive > 0 and found[unit.name, candidate.name].stderr > 0
+
+
+def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_path):
+    """A job stores the same, but for the scales that it moved into the norm; and the block is put back."""
+    folder = tiny_model("llama", tokenizer=True, num_hidden_layers=1, hidden_size=64, intermediate_size=128)
+
+    def spread(name: str, tensor: torch.Tensor) -> None:
+        """A few channels that norms make large, and linears small."""
+        if "input_layernorm" in name:
+            tensor[[3, 40]] *= 32
+        elif name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensor[:, [3, 40]] /= 32
+
+    source = jobs.rewrite(folder, spread)
+    space = engines.load("transformers")
+    prepared = prepared_for(space, source, tmp_path)
+    units = space.units(prepared)
+    unit = next(one for one in units if one.name.endswith("q_proj"))
+    usual = anchors(unit, 3)[1]  # by which the transform goes
+    skeleton = prepared.skeleton
+    skeleton.load_rest()
+    skeleton.load_block(0)
+    before = {name: part.clone() for name, part in skeleton.blocks[0].named_parameters()}
+    solving = Solving(prepared, space, units, None, Pace(1, None))
+    entering = [skeleton.embed(ids) for ids in prepared.batches]
+    with torch.no_grad():
+        found = {one.name: values["self_attn.q_proj"] for one, values in solving.of_block(unit, entering)}
+    for name, part in skeleton.blocks[0].named_parameters():
+        assert torch.equal(part, before[name]), name
+    bits, group_size = map(int, usual.name.split(","))
+    made = tmp_path / "made"
+    jobs.quantize(
+        "gptq", source, made, {"bits": bits, "group_size": group_size, "layout": space.layout},
+        calibration=jobs.calibration(tmp_path),
+    )  # fmt: skip
+    stored, name = open_checkpoint(str(made)), "model.layers.0.self_attn.q_proj.weight"
+    norm = "model.layers.0.input_layernorm.weight"
+    ours = found[usual.name].float() * before["input_layernorm.weight"].float()
+    theirs = stored.read(name).float() * stored.read(norm).float()
+    assert not torch.equal(stored.read(norm), before["input_layernorm.weight"]), "nothing was scaled"
+    close = torch.isclose(ours, theirs, rtol=1e-2, atol=1e-4 * theirs.abs().max().item())
+    assert close.float().mean() > 0.99
 
 
 def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_model, tmp_path):

@@ -17,7 +17,7 @@ from quantkit.capacity.budget.measuring import measure
 from quantkit.capacity.budget.sensitivities import Sensitivities
 from quantkit.capacity.budget.solving import ANCHORS
 from quantkit.capacity.budget.units import Choice, Preset, anchors, bits_per_weight, nbytes
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
 from quantkit.models.open import open_checkpoint
 from quantkit.quantize import job, loop, replacing
@@ -119,10 +119,14 @@ def plan_record(auto: Auto) -> dict[str, Any]:
 
 
 def kept(auto: Auto) -> str:
-    """What of the search survives, should it end now: the table of sensitivities, once it is whole."""
-    given = auto.request.sensitivities
-    measured = (auto.folder / TABLE).exists() or (given is not None and given.exists())
-    return "the table of sensitivities is" if measured else "nothing yet is"
+    """What of the search survives, should it end now."""
+    place = auto.folder / TABLE
+    if not place.exists():
+        return "nothing yet is"
+    left = len(sensitivities.read(place).missing(auto.units))
+    if left:
+        return f"sensitivities of {len(auto.units) - left} of {count(len(auto.units), 'unit')} are"
+    return "the table of sensitivities and what was made of it are"
 
 
 def _open(auto: Auto) -> None:
@@ -140,18 +144,18 @@ def _open(auto: Auto) -> None:
 
 
 def _sensitivities(auto: Auto, progress: Progress) -> Sensitivities:
-    """As saved, else measured and saved."""
+    """As saved; what is missing there is measured, and saved as it comes."""
     progress.phase("hashing the source")
-    identity, place = auto.identity, auto.folder / TABLE
-    if given := auto.request.sensitivities:
-        if given.exists():
-            return sensitivities.load(given, identity)
-    elif place.exists():
-        return sensitivities.load(place, identity)
-    table = measure(auto, progress)
-    table.save(place)
-    if given:
-        table.save(given)
+    tables = [auto.folder / TABLE, *filter(None, [auto.request.sensitivities])]
+
+    def save(table: Sensitivities) -> None:
+        for place in tables:
+            table.save(place)
+
+    found = [sensitivities.load(place, auto.identity) for place in tables if place.exists()]
+    known = min(found, key=lambda table: len(table.missing(auto.units)), default=None)
+    table = measure(auto, progress, known, save) if known is None or known.missing(auto.units) else known
+    save(table)
     return table
 
 

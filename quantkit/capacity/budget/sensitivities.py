@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ SCHEMA = "quantkit.sensitivities/1"
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Of every unit by its name: errors of all candidates, divergences of those that were measured.
+    """Of units by their names: errors of all candidates, divergences of those that were measured. Of all
+    units, unless the search was interrupted.
 
     identity: of model, candidates, solver and text: for others they do not hold. tokens, seconds: what
     measuring took.
@@ -39,6 +40,24 @@ class Sensitivities:
             for unit in units
             for name, value in curve.losses(unit, self.errors[unit.name], self.measured[unit.name]).items()
         }
+
+    def missing(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those of which nothing is known yet."""
+        return [unit for unit in units if unit.name not in self.measured]
+
+    def joined(
+        self,
+        errors: Mapping[str, Errors],
+        measured: Mapping[str, Mapping[str, Divergence]],
+        seconds: float,
+    ) -> Sensitivities:
+        """With what was found of further units, in so many seconds more."""
+        return replace(
+            self,
+            errors={**self.errors, **errors},
+            measured={**self.measured, **measured},
+            seconds=self.seconds + seconds,
+        )
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
@@ -62,6 +81,19 @@ class Sensitivities:
 
 def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
     """A saved table. Raises QuantkitError where it is none, or not of this model and these options."""
+    found = read(path)
+    wanted = json.loads(json.dumps(identity))
+    if different := differences(found.identity, wanted):
+        raise QuantkitError(
+            f"{path} holds sensitivities of another search; different: {name_all(different)}",
+            "repeat the options of that search, or leave it out to measure anew",
+            USAGE,
+        )
+    return found
+
+
+def read(path: Path) -> Sensitivities:
+    """A saved table of whatever search. Raises QuantkitError where it is none."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -72,13 +104,6 @@ def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
         stored = None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise QuantkitError(f"{path} is no table of sensitivities", "leave it out to measure them", USAGE)
-    wanted = json.loads(json.dumps(identity))
-    if different := differences(stored["identity"], wanted):
-        raise QuantkitError(
-            f"{path} holds sensitivities of another search; different: {name_all(different)}",
-            "repeat the options of that search, or leave it out to measure anew",
-            USAGE,
-        )
     rows = stored["units"]
     return Sensitivities(
         stored["identity"],

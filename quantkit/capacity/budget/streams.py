@@ -9,6 +9,7 @@ model is walked again from the block at which there was no room left.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,21 +19,19 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from quantkit.capacity.budget.curve import Divergence
 from quantkit.capacity.budget.units import Candidate, Unit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, for each of the models that are compared
+PATIENCE = 60.0  # seconds in which a walk takes in units
+ENOUGH = 0.25  # of the room, that is taken by then
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """mean over the tokens, in nats, and its standard error."""
-
-    mean: float
-    stderr: float
+Found = dict[tuple[str, str], Divergence]  # by the names of unit and candidate
 
 
 class Replacer(Protocol):
@@ -65,12 +64,14 @@ def measure(
     replacer: Replacer,
     room: int,
     heard: Callable[[Unit], None] = lambda unit: None,
-) -> dict[tuple[str, str], Divergence]:
+    walked: Callable[[Found], None] = lambda found: None,
+) -> Found:
     """Divergence by the names of unit and candidate. tokens: ids `[batch, tokens]` to measure on;
     calibration: ids to solve by; room: how many streams may be in memory; heard: of each unit whose streams
-    have begun. What lies outside the blocks is loaded.
+    have begun; walked: of what is known after each walk through the model. What lies outside the blocks is
+    loaded. A unit's divergences do not depend on what is measured beside it.
     """
-    found: dict[tuple[str, str], Divergence] = {}
+    found: Found = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
     streams: list[_Stream] = []
     while pending and pending[0].block is None:
@@ -82,14 +83,14 @@ def measure(
     entering = [skeleton.embed(ids) for ids in calibration]
     start, final = 0, None
     while pending or streams:
-        left = None  # block and states with which the next walk begins
+        left, entrance = None, _Entrance(room)  # left: block and states with which the next walk begins
         for index, block in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):
             born: list[_Stream] = []
             while pending and pending[0].block == index:
                 taken = len(streams) + len(born)
-                if taken and taken + len(replacer.wanted(pending[0])) > room:
+                if taken and not entrance.is_open(taken, len(replacer.wanted(pending[0]))):
                     left = left or (index, reference, entering)
                     break
                 unit = pending.popleft()
@@ -106,10 +107,24 @@ def measure(
                 entering = _run(skeleton, index, entering)
         final = final or reference
         found |= _compared(skeleton, final, streams)
+        walked(found)
         streams = []
         if left:
             start, reference, entering = left
     return found
+
+
+class _Entrance:
+    """Where units join a walk. Their divergences are known once it has reached the output, so it takes in no
+    more after a while, in which case little is lost if it never does; but enough for the walk to pay."""
+
+    def __init__(self, room: int):
+        self._room, self._until = room, time.monotonic() + PATIENCE
+
+    def is_open(self, taken: int, more: int) -> bool:
+        """To so many streams beside those that there are."""
+        late = time.monotonic() > self._until and taken >= ENOUGH * self._room
+        return not late and taken + more <= self._room
 
 
 def _outside(
@@ -140,9 +155,7 @@ def exchanged(block: nn.Module, values: Values) -> Iterator[None]:
             module.weight = own[name]
 
 
-def _compared(
-    skeleton: Skeleton, reference: States, streams: Sequence[_Stream]
-) -> dict[tuple[str, str], Divergence]:
+def _compared(skeleton: Skeleton, reference: States, streams: Sequence[_Stream]) -> Found:
     """KL divergence of every stream from the reference, over all tokens, chunk by chunk."""
     sums: dict[tuple[str, str], list[Tensor]] = {stream.key: [] for stream in streams}
     size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
