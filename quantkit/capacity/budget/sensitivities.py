@@ -15,7 +15,7 @@ from quantkit.capacity.budget.units import Unit
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
 from quantkit.quantize.fingerprint import differences
 
-SCHEMA = "quantkit.sensitivities/1"
+SCHEMA = "quantkit.sensitivities/2"
 
 
 @dataclass(frozen=True)
