@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from quantkit.capacity.budget.units import Unit
 from quantkit.models.device import free_memory
 from quantkit.quantize.progress import Progress
 
+USUAL = "usual"  # folder of blocks as they are while units are replaced
 Save = Callable[[Sensitivities], None]
 STREAMS_SHARE = 0.25  # of the free memory that streams may take
 
@@ -41,7 +43,10 @@ def measure(
     seconds = None if options.search_time is None else 60 * options.search_time - known.seconds
     pace, done = Pace(len(missing), seconds), len(auto.units) - len(missing)
     outside = auto.space.outside(prepared, statistics)
-    solving = Solving(prepared, auto.space, auto.units, outside, pace)
+    folder = auto.folder / USUAL
+    shutil.rmtree(folder, ignore_errors=True)  # of a search that was killed
+    folder.mkdir(parents=True)
+    solving = Solving(prepared, auto.space, auto.units, outside, pace, folder)
 
     def heard(unit: Unit) -> None:
         nonlocal done
@@ -49,17 +54,20 @@ def measure(
         progress.counting("measuring sensitivities", done, len(auto.units))
 
     def table(found: streams.Found) -> Sensitivities:
-        rows: dict[str, dict[str, Divergence]] = {}
-        for (unit, candidate), divergence in found.items():
-            rows.setdefault(unit, {})[candidate] = divergence
-        return known.joined({name: solving.errors[name] for name in rows}, rows, time.monotonic() - began)
+        rows: dict[str, dict[str, Divergence]] = {name: {} for name in solving.errors}
+        for (unit, candidate), divergence in found.changes.items():
+            rows[unit][candidate] = divergence
+        return known.joined(dict(solving.errors), rows, time.monotonic() - began, found.usual)
 
     progress.counting("measuring sensitivities", done, len(auto.units))
-    with torch.no_grad():
-        found = streams.measure(
-            skeleton, missing, tokens, statistics, solving, _room(auto), heard,
-            lambda found: save(table(found)),
-        )  # fmt: skip
+    try:
+        with torch.no_grad():
+            found = streams.measure(
+                skeleton, missing, tokens, statistics, solving, _room(auto), heard,
+                lambda found: save(table(found)),
+            )  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
     skeleton.model.to("meta")
     if pace.short:
         progress.warn("--search-time: fewer widths were measured of some units than of others")

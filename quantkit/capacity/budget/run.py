@@ -13,9 +13,8 @@ import torch
 
 from quantkit.capacity.budget import allocation, made, sensitivities
 from quantkit.capacity.budget.job import Auto
-from quantkit.capacity.budget.measuring import measure
+from quantkit.capacity.budget.measuring import USUAL, measure
 from quantkit.capacity.budget.sensitivities import Sensitivities
-from quantkit.capacity.budget.solving import ANCHORS
 from quantkit.capacity.budget.units import Choice, Preset, anchors, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
@@ -104,7 +103,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "units": len(auto.units),
         "weights": auto.weights,
         "candidates": sum(len(unit.candidates) for unit in auto.units),
-        "streams": sum(len(anchors(unit, ANCHORS)) for unit in auto.units),
+        "streams": sum(len(anchors(unit)) - (unit.block is not None) for unit in auto.units),
         "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
         "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
         "presets": {
@@ -132,7 +131,12 @@ def kept(auto: Auto) -> str:
 def _open(auto: Auto) -> None:
     """The folder beside the output. Raises QuantkitError if it is there, unasked."""
     folder, request = auto.folder, auto.request
-    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {TABLE, "searched", "uniform"}
+    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {
+        TABLE,
+        USUAL,
+        "searched",
+        "uniform",
+    }
     if folder.exists() and not ours:
         raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
     if folder.exists() and not (request.resume or request.overwrite):

@@ -1,5 +1,5 @@
 """A unit's candidates as a job would make them: by the job's own solver, behind the job's own transform, on
-the inputs of the unquantized model; and the error of every other candidate by rounding to nearest, which
+inputs that come out of quantized blocks; and the error of every other candidate by rounding to nearest, which
 costs next to nothing.
 """
 
@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.capacity.budget import scaling
@@ -18,7 +21,7 @@ from quantkit.capacity.budget.curve import TINY, Errors
 from quantkit.capacity.budget.engines import Outside, Space
 from quantkit.capacity.budget.scaling import Scales
 from quantkit.capacity.budget.streams import States, Values
-from quantkit.capacity.budget.units import Candidate, Unit, anchors
+from quantkit.capacity.budget.units import ANCHORS, Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
 from quantkit.quantize import capture
@@ -29,7 +32,7 @@ from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.loss import loss
 from quantkit.quantize.timings import Timings
 
-ANCHORS = 3  # candidates of a unit that are measured
+KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates
 HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts are gathered in turn
 RUNS_ON = 2.0  # what a stream costs in all, in terms of what it has cost when it begins
 
@@ -43,14 +46,14 @@ class Pace:
         self.short = False  # whether it had to give some up
 
     def count(self) -> int:
-        """Of the next unit."""
-        found = ANCHORS
+        """Of the next unit, besides the usual one."""
+        found = ANCHORS - 1
         if self._seconds is not None and self._begun:
             spent = time.monotonic() - self._start
             each = RUNS_ON * spent / self._begun
             fit = (self._seconds - RUNS_ON * spent) / (each * max(1, self._left))
-            found = max(1, min(ANCHORS, int(fit)))
-        self.short |= found < ANCHORS
+            found = max(1, min(ANCHORS - 1, int(fit)))
+        self.short |= found < ANCHORS - 1
         self._left -= 1
         self._begun += found
         return found
@@ -67,30 +70,57 @@ class _Known:
 
 
 class Solving:
-    """Replaces units of a job's model; see `streams.Replacer`. units: all there are. `errors` of those that
-    are replaced fill on the way."""
+    """Replaces units of a job's model; see `streams.Replacer`. units: all there are; folder: where the usual
+    values of blocks wait. `errors` of units that are replaced fill on the way."""
 
-    def __init__(self, job: Job, space: Space, units: Sequence[Unit], outside: Outside | None, pace: Pace):
+    def __init__(
+        self, job: Job, space: Space, units: Sequence[Unit], outside: Outside | None, pace: Pace, folder: Path
+    ):
         self._job, self._space, self._outside, self._pace = job, space, outside, pace
+        self._units, self._folder = units, folder
         self.errors: dict[str, Errors] = {}
         self._wanted: dict[str, tuple[Candidate, ...]] = {}
-        self._usual = {row.name: _middle(anchors(unit, ANCHORS)).name for unit in units for row in unit.rows}
+        self._usual = {row.name: usual(unit).name for unit in units for row in unit.rows}
         self._known: _Known | None = None
 
     def wanted(self, unit: Unit) -> Sequence[Candidate]:
-        """The anchors of a unit: all, or those in the middle where time is short."""
+        """The anchors of a unit but the usual one; where time is short, the largest of them."""
         if unit.name not in self._wanted:
-            found, count = anchors(unit, ANCHORS), self._pace.count()
-            self._wanted[unit.name] = (
-                found[:2] if count == 2 else found[1:2] or found if count == 1 else found
-            )
+            found = [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
+            self._wanted[unit.name] = tuple(found[-1:] if self._pace.count() == 1 else found)
         return self._wanted[unit.name]
 
+    def usual(self, index: int, entering: States) -> Values:
+        """See `streams.Replacer`. Solved once, and written: a walk may begin behind this block."""
+        place = self._folder / f"{index}.safetensors"
+        if not place.exists():
+            values: dict[str, Tensor] = {}
+            for unit in self._units:
+                if unit.block == index:
+                    solved, _ = self._solved(unit, entering, [usual(unit)])
+                    values |= solved[usual(unit).name]
+            save_file({name: part.to(KEPT_IN).contiguous() for name, part in values.items()}, place)
+        return load_file(place, device=str(self._job.skeleton.device))
+
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Each anchor, solved on the states that enter the unit's block."""
+        """Each that is wanted, solved on the states that enter the unit's block."""
+        solved, self.errors[unit.name] = self._solved(
+            unit, entering, [*self.wanted(unit), usual(unit)], unit.candidates
+        )
+        for candidate in self.wanted(unit):
+            yield candidate, solved.pop(candidate.name)
+
+    def _solved(
+        self,
+        unit: Unit,
+        entering: States,
+        wanted: Sequence[Candidate],
+        rounded: Sequence[Candidate] = (),
+    ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
+        """Weights by candidate and linear, and what these and others, rounded to nearest, lose."""
         skeleton, index = self._job.skeleton, unit.block
         rows = {row.local: row for row in unit.rows}
-        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in self.wanted(unit)}
+        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in wanted}
         sums, scale = Errors(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
             names = [name for name in site.linears if name in rows]
@@ -104,21 +134,20 @@ class Solving:
                 return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
 
             scale += lost([weight * 0 for weight in own])
-            for candidate in unit.candidates:
+            for candidate in rounded:
                 grids = [self._space.grid(rows[name], candidate.name) for name in names]
                 near = [_nearest(*both, statistics) for both in zip(own, grids, strict=True)]
                 _add(sums.nearest, candidate, lost(near))
-                if candidate.name in solved:
-                    found = self._job.method.solver.solve(own, grids, statistics)
-                    values = [one.weight.values() for one in found]
-                    _add(sums.solved, candidate, lost(values))
-                    kept = map(partial(scales.undone, site), names, values)
-                    kept = (one.to(skeleton.dtype) for one in kept)
-                    solved[candidate.name] |= dict(zip(names, kept, strict=True))
+            for candidate in wanted:
+                grids = [self._space.grid(rows[name], candidate.name) for name in names]
+                found = self._job.method.solver.solve(own, grids, statistics)
+                values = [one.weight.values() for one in found]
+                _add(sums.solved, candidate, lost(values))
+                kept = map(partial(scales.undone, site), names, values)
+                kept = (one.to(skeleton.dtype) for one in kept)
+                solved[candidate.name] |= dict(zip(names, kept, strict=True))
         scale = max(scale, TINY)
-        self.errors[unit.name] = Errors(*({k: v / scale for k, v in part.items()} for part in _parts(sums)))
-        for candidate in self.wanted(unit):
-            yield candidate, solved.pop(candidate.name)
+        return solved, Errors(*({k: v / scale for k, v in part.items()} for part in _parts(sums)))
 
     def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
         """See `streams.Replacer`."""
@@ -166,10 +195,6 @@ class Solving:
         """A linear as its unit's candidate in the middle has it."""
         usual = self._usual.get(row.name)
         return row if usual is None else replace(row, grid=self._space.grid(row, usual))
-
-
-def _middle(found: Sequence[Candidate]) -> Candidate:
-    return found[len(found) // 2]
 
 
 def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
