@@ -168,12 +168,12 @@ def _within_bytes(auto: Auto, losses: allocation.Losses, budget: int, progress: 
     limit = None
     if auto.request.options.max_size is not None:
         limit = budget + auto.fixed_bytes
-    for _ in range(TRIES):
+    for attempt in range(TRIES):
         choice = allocation.within_bytes(auto.units, losses, budget)
         found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
         if limit is None or found.disk_bytes <= limit:
             return found
-        budget -= found.disk_bytes - limit
+        budget -= (found.disk_bytes - limit) << attempt  # another choice takes more or less to be told
         shutil.rmtree(found.place.parent)
     raise QuantkitError(
         f"the files take {found.disk_bytes:,} bytes, whatever is chosen", "raise --max-size", USAGE

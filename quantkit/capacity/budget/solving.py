@@ -99,8 +99,10 @@ class Solving:
                 if unit.block == index:
                     solved, _ = self._solved(unit, entering, [usual(unit)])
                     values |= solved[usual(unit).name]
-            save_file({name: part.to(KEPT_IN).contiguous() for name, part in values.items()}, place)
-        return load_file(place, device=str(self._job.skeleton.device))
+            host = {name: part.to(KEPT_IN).cpu().contiguous() for name, part in values.items()}
+            save_file(host, place)
+        device = self._job.skeleton.device
+        return {name: part.to(device) for name, part in load_file(place).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
         """Each that is wanted, solved on the states that enter the unit's block."""
