@@ -1,13 +1,13 @@
 """Regenerate the table of docs/auto.md: what a search finds, against uniform presets of the same bytes.
 
     python scripts/results_auto.py [MODEL ...] [--text TEXT] [--ctx 256] [--limit N] [--samples 128]
-                                   [--only ENGINE] [--keep FOLDER] [--write]
+                                   [--only ENGINE] [--best] [--keep FOLDER] [--write]
 
 For every engine and every preset of PRESETS, `quantkit auto` is given the bits of that preset; the best
-uniform preset of that size is what it compares with. Where the search won, its recipe is made once more with
-`--solver yaqa --target original`, the best that quantkit knows at the same bytes. GGUF files are compared
-with llama-quantize's, too: the same type by its own encoder with an importance matrix (`--solver rtn`, byte
-for byte). All are measured on TEXT, on which nothing is chosen. Says which targets are missed.
+uniform preset of that size is what it compares with. GGUF files are compared with llama-quantize's, too: the
+same type by its own encoder with an importance matrix (`--solver rtn`, byte for byte). With `--best`, where
+the search won, its recipe is made once more with `--solver yaqa --target original`, the best that quantkit
+knows at the same bytes. All are measured on TEXT, on which nothing is chosen. Says which targets are missed.
 
 `--keep FOLDER` keeps tables of sensitivities and finished rows, from which an interrupted run goes on.
 """
@@ -51,7 +51,7 @@ class Measured:
         self.model, self.folder, self.name = model, folder, Path(model).name
         self.on = ["--text", str(args.text), "--ctx", str(args.ctx), "--limit", str(args.limit)]
         self.search = ["--samples", str(args.samples), "--search-tokens", str(args.search_tokens)]
-        self.samples = args.samples
+        self.samples, self.best = args.samples, args.best
 
     def divergence(self, place: str) -> float:
         """KL divergence of an output."""
@@ -75,7 +75,7 @@ class Measured:
         bits = json.loads(quantkit(*common, "--bpw", "4", "--dry-run"))["presets"][preset]
         record = json.loads(quantkit(*common, "--bpw", repr(bits * (1 + 1e-9))))
         found = {"bits": bits, "uniform": record["uniform"], "searched": record["searched"], "best": None}
-        if record["kept"] == "searched":
+        if self.best and record["kept"] == "searched":
             quantkit("run", recipe, *BEST, "-o", output, "--overwrite")
             found["best"] = self.divergence(output)
         found["imatrix"] = self.imatrix(preset) if engine == "llama.cpp" else None
@@ -118,11 +118,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--search-tokens", type=int, default=4096)
     parser.add_argument("--only", help="one engine alone")
+    parser.add_argument("--best", action="store_true", help="the searched recipes by yaqa, too")
     parser.add_argument("--keep", type=Path, help="folder for tables and finished rows")
     parser.add_argument("--write", action="store_true", help="put the table where it belongs")
     args = parser.parse_args()
     lines, short = [*HEAD], []
-    asked = repr([args.text.name, args.ctx, args.limit, args.samples, args.search_tokens])
+    asked = repr([args.text.name, args.ctx, args.limit, args.samples, args.search_tokens, args.best])
     with tempfile.TemporaryDirectory() if args.keep is None else nullcontext(args.keep) as name:
         folder = Path(name)
         folder.mkdir(exist_ok=True)
