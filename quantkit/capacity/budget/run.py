@@ -27,6 +27,7 @@ SCHEMA = "quantkit.auto/1"
 TABLE = "sensitivities.json"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 TRIES = 3  # of the search for the smallest model within a divergence
+SIZES = 6  # of that for one whose files fit: a tiny model's configuration weighs as much as its choices
 CLOSE = 0.9  # share of the divergence asked for above which a result is not made smaller
 
 
@@ -168,7 +169,7 @@ def _within_bytes(auto: Auto, losses: allocation.Losses, budget: int, progress: 
     limit = None
     if auto.request.options.max_size is not None:
         limit = budget + auto.fixed_bytes
-    for attempt in range(TRIES):
+    for attempt in range(SIZES):
         choice = allocation.within_bytes(auto.units, losses, budget)
         found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
         if limit is None or found.disk_bytes <= limit:
