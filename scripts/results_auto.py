@@ -104,6 +104,13 @@ def missed(where: str, row: dict) -> list[str]:
     return [f"{where}: {ratio:.2f} of {name}"] if ratio > limit else []
 
 
+def without_empty(lines: list[str]) -> list[str]:
+    """The table without columns that have nothing in any row."""
+    rows = [[cell.strip() for cell in one.strip("|").split("|")] for one in lines]
+    filled = [k for k in range(len(rows[0])) if any(row[k] for row in rows[2:])]
+    return [f"| {' | '.join(row[k] for k in filled)} |" for row in rows]
+
+
 def kept(path: Path) -> dict:
     """Rows of an earlier run."""
     return json.loads(path.read_text()) if path.exists() else {}
@@ -140,9 +147,7 @@ def main() -> None:
                     lines.append(line(measured.name, " ".join([engine, *more]), preset, rows[key]))
                     short += missed(where, rows[key])
                     print(lines[-1], flush=True)
-    lines.append(
-        f"\n{args.text.name}, context {args.ctx}, first {args.limit} tokens; {args.samples} sequences "
-    )
+    lines = [*without_empty(lines), f"\n{args.text.name}, context {args.ctx}, first {args.limit} tokens; "]
     lines[-1] += f"{args.samples} sequences of calibration text, {args.search_tokens} search tokens."
     if args.write:
         write_section("auto", "\n".join(lines) + "\n", ROOT / "docs/auto.md")
