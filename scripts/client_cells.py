@@ -99,17 +99,13 @@ def make(cell: Cell, root: Path) -> Path:
 
 
 def own_logits(folder: Path, ids: list[int]):
-    """Logits `[tokens, vocabulary]` of quantkit's own decode in float32."""
+    """Logits `[tokens, vocabulary]` of quantkit's own decode in float32, activations, keys and values rounded
+    as the checkpoint says."""
     import torch
 
+    from quantkit.evaluation.stream import StreamedModel
     from quantkit.models.open import open_checkpoint
-    from quantkit.models.skeleton import Skeleton
 
-    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
-    skeleton.load_rest()
-    hidden = skeleton.embed(torch.tensor([ids]))
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index)
-        hidden = skeleton.run_block(index, hidden)
-        skeleton.free_block(index)
-    return skeleton.logits(hidden[0]).float()
+    model = StreamedModel.open(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    (hidden,) = model.states([torch.tensor([ids])], lambda source, done, total: None)
+    return model.skeleton.logits(hidden[0]).float()

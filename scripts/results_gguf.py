@@ -1,12 +1,13 @@
 """Regenerate the GGUF tables of docs/measurements.md: error feedback against llama-quantize, same bytes.
 
-    python scripts/results_gguf.py [MODEL ...] [--text TEXT] [--ctx 256] [--limit 10240] [--write]
+    python scripts/results_gguf.py [MODEL ...] [--text TEXT] [--ctx 256] [--limit 10240]
+                                   [--i-quants] [--write]
 
 For every type two files are made of MODEL (the bundled demo model unless given), by `--solver rtn` with an
 importance matrix, whose bytes are llama-quantize's, and by `--solver gptq`. The KL divergence to the
 original is measured twice: of the decoded weights in float32 (`quantkit eval`), and as llama.cpp computes
 it, whose kernels round the activations, too: what its F16 file has is the floor there. Needs the xllamacpp
-package. Fails if a type is not as much better as LIMITS says.
+package. Fails if a type is not as much better as LIMITS or CODE_BOOKS says.
 """
 
 from __future__ import annotations
@@ -30,12 +31,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from llama_cpp import Llama  # noqa: E402
 
 LIMITS = {  # type -> KL divergence with error feedback, at most so many times that with the imatrix encoder
-    "IQ2_XXS": 0.7,
-    "IQ2_XS": 0.7,
-    "IQ2_M": 0.7,
-    "IQ3_XXS": 0.6,
-    "IQ3_S": 0.6,
-    "IQ3_M": 0.6,
     "Q2_K": 0.6,
     "Q3_K_M": 0.6,
     "Q4_0": 1.0,
@@ -46,6 +41,16 @@ LIMITS = {  # type -> KL divergence with error feedback, at most so many times t
     "Q6_K": 1.0,
     "Q8_0": 1.0,
 }
+CODE_BOOKS = {  # the i-quants of 2 and 3 bits, which take longer
+    "IQ2_XXS": 0.7,
+    "IQ2_XS": 0.6,
+    "IQ2_S": 0.6,
+    "IQ2_M": 0.6,
+    "IQ3_XXS": 0.6,
+    "IQ3_XS": 0.6,
+    "IQ3_S": 0.6,
+    "IQ3_M": 0.6,
+}
 SOLVERS = ("rtn", "gptq")
 
 
@@ -55,7 +60,7 @@ def quantkit(*arguments: str) -> str:
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
-def make(model: str, folder: Path, names: Iterable[str] = LIMITS) -> list[Path]:
+def make(model: str, folder: Path, names: Iterable[str]) -> list[Path]:
     """The F16 file and two of each type."""
     types = [flag for name in names for flag in ("-t", name)]
     for solver in SOLVERS:
@@ -102,7 +107,7 @@ def computed(model: str, files: list[Path], args: argparse.Namespace) -> dict[Pa
     return found
 
 
-def table(model: str, args: argparse.Namespace) -> tuple[str, list[str]]:
+def table(model: str, limits: dict[str, float], args: argparse.Namespace) -> tuple[str, list[str]]:
     """Markdown for one model, and the types that miss their limit."""
     lines = [
         "| type | MB | KL: imatrix | KL: gptq | ratio | in llama.cpp: imatrix | gptq | ratio |",
@@ -110,10 +115,10 @@ def table(model: str, args: argparse.Namespace) -> tuple[str, list[str]]:
     ]
     missed = []
     with tempfile.TemporaryDirectory() as folder:
-        files = make(model, Path(folder))
+        files = make(model, Path(folder), limits)
         theirs, ours = computed(model, files, args), decoded(model, files, args)
         kld = {path: row["metrics"]["kld"]["mean"] for path, row in ours.items()}
-        for rtn, gptq, (name, limit) in zip(files[1::2], files[2::2], LIMITS.items(), strict=True):
+        for rtn, gptq, (name, limit) in zip(files[1::2], files[2::2], limits.items(), strict=True):
             assert ours[rtn]["size"]["weight_bytes"] == ours[gptq]["size"]["weight_bytes"]
             megabytes = ours[gptq]["size"]["weight_bytes"] / 1e6
             parts = [f"{of[rtn]:.5f} | {of[gptq]:.5f} | {of[gptq] / of[rtn]:.2f}" for of in (kld, theirs)]
@@ -132,16 +137,19 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/heldout.txt")
     parser.add_argument("--ctx", type=int, default=256)
     parser.add_argument("--limit", type=int, default=10240)
+    parser.add_argument("--i-quants", action="store_true", help="those of 2 and 3 bits, a table of their own")
     parser.add_argument("--write", action="store_true", help="put the tables where they belong")
     args = parser.parse_args()
     texts, missed = [], []
     for model in args.models:
-        text, short = table(model, args)
+        text, short = table(model, CODE_BOOKS if args.i_quants else LIMITS, args)
         print(text, flush=True)
         texts.append(text)
         missed += short
     if args.write:
-        write_section("gguf", "\n".join(texts), ROOT / "docs/measurements.md")
+        write_section(
+            "i-quants" if args.i_quants else "gguf", "\n".join(texts), ROOT / "docs/measurements.md"
+        )
     if missed:
         sys.exit(f"not as much better as it should be: {', '.join(missed)}")
 

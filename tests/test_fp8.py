@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from quantkit import layouts
+from quantkit.capacity import quantized
 from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.stream import StreamedModel
+from quantkit.evaluation.trial import Trial, data_free
 from quantkit.grids.float8 import FLOAT8, Float8Grid, nearest, to_float8
+from quantkit.inspection import record
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.float_quantized import FloatQuantized
 from quantkit.layouts.fp8 import Fp8Layout
+from quantkit.models import headers
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
@@ -196,7 +200,8 @@ def test_a_job_rounds_every_linear_to_nearest(options, demo_model, tmp_path):
 
 def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model, tmp_path):
     text = jobs.calibration(tmp_path)
-    jobs.quantize("fp8", demo_model, tmp_path / "out", {"static": True}, calibration=text)
+    told = jobs.quantize("fp8", demo_model, tmp_path / "out", {"static": True}, calibration=text)
+    assert told.activations == "float8, by stored scales"
     scales = {n: t for n, t in jobs.tensors(tmp_path / "out").items() if n.endswith("input_scale")}
     assert len(scales) == 42 and all(0 < float(t) < 10 and t.shape == (1,) for t in scales.values())
     first = "model.layers.0.self_attn"
@@ -206,7 +211,11 @@ def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model,
 def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_model, tmp_path):
     text, out = jobs.calibration(tmp_path), tmp_path / "out"
     job = jobs.prepare("fp8", demo_model, out, {"kv_cache": True}, calibration=text, dtype="float32")
-    loop.run(job, Progress())
+    told = loop.run(job, Progress())
+    assert told.activations == "float8, each token by itself; keys and values float8, by stored scales"
+    before, after = (record.describe(headers.at(str(at), at))["model"] for at in (demo_model, out))
+    assert after["parameters"] == before["parameters"]  # no scale is one
+    assert sum(entry.in_file for entry in quantized.entries(headers.at(str(out), out))) == after["bytes"]
     scales = {n: t for n, t in jobs.tensors(out).items() if n.endswith(("k_scale", "v_scale"))}
     assert len(scales) == 12 and all(t.shape == (1,) for t in scales.values())
     written = Skeleton(open_checkpoint(str(out)), torch.float32, torch.device("cpu"))
@@ -225,3 +234,50 @@ def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_
         [(1 / largest.float()).to(FLOAT8).float(), torch.tensor(-448.0), torch.tensor(0.0)]
     )
     assert torch.equal(rounded, expected * largest.float())
+
+
+def test_what_was_typed_wrongly_is_told_before_what_is_in_the_way(demo_model, tmp_path):
+    (tmp_path / "out").mkdir()
+    for typed, said in (
+        ({"override": ("down_proj=8",)}, "one width"),
+        ({"exclude": ("nothing",)}, "no linear"),
+    ):
+        with pytest.raises(QuantkitError, match=said):
+            jobs.prepare("fp8", demo_model, tmp_path / "out", **typed)
+    with pytest.raises(QuantkitError, match="exists"):
+        jobs.prepare("fp8", demo_model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("asked", ["fp8,block=128", "fp4,solver=rtn", "w8a8,solver=rtn,transform=none"])
+def test_a_trial_with_options_computes_what_the_written_model_does(demo_model, tmp_path, asked):
+    method, *settings = asked.split(",")
+    options = {
+        key: int(value) if value.isdecimal() else value for key, value in (s.split("=") for s in settings)
+    }
+    jobs.quantize(method, demo_model, tmp_path / "out", options)
+    source, cpu = open_checkpoint(str(demo_model)), torch.device("cpu")
+    tried = StreamedModel.open(source, torch.float32, cpu, Trial.prepare(asked, source))
+    written = StreamedModel.open(open_checkpoint(str(tmp_path / "out")), torch.float32, cpu)
+    ids = [torch.arange(16)[None]]
+    (expected,), (found,) = (model.states(ids, lambda *_: None) for model in (written, tried))
+    assert torch.equal(found, expected)
+    assert tried.name == f"{demo_model} as {asked}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "hint"),
+    [
+        ("fp4", "needs calibration text", "--as fp4,solver=rtn rounds to nearest"),
+        ("fp4,format=mxfp4", "needs", "--as fp4,format=mxfp4,solver=rtn rounds"),
+        ("w8a8", "needs calibration text", "--as w8a8,solver=rtn,transform=none rounds"),
+        ("fp8,static=true", "needs calibration text", "write it with quantkit fp8"),
+        ("fp4,solver=rtn,transform=rotate", "by a job alone", "write it"),
+        ("fp8,blok=128", "unknown keys: blok", "did you mean quant.block"),
+        ("fp8,block=100", "no engine has kernels", "128"),
+        ("fp9", "no such method", " or ".join(data_free())),
+    ],
+)
+def test_what_cannot_be_tried_says_what_to_type(demo_model, asked, said, hint):
+    with pytest.raises(QuantkitError, match=said) as refused:
+        Trial.prepare(asked, open_checkpoint(str(demo_model)))
+    assert hint in refused.value.hint

@@ -302,6 +302,9 @@ LOADS = [
     (CT | {"form": {"int8"}, "bits": {8}}, "transformers"),
     (CT | {"form": {"float8"}, "activations": {True}, "bits": {8}, "group_size": {-1}}, "transformers vLLM"),
     (CT | {"form": {"float8"}, "activations": {True}, "bits": {8}}, "transformers"),  # in blocks
+    (CT | {"form": {"float8"}, "group_size": {-1}, "static": {True}}, "transformers"),
+    (CT | {"form": {"float8"}, "group_size": {-1}, "cache": {True}}, "transformers vLLM"),
+    (CT | {"form": {"float8"}, "group_size": {-1}, "experts": {True}}, "transformers"),
     ({"layout": {"fp8"}, "form": {"float8"}, "activations": {True}, "bits": {8}}, "transformers"),
     ({"layout": {"none"}, "form": set(), "bits": set()}, "transformers vLLM"),
     ({"layout": {"gguf"}, "form": {"Q8_0", "F32"}}, "transformers llama.cpp"),

@@ -241,6 +241,8 @@ def test_a_folder_is_exact(record, tiny_model):
     assert found["kv_cache"]["bytes"] == 3 * found["kv_cache"]["bytes_per_sequence"] == 3 * 3 * 2 * 64 * 256
     for job in (row for name, row in found["job"].items() if row["peak_memory_bytes"]):
         assert job["disk_bytes"] > 0 and len(job["seconds"]) == 2 and job["basis"]
+    plain, both = (found["weights"][name] for name in ("fp4", "fp4a4"))
+    assert (plain["bytes"], plain["computes"], both["computes"]) == (both["bytes"] - 84, "16 bit", "fp4")
     assert found["job"].keys() == {"awq", "fp4", "fp8", "gguf", "gptq", "int8", "nf4", "w8a8"}
 
 

@@ -418,11 +418,27 @@ def test_how_the_first_run_ran_is_adopted(workplace, tmp_path):
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
 
 
-def test_a_job_without_calibration_resumes(workplace, tmp_path):
-    rtn = ["gptq", workplace / "model", "-o", "out", *"--solver rtn --group-size 32 --threads 1".split()]
-    assert run(tmp_path / "whole", rtn) == 0
-    assert run(tmp_path / "killed", rtn, "next") == -signal.SIGKILL
-    assert run(tmp_path / "killed", [*rtn, "--resume"]) == 0
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "gptq --solver rtn --group-size 32",
+        "fp8 --static --kv-cache",
+        "fp4 --activations",
+        "w8a8",
+    ],
+)
+def test_jobs_of_other_kinds_resume(workplace, tmp_path, asked):
+    """Without calibration; with scales of inputs, keys and values among what is staged; scaled columns."""
+    method, *flags = asked.split()
+    text = ["--calibration", workplace / "model.txt", "--samples", 6, "--seqlen", 32]
+    text = [] if "rtn" in asked else text
+    words = [method, workplace / "model", "-o", "out", "--threads", 1, *flags, *text]
+    assert run(tmp_path / "whole", [*words, "--json", "-q"]) == 0
+    told = json.loads((tmp_path / "whole/log").read_text())
+    assert (told["schema"], told["linears"]) == ("quantkit.job/1", 7 * BLOCKS)
+    assert run(tmp_path / "killed", words, "next") == -signal.SIGKILL
+    assert run(tmp_path / "killed", [*words, "--resume"]) == 0
+    assert "resuming: 1 of 6 blocks" in (tmp_path / "killed/log").read_text()
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
 
 

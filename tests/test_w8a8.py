@@ -24,7 +24,7 @@ from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.awq import Losses, Reader
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.smooth import QUIET, SmoothReader, SmoothTransform, candidates
+from quantkit.quantize.transforms.smooth import QUIET, UNSEEN, SmoothReader, SmoothTransform, candidates
 
 OUT, IN = 24, 32
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_a_loss_is_what_both_roundings_lose(fed):
     mean = sum(outputs) / 12
     count = [mean / (each + QUIET * mean) for each in outputs]
     hessian = 2 * inputs.T @ inputs / 12
-    cost = solver.pivots(hessian, found.grid) if fed else hessian.diagonal()
+    cost = UNSEEN * solver.pivots(hessian, found.grid) if fed else hessian.diagonal()
     grid, total = AffineGrid(8, 16, search=False), 0.0
     for row in weight * scale:
         values = grid.decode(grid.round(row[None], params := grid.fit(row[None])), params)[0]
@@ -150,7 +150,7 @@ def test_large_channels_are_divided_and_even_ones_left():
     assert scale is None or scale.max() / scale.min() < 1.6
     inputs[:, 3] *= 60
     scale, losses = searched(weight, inputs)
-    assert scale.argmax() == 3 and scale[3] > 4 * scale.median()
+    assert scale.argmax() == 3 and scale[3] > 3 * scale.median()
     assert losses.of(scale) < 0.3 * float(sum(losses.plain))
 
 

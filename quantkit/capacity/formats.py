@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
+from typing import Any
 
 from quantkit.capacity import gguf
 from quantkit.capacity.parameters import Parameters, Tensor
@@ -19,6 +20,7 @@ from quantkit.layouts import Layout, LinearSpec
 from quantkit.quantize import methods
 
 SMALLER_GROUPS = (64, 32, 16)
+BITS16 = "16 bit"
 
 
 class Unfit(Exception):
@@ -45,13 +47,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packed:
-    """Linears packed one by one as a method writes them with default options, everything else as stored."""
+    """Linears packed one by one as a method writes them with these options, everything else as stored.
+    computes: the type in which engines multiply."""
 
     method: ModuleType
+    options: Any
+    computes: str
 
     @cached_property
     def layout(self) -> Layout:
-        return self.method.layout(self.method.Options())
+        return self.method.layout(self.options)
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Of one packed linear."""
@@ -83,7 +88,7 @@ class Packed:
             raise Unfit(name_all(found, 2))
 
     def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
-        width = self.method.width(self.method.Options(), in_features)
+        width = self.method.width(self.options, in_features)
         return LinearSpec(name, 0, name, out_features, in_features, width, conv1d=conv1d)
 
     def _unfit(self, tensor: Tensor) -> str | None:
@@ -99,8 +104,13 @@ class Packed:
 
 @cache
 def _packed() -> dict[str, Packed]:
-    modules = {name: methods.load(name) for name in methods.available()}
-    return {name: Packed(module) for name, module in modules.items() if hasattr(module, "layout")}
+    found = {}
+    for name in methods.available():
+        if hasattr(module := methods.load(name), "layout"):
+            found[name] = Packed(module, module.Options(), getattr(module, "COMPUTES", BITS16))
+            for variant, (options, computes) in getattr(module, "VARIANTS", {}).items():
+                found[variant] = Packed(module, module.Options(**options), computes)
+    return found
 
 
 def names() -> tuple[str, ...]:
@@ -117,10 +127,9 @@ def of_method(method: str) -> str:
 def computes(name: str) -> str:
     """The type in which engines multiply weights of this format with activations, where a device has it."""
     method = _packed().get(name)
-    return getattr(method.method, "COMPUTES", BITS16) if method else BITS16
+    return method.computes if method else BITS16
 
 
-BITS16 = "16 bit"
 STORED = "stored"  # the files as they are, of a model whose headers were read
 
 

@@ -49,6 +49,8 @@ def _understood(weight: Weight) -> bool:
 def _entry(
     weight: Weight, infos: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], element: int
 ) -> Tensor:
+    if not weight.parameters:  # a scale of keys or values
+        return Tensor(weight.name, (0,), 0, weight.nbytes)
     coded = weight.codes is not None or weight.dtype.startswith(FLOAT8)
     if not coded:
         return Tensor(weight.name, tuple(weight.shape), weight.nbytes)

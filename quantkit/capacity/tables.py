@@ -13,7 +13,7 @@ from quantkit.capacity.formats import STORED
 from quantkit.tables import print_facts, print_line
 
 GIB = 1 << 30
-METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "gptq", "awq")
+METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 MISSING = "–"
 Record = dict[str, Any]
@@ -201,6 +201,8 @@ def _remarks(record: Record) -> Iterator[str]:
         yield f"to make it: on {made[0]['device']} in {made[0]['dtype']}"
     for remark, names in remarks.items():
         yield f"{', '.join(names)}: {remark}"
+    if record["weights"]["fp4a4"]["bytes"] is not None:
+        yield "fp4a4: quantkit fp4 --activations"
     if not record["device"]:
         here = "; quantkit bench measures it here" if record["model"] else ""
         yield f"add --gpu NAME for what fits and how fast it can be{here}"

@@ -37,9 +37,9 @@ def command(
         list[str] | None,
         typer.Option(
             "--as",
-            metavar="METHOD",
-            help="Measure the first model as this data-free method (int8, nf4) would leave it, without "
-            "writing anything. Repeatable.",
+            metavar="METHOD[,OPTION=VALUE…]",
+            help="Measure the first model as this method would leave it, without writing anything: int8, nf4 "
+            "or fp8, or with options by which it needs no text, such as fp4,solver=rtn. Repeatable.",
         ),
     ] = None,
     kv_dtypes: Annotated[

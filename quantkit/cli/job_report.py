@@ -163,6 +163,8 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     }
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
+    if summary.activations:
+        facts["activations"] = f"as the model runs: {summary.activations}; not part of the error"
     fallbacks = (
         f"{count(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
     )

@@ -85,7 +85,8 @@ class StreamedModel:
 def named(
     checkpoint: Checkpoint, trial: Trial | None, kv_dtype: str | None = None, weights_only: bool = False
 ) -> str:
-    """`./model as nf4` for a trial, `./model, weights only`, `./model, kv q8_0` with a quantized cache."""
-    name = f"{checkpoint.source} as {trial.method.name}" if trial else checkpoint.source
+    """`./model as fp4,solver=rtn` for a trial, `./model, weights only`, `./model, kv q8_0` with a
+    quantized cache."""
+    name = f"{checkpoint.source} as {trial.name}" if trial else checkpoint.source
     name = f"{name}, weights only" if weights_only else name
     return f"{name}, kv {kv_dtype}" if kv_dtype else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ from quantkit.grids.distance import weight_error
 from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import linears, methods
+from quantkit.quantize import composing, linears, methods, recipe
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Sizes
+
+ROUNDING = ("solver=rtn",), ("solver=rtn", "transform=none")  # settings that make do without text
 
 
 def data_free() -> list[str]:
@@ -22,35 +25,55 @@ def data_free() -> list[str]:
     found = []
     for name in methods.available():
         with suppress(QuantkitError):  # a method that makes no checkpoint says so
-            found += [] if _by_default(name).needs else [name]
+            found += [] if _method(name, ()).needs else [name]
     return found
 
 
-def _by_default(name: str) -> Method:
-    module = methods.load(name)
-    return module.build(module.Options())
+def _method(name: str, settings: Sequence[str]) -> Method:
+    """A method with these settings over its defaults."""
+    module, options = methods.load(name), recipe.options(name, settings, "--as")
+    module.check(options)
+    if turned := composing.rotation(options):
+        raise QuantkitError(f"--as {name},transform={turned}: the whole model is rotated by a job alone",
+                            f"write it with quantkit {name}, then evaluate that folder", USAGE)  # fmt: skip
+    return module.build(options)
+
+
+def _without_text(name: str, typed: Sequence[str]) -> str | None:
+    """What to type for a method that needs none of it; None where that cannot be."""
+    for settings in ROUNDING:
+        with suppress(QuantkitError):
+            asked = [one for one in typed if one.partition("=")[0] not in ("solver", "transform")]
+            if not _method(name, wanted := [*asked, *settings]).needs:
+                return ",".join([name, *wanted])
+    return None
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One method with its default options, applied to blocks as they are loaded."""
+    """One method applied to blocks as they are loaded. name: as it was asked for, such as
+    `fp4,solver=rtn`."""
 
+    name: str
     method: Method
     specs: list[LinearSpec]
 
     @staticmethod
-    def prepare(name: str, checkpoint: Checkpoint) -> Trial:
-        """Resolve the method on the checkpoint's shapes.
+    def prepare(asked: str, checkpoint: Checkpoint) -> Trial:
+        """Resolve `METHOD` or `METHOD,OPTION=VALUE,…` on the checkpoint's shapes.
 
         Raises QuantkitError if it is none, needs calibration or does not fit, and for a quantized checkpoint.
         """
+        name, *settings = asked.split(",")
         if name not in methods.available():
-            raise QuantkitError(f"--as {name}: no such method", f"choose {' or '.join(data_free())}", USAGE)
-        method = _by_default(name)
+            raise QuantkitError(f"--as {asked}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+        method = _method(name, settings)
         if method.needs:
+            plain = _without_text(name, settings)
+            hint = f"write it with quantkit {name}, then evaluate that folder"
             raise QuantkitError(
-                f"--as {name} needs calibration text, so it cannot be tried on the fly",
-                hint=f"write it with quantkit {name}, then evaluate that folder",
+                f"--as {asked} needs calibration text, so it cannot be tried on the fly",
+                hint=f"--as {plain} rounds to nearest, without text; or {hint}" if plain else hint,
                 exit_code=USAGE,
             )
         if checkpoint.quantized:
@@ -58,7 +81,7 @@ class Trial:
                 f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE
             )
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-        return Trial(method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
+        return Trial(asked, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
 
     def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> dict[str, float]:
         """Quantize block `index`, which is loaded, and make it compute as a client of the result would, or

@@ -12,6 +12,7 @@ model_type                                          of GGUF files the architectu
 group_size                                          -1 for whole rows
 mixed, kept                                         not all linears alike; linears left in 16 bit
 activations, biases, rope_scaled                    whether there are such
+static, cache                                       stored scales: of inputs of linears; of keys and values
 experts                                             whether there are tensors of all experts of a layer
 
 Hybrids (blocks with parameters that are no linear: convolutions, state spaces) and towers of other modalities

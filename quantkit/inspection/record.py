@@ -99,7 +99,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
         "group_sizes": sorted({weight.codes.group_size or -1 for weight in coded}),
         "symmetric": _symmetric(contents),
         "desc_act": bool(contents.quantization.get("desc_act", False)),
-        "activations": _activations(contents),
+        "activations": activations(contents.quantization),
         "bits_per_weight": 8 * nbytes / count if count else None,
         "kept": _tensors(kept, _language(weights), reasons),
     }
@@ -116,9 +116,9 @@ def _file_type(contents: Contents) -> str | None:
     return known.get(code, f"file type {code}")
 
 
-def _groups(contents: Contents) -> list[dict[str, Any]]:
+def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The config groups of compressed-tensors."""
-    groups = contents.quantization.get("config_groups")
+    groups = config.get("config_groups")
     return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
 
 
@@ -128,22 +128,27 @@ def _symmetric(contents: Contents) -> bool | None:
         return bool(config["sym"])
     if "zero_point" in config:
         return not config["zero_point"]
-    told = [group["weights"] for group in _groups(contents) if isinstance(group.get("weights"), dict)]
+    told = [group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict)]
     return all(weights.get("symmetric", True) for weights in told) if told else None
 
 
-def _activations(contents: Contents) -> str | None:
-    """How activations are quantized as the model runs; None where they are not."""
-    config = contents.quantization
+def activations(config: Mapping[str, Any]) -> str | None:
+    """How inputs of linears, and keys and values, are rounded as a model of this `quantization_config` runs;
+    None where they are not."""
+    cached = "keys and values float8, by stored scales" if config.get("kv_cache_scheme") else None
+    return "; ".join(filter(None, (_inputs(config), cached))) or None
+
+
+def _inputs(config: Mapping[str, Any]) -> str | None:
+    """How inputs of linears are rounded; None where they are not."""
     if config.get("load_in_8bit"):
         threshold = config.get("llm_int8_threshold", 6.0)
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
             return "int8"
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
-    for group in _groups(contents):
-        told = group.get("input_activations")
-        if isinstance(told, dict):
-            return _scaled(told) + (", keys and values, too" if config.get("kv_cache_scheme") else "")
+    for group in _groups(config):
+        if isinstance(told := group.get("input_activations"), dict):
+            return _scaled(told)
     scheme, block = config.get("activation_scheme"), config.get("weight_block_size")
     if config.get("quant_method") == "fp8" and scheme == "dynamic" and isinstance(block, list) and block:
         return f"float8, groups of {block[-1]}"
@@ -187,7 +192,9 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "desc_act": {bool(config.get("desc_act", False))},
         "version": {str(config.get("checkpoint_format") or config.get("format") or "gptq")},
         "g_idx": {f"{linear}.g_idx" in infos for linear in linears},
-        "activations": {_activations(contents) is not None},
+        "activations": {_inputs(config) is not None},
+        "static": {any(name.endswith(".input_scale") for name in infos)},
+        "cache": {bool(config.get("kv_cache_scheme"))},
         "biases": {any(name.endswith(".bias") for name in infos)},
         "experts": {any(EXPERT.search(weight.name) and (weight.codes or gguf) for weight in weights)},
         "hybrid": {not gguf and any(STATE.search(weight.name) for weight in weights)},

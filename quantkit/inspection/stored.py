@@ -69,12 +69,20 @@ def weights_of(contents: Contents) -> list[Weight]:
             code_bytes=coded.nbytes, scale_bytes=nbytes - coded.nbytes, codes=codes,
         )  # fmt: skip
         taken |= {info.name for info in parts.values()}
+    of_cache = tuple(ending for headers in all_headers() for ending in headers.of_cache)
     plain = [
-        Weight(name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
+        _of_cache(info)
+        if name.endswith(of_cache)
+        else Weight(name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
         for name, info in contents.infos.items()
         if name not in taken
     ]
     return plain + list(found.values())
+
+
+def _of_cache(info: TensorInfo) -> Weight:
+    """A scale of keys or values, which is no parameter."""
+    return Weight(info.name, info.dtype, info.shape, 0, scale_bytes=info.nbytes)
 
 
 def packed(contents: Contents) -> dict[str, tuple[Mark, Parts]]:

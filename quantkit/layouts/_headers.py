@@ -80,7 +80,8 @@ class Headers:
     """A layout as headers show it.
 
     shared: form -> parts that every linear of it has, or none. needed: form -> parts that it cannot do
-    without, by its other parts. telling: endings of parts that mean nothing without the others. promised:
+    without, by its other parts. telling: endings of parts that mean nothing without the others. of_cache:
+    endings of scales that belong to no linear, but to keys and values. promised:
     what a configuration says of a linear, one of several numbers; None for one that is not understood.
     contradicted: what a configuration and the codes `{linear: (header's dtype, Codes)}` do not agree on.
     """
@@ -89,6 +90,7 @@ class Headers:
     shared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needed: Mapping[str, Callable[[Parts], tuple[str, ...]]] = field(default_factory=dict)
     telling: tuple[str, ...] = ()
+    of_cache: tuple[str, ...] = ()
     promised: Callable[[Config], Callable[[str], list[Numbers]] | None] = lambda config: None
     contradicted: Callable[[Config, Mapping[str, tuple[str, Codes]]], Iterator[str]] = lambda config, coded: (
         iter(())

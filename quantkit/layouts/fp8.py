@@ -161,6 +161,7 @@ HEADERS = Headers(
     promised=_promised,
 )
 CLIENTS = {
+    "vLLM": [{"note": "its CPU build wants AMX for blocks"}],
     "transformers": [
         {"loads": True, "note": "without a GPU that has fp8 it computes in bfloat16", "needs": ["accelerate"]}
     ],

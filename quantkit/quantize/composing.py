@@ -27,9 +27,9 @@ SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
 TRANSFORM = "auto"
 
 
-def solver_option(default: str, help: str) -> Any:
+def solver_option(default: str, help: str, names: tuple[str, ...] = SOLVERS) -> Any:
     """The field of a method's Options that says `--solver`."""
-    return option(default, help, names=SOLVERS)
+    return option(default, help, names=names)
 
 
 def damp_option() -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.inspection.record import activations
 from quantkit.models import unchanged
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -137,4 +138,5 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         scaled={row["name"]: row["scaled"] for row in records if "scaled" in row},
         seconds=dict(timings.seconds),
         steps_down=list(timings.notes),
+        activations=activations(job.material.config),
     )

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -108,25 +109,27 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     module.check(request.options)
     check_run(request.run)
     checkpoint = _open(request, progress)
-    staging = _staging(request, checkpoint, dry_run)
+    staging = _staging_of(request)
+    replacing.check_source(staging.output, checkpoint.folder)
     staged = staging.stored_fingerprint() if request.resume else None
+    adopted = staged["execution"] if staged else {}
+    skeleton = open_skeleton(checkpoint, request.run, adopted)
+    method, specs = _resolve(module, skeleton, request)
+    if not dry_run:  # what was typed wrongly has been told before
+        staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
-    adopted = staged["execution"] if staged else {}
     source_sha256: Future[str] = Future() if dry_run else _begin(partial(_hash, checkpoint))
 
-    skeleton = open_skeleton(checkpoint, request.run, adopted)
     turned = None
     if asked := composing.rotation(request.options):
         turned = rotation.rotate(skeleton, asked, progress, prove=not (dry_run or staged))
         skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
-    checkpoint = skeleton.checkpoint
-    method = module.build(request.options, request.calibration.calibration is not None, skeleton)
-    if turned:
+        method, specs = _resolve(module, skeleton, request)
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
+    checkpoint = skeleton.checkpoint
     for note in method.notes:
         progress.warn(note)
-    specs = _specs(skeleton, method, request)
     if not request.run.allow_unread and (
         note := linears.refuse_unread_experts(skeleton, specs, method.layout)
     ):
@@ -172,15 +175,6 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
     return checkpoint
 
 
-def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging:
-    """The place of the output. Raises QuantkitError if it may not be written."""
-    staging = _staging_of(request)
-    replacing.check_source(staging.output, checkpoint.folder)
-    if not dry_run:
-        staging.check(request.resume, request.overwrite)
-    return staging
-
-
 def _staging_of(request: Request) -> Staging:
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
     return Staging(output_of(request), one_file)
@@ -222,9 +216,10 @@ def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> C
     return calibrated
 
 
-def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearSpec]:
-    """Every linear with its grid."""
+def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearSpec]]:
+    """The method, and every linear with its grid."""
     run = request.run
+    method = module.build(request.options, request.calibration.calibration is not None, skeleton)
     beside = linears.tower_linears(skeleton) if run.towers else ()
     specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override, beside)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
@@ -236,7 +231,7 @@ def _specs(skeleton: Skeleton, method: Method, request: Request) -> list[LinearS
         )
     if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return specs
+    return method, specs
 
 
 def output_of(request: Request) -> Path:

@@ -10,7 +10,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import BlockView, Transform, Transformed
+from quantkit.quantize.transforms import Transform, Transformed
 from quantkit.quantize.transforms.stored import set_aside
 
 UNREACHED = "no calibration token entered it"
@@ -216,11 +216,13 @@ class _Loop:
         if transform is not None and transform.sample < 1:
             return self._transformed_first(measuring, block, transform)
         if transform is not None and self.skeleton.away(block.index):
-            return ExpertByExpert(measuring, block, transform, partial(self._view, block), parts).measured()
+            return ExpertByExpert(
+                measuring, block, transform, partial(measuring.view, block), parts
+            ).measured()
         if transform is not None:
             statistics = measuring.at_once(block, block.wanted)
             with self.timings("transform"):
-                transformed = transform.apply(self._view(block, statistics))
+                transformed = transform.apply(measuring.view(block, statistics))
             statistics = transformed.statistics
             return Measured(
                 lambda site: statistics.pop(site, None),
@@ -240,26 +242,12 @@ class _Loop:
         here = block.rows.keys() - self.skeleton.away(block.index)
         dtypes = {name: block.module.get_submodule(name).weight.dtype for name in sorted(here)}
         with self.timings("transform"):
-            transformed = transform.apply(self._view(block, statistics))
+            transformed = transform.apply(measuring.view(block, statistics))
             exact = set_aside(block.module, dtypes)
         transformed = replace(transformed, statistics={}, exact=exact)
         if measuring.beside:
             measuring.beside.divide(transformed.divided_by)
         return replace(measuring.in_order(block), transformed=transformed)
-
-    def _view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
-        """The block as a transform sees it."""
-        index, skeleton = block.index, self.skeleton
-        return BlockView(
-            block=block.module,
-            sites=[site for site in block.sites if site.linears],
-            statistics=statistics,
-            grids={name: row.grid for name, row in block.rows.items()},
-            probe=lambda: skeleton.run_block(index, self.states[0][:1, :PROBE_TOKENS].float()),
-            stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
-            away=skeleton.away(index),
-            read=partial(skeleton.part, index),
-        )
 
     def _with_curvatures(
         self, block: Block, site: Site, statistics: SiteStatistics | None, transformed: Transformed

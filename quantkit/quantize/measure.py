@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -20,7 +20,7 @@ from quantkit.quantize.plan import Execution
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import Transformed
+from quantkit.quantize.transforms import BlockView, Transformed
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,20 @@ class Measuring:
     def outputs(self, block: Block) -> Iterator[Tensor]:
         """The block's outputs, batch by batch, as it computes now."""
         return self.skeleton.in_step(block.index, self.run(block), len(self.states))
+
+    def view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
+        """The block as a transform sees it."""
+        index, skeleton = block.index, self.skeleton
+        return BlockView(
+            block=block.module,
+            sites=[site for site in block.sites if site.linears],
+            statistics=statistics,
+            grids={name: row.grid for name, row in block.rows.items()},
+            probe=lambda: skeleton.run_block(index, self.states[0][:1, : capture.PROBE_TOKENS].float()),
+            stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
+            away=skeleton.away(index),
+            read=partial(skeleton.part, index),
+        )
 
     def in_order(self, block: Block) -> Measured:
         """Statistics of each site behind those that were quantized before it."""

@@ -273,22 +273,32 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Cho
     return Choice(recipe.method, values["model"], output, filled.pop("quant"), **filled)
 
 
-def _settings(settings: Sequence[str], known: dict[str, Key]) -> dict[str, Any]:
+def options(method: str, settings: Sequence[str], flag: str) -> Any:
+    """The Options of a method with `["solver=rtn"]` over the defaults; `flag` says where they were typed.
+
+    Raises QuantkitError for one it does not have, and for a value that it does not take.
+    """
+    known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
+    found = _settings(settings, known, flag)
+    return methods.load(method).Options(**{key.removeprefix("quant."): value for key, value in found.items()})
+
+
+def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
     """`["quant.bits=3"]` as `{"quant.bits": 3}`; the section may be left out, for no two share a field."""
     texts, unknown = {}, []
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
-            raise QuantkitError(f"--set {setting} has no value", f"write --set {setting}=VALUE", USAGE)
+            raise QuantkitError(f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
         key = name.strip().replace("-", "_")
         found = [full for full in known if full == key] or [f for f in known if f.rpartition(".")[2] == key]
         if found:
             texts[found[0]] = text
         else:
             unknown.append(name)
-    _refuse_unknown("--set", unknown, known, {})
-    parsed = {key: _parse(f"--set {key}={text}", text)[0] for key, text in texts.items()}
-    return {key: _checked("--set", key, known[key], value, {}) for key, value in parsed.items()}
+    _refuse_unknown(flag, unknown, known, {})
+    parsed = {key: _parse(f"{flag} {key}={text}", text)[0] for key, text in texts.items()}
+    return {key: _checked(flag, key, known[key], value, {}) for key, value in parsed.items()}
 
 
 # ---- writing

@@ -1,6 +1,6 @@
 """Run by the vLLM environment's python: several models, one prompt. quantkit is not imported.
 
-usage: run_vllm.py JOBS.json with `{ids, new_tokens, top, dtype, as_is, jobs: [{folder, result}]}`. Leaves in
+usage: run_vllm.py JOBS.json with `{ids, new_tokens, top, as_is, jobs: [{folder, dtype, result}]}`. Leaves in
 the file `result`: for every prompt token but the first the log probabilities of the `top` likeliest tokens,
 and the greedy continuation; or the error. Each model has a process of its own, forked after vLLM is imported:
 the engine does not give its memory back.
@@ -51,13 +51,13 @@ def int4_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
     return (output if bias is None else output + bias.float()).to(input.dtype)
 
 
-def generate(request: dict, folder: str) -> dict:
+def generate(request: dict, folder: str, dtype: str) -> dict:
     """What vLLM computes with one model."""
     from vllm import LLM, SamplingParams
 
     model = LLM(
         folder,
-        dtype=request["dtype"],
+        dtype=dtype,
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=128,
@@ -99,7 +99,7 @@ def main(path: Path) -> None:
             os.waitpid(process, 0)
             continue
         try:
-            result = generate(request, job["folder"])
+            result = generate(request, job["folder"], job["dtype"])
         except Exception as error:
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}"}

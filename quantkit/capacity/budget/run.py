@@ -13,11 +13,10 @@ import torch
 
 from quantkit.capacity.budget import allocation, made, sensitivities
 from quantkit.capacity.budget.job import Auto
-from quantkit.capacity.budget.measuring import measure
+from quantkit.capacity.budget.measuring import USUAL, measure
 from quantkit.capacity.budget.sensitivities import Sensitivities
-from quantkit.capacity.budget.solving import ANCHORS
 from quantkit.capacity.budget.units import Choice, Preset, anchors, bits_per_weight, nbytes
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
 from quantkit.models.open import open_checkpoint
 from quantkit.quantize import job, loop, replacing
@@ -28,6 +27,7 @@ SCHEMA = "quantkit.auto/1"
 TABLE = "sensitivities.json"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 TRIES = 3  # of the search for the smallest model within a divergence
+SIZES = 6  # of that for one whose files fit: a tiny model's configuration weighs as much as its choices
 CLOSE = 0.9  # share of the divergence asked for above which a result is not made smaller
 
 
@@ -104,7 +104,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "units": len(auto.units),
         "weights": auto.weights,
         "candidates": sum(len(unit.candidates) for unit in auto.units),
-        "streams": sum(len(anchors(unit, ANCHORS)) for unit in auto.units),
+        "streams": sum(len(anchors(unit)) - (unit.block is not None) for unit in auto.units),
         "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
         "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
         "presets": {
@@ -119,16 +119,25 @@ def plan_record(auto: Auto) -> dict[str, Any]:
 
 
 def kept(auto: Auto) -> str:
-    """What of the search survives, should it end now: the table of sensitivities, once it is whole."""
-    given = auto.request.sensitivities
-    measured = (auto.folder / TABLE).exists() or (given is not None and given.exists())
-    return "the table of sensitivities is" if measured else "nothing yet is"
+    """What of the search survives, should it end now."""
+    place = auto.folder / TABLE
+    if not place.exists():
+        return "nothing yet is"
+    left = len(sensitivities.read(place).missing(auto.units))
+    if left:
+        return f"sensitivities of {len(auto.units) - left} of {count(len(auto.units), 'unit')} are"
+    return "the table of sensitivities and what was made of it are"
 
 
 def _open(auto: Auto) -> None:
     """The folder beside the output. Raises QuantkitError if it is there, unasked."""
     folder, request = auto.folder, auto.request
-    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {TABLE, "searched", "uniform"}
+    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {
+        TABLE,
+        USUAL,
+        "searched",
+        "uniform",
+    }
     if folder.exists() and not ours:
         raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
     if folder.exists() and not (request.resume or request.overwrite):
@@ -140,18 +149,18 @@ def _open(auto: Auto) -> None:
 
 
 def _sensitivities(auto: Auto, progress: Progress) -> Sensitivities:
-    """As saved, else measured and saved."""
+    """As saved; what is missing there is measured, and saved as it comes."""
     progress.phase("hashing the source")
-    identity, place = auto.identity, auto.folder / TABLE
-    if given := auto.request.sensitivities:
-        if given.exists():
-            return sensitivities.load(given, identity)
-    elif place.exists():
-        return sensitivities.load(place, identity)
-    table = measure(auto, progress)
-    table.save(place)
-    if given:
-        table.save(given)
+    tables = [auto.folder / TABLE, *filter(None, [auto.request.sensitivities])]
+
+    def save(table: Sensitivities) -> None:
+        for place in tables:
+            table.save(place)
+
+    found = [sensitivities.load(place, auto.identity) for place in tables if place.exists()]
+    known = min(found, key=lambda table: len(table.missing(auto.units)), default=None)
+    table = measure(auto, progress, known, save) if known is None or known.missing(auto.units) else known
+    save(table)
     return table
 
 
@@ -160,12 +169,12 @@ def _within_bytes(auto: Auto, losses: allocation.Losses, budget: int, progress: 
     limit = None
     if auto.request.options.max_size is not None:
         limit = budget + auto.fixed_bytes
-    for _ in range(TRIES):
+    for attempt in range(SIZES):
         choice = allocation.within_bytes(auto.units, losses, budget)
         found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
         if limit is None or found.disk_bytes <= limit:
             return found
-        budget -= found.disk_bytes - limit
+        budget -= (found.disk_bytes - limit) << attempt  # another choice takes more or less to be told
         shutil.rmtree(found.place.parent)
     raise QuantkitError(
         f"the files take {found.disk_bytes:,} bytes, whatever is chosen", "raise --max-size", USAGE

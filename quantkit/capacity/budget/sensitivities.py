@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.capacity.budget import curve
 from quantkit.capacity.budget.curve import Divergence, Errors
-from quantkit.capacity.budget.units import Unit
+from quantkit.capacity.budget.units import Unit, usual
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
 from quantkit.quantize.fingerprint import differences
 
-SCHEMA = "quantkit.sensitivities/1"
+SCHEMA = "quantkit.sensitivities/2"
 
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Of every unit by its name: errors of all candidates, divergences of those that were measured.
+    """Of units by their names: errors of all candidates, changes of divergence by those that were measured.
+    Of all units, unless the search was interrupted.
 
     identity: of model, candidates, solver and text: for others they do not hold. tokens, seconds: what
     measuring took.
@@ -31,14 +32,41 @@ class Sensitivities:
     measured: Mapping[str, Mapping[str, Divergence]]
     tokens: int
     seconds: float
+    usual: Divergence | None = None  # of the model in which they were measured
 
     def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
-        """The divergence of every candidate of every unit, by their names."""
-        return {
-            (unit.name, name): value
-            for unit in units
-            for name, value in curve.losses(unit, self.errors[unit.name], self.measured[unit.name]).items()
-        }
+        """What every candidate of every unit adds to the divergence, by their names; all usual ones together
+        what was measured of them."""
+        found: dict[tuple[str, str], float] = {}
+        sums = 0.0
+        for unit in units:
+            stored = None if unit.block is None else usual(unit).name
+            losses = curve.losses(unit, self.errors[unit.name], self.measured[unit.name], stored)
+            found |= {(unit.name, name): value for name, value in losses.items()}
+            sums += losses[stored] if stored else 0.0
+        whole = self.usual.mean if self.usual else 0.0
+        share = whole / sums if whole > 0 and sums > 0 else 1.0
+        return {key: share * value for key, value in found.items()}
+
+    def missing(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those of which nothing is known yet."""
+        return [unit for unit in units if unit.name not in self.measured]
+
+    def joined(
+        self,
+        errors: Mapping[str, Errors],
+        measured: Mapping[str, Mapping[str, Divergence]],
+        seconds: float,
+        usual: Divergence,
+    ) -> Sensitivities:
+        """With what was found of further units, in so many seconds more."""
+        return replace(
+            self,
+            errors={**self.errors, **errors},
+            measured={**self.measured, **measured},
+            seconds=self.seconds + seconds,
+            usual=usual,
+        )
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
@@ -47,6 +75,7 @@ class Sensitivities:
             "identity": self.identity,
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "usual": self.usual and asdict(self.usual),
             "units": {
                 name: {
                     "errors": asdict(errors),
@@ -62,6 +91,19 @@ class Sensitivities:
 
 def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
     """A saved table. Raises QuantkitError where it is none, or not of this model and these options."""
+    found = read(path)
+    wanted = json.loads(json.dumps(identity))
+    if different := differences(found.identity, wanted):
+        raise QuantkitError(
+            f"{path} holds sensitivities of another search; different: {name_all(different)}",
+            "repeat the options of that search, or leave it out to measure anew",
+            USAGE,
+        )
+    return found
+
+
+def read(path: Path) -> Sensitivities:
+    """A saved table of whatever search. Raises QuantkitError where it is none."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -72,13 +114,6 @@ def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
         stored = None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise QuantkitError(f"{path} is no table of sensitivities", "leave it out to measure them", USAGE)
-    wanted = json.loads(json.dumps(identity))
-    if different := differences(stored["identity"], wanted):
-        raise QuantkitError(
-            f"{path} holds sensitivities of another search; different: {name_all(different)}",
-            "repeat the options of that search, or leave it out to measure anew",
-            USAGE,
-        )
     rows = stored["units"]
     return Sensitivities(
         stored["identity"],
@@ -89,4 +124,5 @@ def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
         },
         stored["tokens"],
         stored["seconds"],
+        stored["usual"] and Divergence(**stored["usual"]),
     )

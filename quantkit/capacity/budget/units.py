@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.layouts import LinearSpec
 
+ANCHORS = 3  # candidates of a unit whose divergence is known
 STEP = 0.9  # bits per weight between candidates that are measured
 
 
@@ -64,11 +65,17 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
     return 8 * nbytes(units, choice) / sum(unit.weights for unit in units)
 
 
-def anchors(unit: Unit, count: int) -> tuple[Candidate, ...]:
-    """Up to `count` of a unit's candidates that are measured: the smallest, then each that is at least
-    `STEP` bits larger. What lies between and above follows from the errors of all (`curve.py`)."""
+def anchors(unit: Unit) -> tuple[Candidate, ...]:
+    """Up to ANCHORS of a unit's candidates that are measured: the smallest, then each that is at least `STEP`
+    bits larger. What lies between and above follows from the errors of all (`curve.py`)."""
     found: list[Candidate] = []
     for one in unit.candidates:
-        if len(found) < count and (not found or unit.bits(one) >= unit.bits(found[-1]) + STEP):
+        if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + STEP):
             found.append(one)
     return tuple(found)
+
+
+def usual(unit: Unit) -> Candidate:
+    """As which a unit is stored while others are replaced: the anchor in the middle."""
+    found = anchors(unit)
+    return found[(len(found) - 1) // 2]

@@ -242,7 +242,6 @@ CLIENTS = {
             "note": "its CPU build takes symmetric experts",
         },
         *forms.rules("vLLM"),
-        {"experts": True},
         {"loads": True},
     ],
 }

@@ -117,5 +117,6 @@ HEADERS = Headers(
     ),
     shared={"pack-quantized": ("weight_shape",)},
     telling=(".weight_scale", ".weight_shape", ".weight_zero_point"),
+    of_cache=(".k_scale", ".v_scale"),
     promised=_promised,
 )

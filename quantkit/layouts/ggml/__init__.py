@@ -83,7 +83,7 @@ class GgmlLayout(Layout):
         grid = named(name)
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
-    def config(self, specs: Sequence[LinearSpec]) -> dict:
+    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """None: a GGUF file says what every tensor is."""
         return {}
 

@@ -7,6 +7,7 @@ Options  a frozen dataclass whose fields become flags; `check(options)` refuses 
 layout   `layout(options)` and `width(options, in_features, override)`: what is written of a linear; or,
          where that takes more than one linear to say, `stored_as(options)`, a format of `quantkit plan`;
 COMPUTES the type in which engines multiply, of `capacity/devices.py`; left out where that is 16 bit;
+VARIANTS further formats for plans: name -> (options, what engines multiply in); may be left out;
 build    `build(options, calibrated, skeleton)`, the method composed. calibrated: the user gave calibration
          text; skeleton: the model to be quantized, for methods whose choice depends on all of its tensors.
 torch is imported inside `build`, so that `--help` stays instant and a plan needs none.

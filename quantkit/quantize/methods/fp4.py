@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
 WORK = Work(1, 10, (0.5e-6, 2e-6), (1.4, 5), GPTQ_PUBLISHED, sample=1 / 8)
+VARIANTS = {"fp4a4": ({"activations": True}, "fp4")}
 FORMATS = {"nvfp4": nvfp4_pack_quantized, "mxfp4": mxfp4_pack_quantized}
 
 

@@ -110,7 +110,8 @@ class Summary:
     the blocks that were rounded; copied: bytes of what lies there untouched, by module. steps_down: what it
     did to get along with less memory than planned. scaled: what a transform did to columns of a linear:
     `into`, what was divided, None where nothing can be; `spread`, the largest scale over the smallest;
-    `loss`, what is left of the loss, as estimated."""
+    `loss`, what is left of the loss, as estimated. activations: how clients quantize them as the model runs;
+    None where they do not."""
 
     source: str
     output: str
@@ -133,6 +134,7 @@ class Summary:
     scaled: dict[str, dict]
     seconds: dict[str, float]
     steps_down: list[str]
+    activations: str | None
 
 
 class Output(Protocol):

@@ -146,5 +146,20 @@ def decode(stored: StoredWeight) -> QuantizedWeight:
 
 
 CLIENTS: dict[str, list[dict]] = {
-    "vLLM": [{"form": "float8", "not_group_size": [-1]}],
+    "vLLM": [
+        {"form": "float8", "experts": True, "loads": False, "note": "its CPU build has no kernel for it"},
+        {"form": "float8", "not_group_size": [-1], "note": "its CPU build wants AMX for blocks"},
+        {
+            "form": "float8",
+            "static": True,
+            "loads": False,
+            "note": "its CPU build takes inputs token by token, not by stored scales",
+        },
+        {
+            "form": "float8",
+            "cache": True,
+            "loads": True,
+            "note": "its CPU build cuts keys and values off towards zero",
+        },
+    ],
 }

@@ -110,6 +110,7 @@ CLIENTS = {
         {"form": "int8", "activations": False, "experts": False, "mixed": False, "loads": True, **DECODED}
     ],
     "vLLM": [
-        {"form": "int8", "activations": False, "loads": False, "note": "its CPU build has no kernel for it"}
+        {"form": "int8", "experts": True, "loads": False, "note": "its CPU build has no kernel for it"},
+        {"form": "int8", "activations": False, "loads": False, "note": "its CPU build has no kernel for it"},
     ],
 }
