@@ -9,8 +9,6 @@ import hashlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from quantkit.models.containers import gguf_file
-
 IN_FILE = "quantkit.tensors_sha256"  # of everything behind the header of a GGUF file
 BLANK = "0" * 64  # where it will stand
 PIECE = 1 << 22
@@ -37,11 +35,15 @@ def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda n
 
 def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) -> str:
     """sha256 of everything behind the header of a GGUF file."""
+    from quantkit.models.containers import gguf_file  # `gguf` takes a while to import
+
     return of_file(path, gguf_file.spans(path)[2], listen)
 
 
 def seal(path: Path) -> None:
     """Put the sum of its tensors into a GGUF file, where its metadata has a place for it."""
+    from quantkit.models.containers import gguf_file
+
     found, _, tensors = gguf_file.spans(path)
     if IN_FILE in found:
         digest = of_file(path, tensors)
