@@ -27,7 +27,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.models.containers import gguf_file, gguf_writer
+from quantkit.models.containers import gguf_file, gguf_writer, sums
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
@@ -320,6 +320,8 @@ def test_a_gguf_file_keeps_its_metadata_and_its_other_tensors(workplace, tmp_pat
     manifest = json.loads(others.pop("quantkit.manifest"))
     assert manifest.pop("distilled")["stages"][0]["kept"]
     assert manifest == json.loads(metadata.pop("quantkit.manifest"))
+    assert metadata.pop(sums.IN_FILE) == sums.of_tensors(made) != sums.of_tensors(out)
+    assert others.pop(sums.IN_FILE) == sums.of_tensors(out)
     assert metadata == others and list(infos) == list(found)
     assert made.read_bytes()[-infos["token_embd.weight"].nbytes :]  # tensors lie at other places
     for name, info in infos.items():
