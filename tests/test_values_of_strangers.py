@@ -163,9 +163,21 @@ def test_a_template_of_lone_surrogates_is_a_line(tiny_model):
         )
 
 
-def test_a_template_named_outside_the_folder_is_not_written_there(make, tiny_model):
+def test_a_template_named_outside_the_folder_is_not_written_there(make, quantkit, tiny_model):
     folder = tiny_model("llama", tokenizer=True)
     change(folder / "tokenizer_config.json", chat_template=[{"name": "../../x", "template": "y"}])
     make("nf4", folder, "-o", "out")
-    assert not [path for path in folder.parent.parent.glob("x*")]
-    assert not [path for path in folder.parent.glob("x*")]
+    make("gguf", folder, "-t", "Q8_0", "--solver", "rtn", "-o", "out.gguf")
+    done = quantkit("nf4", "out.gguf", "--allow-requantize", "-o", "again", "-q")
+    assert done.code == 1 and "a chat template is named '../../x'\n" in done.err
+    assert not [*folder.parent.parent.glob("x*"), *folder.parent.glob("x*")]
+
+
+def test_a_template_that_leads_out_of_the_folder_is_refused(tiny_model):
+    folder = tiny_model("llama", tokenizer=True)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(
+        QuantkitError, match="links that lead out of it: additional_chat_templates/tool.jinja"
+    ):
+        open_checkpoint(str(folder))
