@@ -91,6 +91,25 @@ def test_names_of_shards_that_cannot_be(tiny_model, name, said):
     assert len(raised.value.message) < 1000
 
 
+@pytest.mark.parametrize("number", ["²", "٣", "9" * 20, "9" * 5000, "0" * 5000, "\ud800", "-1", ""])
+def test_numbers_of_blocks_that_are_none(tiny_model, number):
+    """Whatever a name says instead of a number, headers are described, or refused in a line."""
+    folder = tiny_model("llama")
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header = {name.replace("layers.1", f"layers.{number}"): entry for name, entry in header.items()}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    if len(number) > 1000:
+        with pytest.raises(QuantkitError, match="a name of 5,0.. characters"):
+            open_contents(str(folder))
+        return
+    problems = record.describe(open_contents(str(folder)))["integrity"]["problems"]
+    assert any("block" in problem for problem in problems)
+
+
 def test_depth_of_json_is_limited():
     inside = b"[" * (bounded.DEEP - 1) + b"]" * (bounded.DEEP - 1)
     assert bounded.parse(inside) is not None
