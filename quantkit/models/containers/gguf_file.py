@@ -133,13 +133,13 @@ class _Cursor:
         if code != Kind.ARRAY:
             return self.numbers(code, 1)[0].item()
         code, count = self.unpack("<IQ")
+        if code == Kind.STRING and count > (len(self.data) - self.place) // 8:
+            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
         self.items += count
-        if self.items > MAX_ITEMS:
+        if self.items > MAX_ITEMS and count <= len(self.data) - self.place:
             raise _broken(self.path, f"its arrays have {self.items:,} items")
         if code != Kind.STRING:
             return self.numbers(code, count).tolist()
-        if count > (len(self.data) - self.place) // 8:
-            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
         return [self.text() for _ in range(count)]
 
 
