@@ -14,7 +14,7 @@ import pytest
 from quantkit import cli
 from quantkit.errors import QuantkitError
 
-EACH = 5  # inputs of a kind
+EACH = 3  # inputs of a kind
 MEMORY = 512 << 20
 FOUND = {  # kind -> numbers of inputs that once ended in a traceback, an abort or a message without end
     "headers": [97, 1521, 1799],

@@ -139,7 +139,7 @@ WRONG = {  # what is done to the file -> what the error says
     "experts": (lambda k: k.update(EXPERTS), {}, "lacks blk.0.ffn_down_exps.weight"),
     "no experts chosen": (lambda k: k.update({"llama.expert_count": 8}), {}, "lacks llama.expert_used_count"),
     "many experts": (lambda k: k.update(EXPERTS | {"llama.expert_count": 1 << 30}), {}, "1073741824"),
-    "words for numbers": (lambda k: k.update({"llama.rope.freq_base": "many"}), {}, "describe no model"),
+    "words for numbers": (lambda k: k.update({"llama.rope.freq_base": "many"}), {}, "knows: TypeError"),
     "scaling": (lambda k: k.update({"llama.rope.scaling.type": "spiral"}), {}, "scaled by 'spiral'"),
     "a tensor less": (lambda k: None, {"drop": ["blk.1.ffn_up.weight"]}, "lacks blk.1.ffn_up.weight"),
     "no embedding": (lambda k: None, {"drop": ["token_embd.weight"]}, "lacks token_embd.weight"),

@@ -91,6 +91,25 @@ def test_names_of_shards_that_cannot_be(tiny_model, name, said):
     assert len(raised.value.message) < 1000
 
 
+@pytest.mark.parametrize("number", ["²", "٣", "9" * 20, "9" * 5000, "0" * 5000, "\ud800", "-1", ""])
+def test_numbers_of_blocks_that_are_none(tiny_model, number):
+    """Whatever a name says instead of a number, headers are described, or refused in a line."""
+    folder = tiny_model("llama")
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header = {name.replace("layers.1", f"layers.{number}"): entry for name, entry in header.items()}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    if len(number) > 1000:
+        with pytest.raises(QuantkitError, match="a name of 5,0.. characters"):
+            open_contents(str(folder))
+        return
+    problems = record.describe(open_contents(str(folder)))["integrity"]["problems"]
+    assert any("block" in problem for problem in problems)
+
+
 def test_depth_of_json_is_limited():
     inside = b"[" * (bounded.DEEP - 1) + b"]" * (bounded.DEEP - 1)
     assert bounded.parse(inside) is not None
@@ -163,9 +182,21 @@ def test_a_template_of_lone_surrogates_is_a_line(tiny_model):
         )
 
 
-def test_a_template_named_outside_the_folder_is_not_written_there(make, tiny_model):
+def test_a_template_named_outside_the_folder_is_not_written_there(make, quantkit, tiny_model):
     folder = tiny_model("llama", tokenizer=True)
     change(folder / "tokenizer_config.json", chat_template=[{"name": "../../x", "template": "y"}])
     make("nf4", folder, "-o", "out")
-    assert not [path for path in folder.parent.parent.glob("x*")]
-    assert not [path for path in folder.parent.glob("x*")]
+    make("gguf", folder, "-t", "Q8_0", "--solver", "rtn", "-o", "out.gguf")
+    done = quantkit("nf4", "out.gguf", "--allow-requantize", "-o", "again", "-q")
+    assert done.code == 1 and "a chat template is named '../../x'\n" in done.err
+    assert not [*folder.parent.parent.glob("x*"), *folder.parent.glob("x*")]
+
+
+def test_a_template_that_leads_out_of_the_folder_is_refused(tiny_model):
+    folder = tiny_model("llama", tokenizer=True)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool.jinja").symlink_to("/etc/passwd")
+    with pytest.raises(
+        QuantkitError, match="links that lead out of it: additional_chat_templates/tool.jinja"
+    ):
+        open_checkpoint(str(folder))

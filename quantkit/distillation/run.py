@@ -17,6 +17,7 @@ from quantkit.distillation.blocks import Final
 from quantkit.distillation.job import Job
 from quantkit.distillation.student import Floats
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.models import unchanged
 from quantkit.models.heap import map_large_blocks
 from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.progress import Progress
@@ -127,6 +128,8 @@ class _Run:
             place = self.staging.assemble(
                 lambda place: publish.write(self.student, floats, described, place, name)
             )
+        for model in (self.teacher, self.student.skeleton):
+            unchanged.check(model.checkpoint)
         self.progress.phase("verifying what was written")
         with self.timings("verify"):
             ids = job.text.held_out[0]

@@ -22,6 +22,7 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.checkpoint import Checkpoint
+from quantkit.quantize.replacing import check_place
 
 SCHEMA = "quantkit.sample/1"
 BATCH = 32  # sequences written side by side: part of what decides the text
@@ -145,6 +146,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     the user allows it."""
     if not output.parent.is_dir():
         raise QuantkitError(f"no such folder: {output.parent}", "make it, or choose another -o", USAGE)
+    check_place(output)
     if not os.path.lexists(output):
         return
     if output.is_dir() and not output.is_symlink():

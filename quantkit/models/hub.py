@@ -21,6 +21,7 @@ COMPANIONS = (
     "LICENSE*",
     "NOTICE*",
 )
+TEMPLATES = "additional_chat_templates"  # the one folder inside that is read
 LARGE_BYTES = 1 << 28  # eight times the largest tokenizer.json
 WEIGHTS = (".safetensors", ".gguf")
 
@@ -73,8 +74,8 @@ def refuse_links(folder: Path) -> None:
     inside = folder.resolve()
     allowed = [inside, *([inside.parents[1] / "blobs"] if inside.parent.name == "snapshots" else [])]
     leading_out = sorted(
-        path.name
-        for path in folder.iterdir()
+        str(path.relative_to(folder))
+        for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
         if path.is_symlink()
         and path.suffix not in WEIGHTS
         and not any(path.resolve().is_relative_to(place) for place in allowed)

@@ -29,6 +29,7 @@ from quantkit.distillation.smaller import (
 from quantkit.distillation.smaller.job import Job
 from quantkit.evaluation import self_text
 from quantkit.evaluation.windows import Windows
+from quantkit.models import unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_dtype
 from quantkit.models.open import open_checkpoint
@@ -62,6 +63,7 @@ def run(job: Job, progress: Progress) -> dict:
             if record["published"] == "cut":
                 staging.wait()
                 staging.assemble(lambda place: shutil.copytree(students[0].folder, place))
+            unchanged.check(job.checkpoint)
             card.describe(job.checkpoint, staging.place, record, fingerprint)
             staging.publish()
     return record | {"seconds": timings.seconds}

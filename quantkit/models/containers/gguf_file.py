@@ -23,7 +23,7 @@ from gguf import GGUFValueType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
 from quantkit.models.containers.git_lfs import refuse_pointer
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.containers.safetensors_folder import LONGEST_TENSOR, TensorInfo
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
@@ -133,13 +133,13 @@ class _Cursor:
         if code != Kind.ARRAY:
             return self.numbers(code, 1)[0].item()
         code, count = self.unpack("<IQ")
+        if code == Kind.STRING and count > (len(self.data) - self.place) // 8:
+            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
         self.items += count
-        if self.items > MAX_ITEMS:
+        if self.items > MAX_ITEMS and count <= len(self.data) - self.place:
             raise _broken(self.path, f"its arrays have {self.items:,} items")
         if code != Kind.STRING:
             return self.numbers(code, count).tolist()
-        if count > (len(self.data) - self.place) // 8:
-            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
         return [self.text() for _ in range(count)]
 
 
@@ -174,6 +174,8 @@ def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
 def _info(cursor: _Cursor) -> TensorInfo:
     """A tensor of the header; its offset still counts from the end of the header."""
     name = cursor.text()
+    if len(name) > LONGEST_TENSOR:
+        raise _broken(cursor.path, f"a tensor has a name of {len(name):,} characters")
     (count,) = cursor.unpack("<I")
     if not 1 <= count <= MAX_DIMENSIONS:
         raise _broken(cursor.path, f"{name} has {count} dimensions")

@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
 MAX_DIMENSIONS = 64  # as many as torch has
 LONGEST_NAME = 255  # bytes of the name of a file
+LONGEST_TENSOR = 1024  # characters of the name of a tensor; a number in it may have as many digits
 COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 DTYPE_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
@@ -102,6 +103,8 @@ def check_header(
 
 
 def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
+    if len(name) > LONGEST_TENSOR:
+        raise ValueError(f"a name of {len(name):,} characters: {name[:40]}…")
     start, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     nbytes = end - start
@@ -213,6 +216,8 @@ def _read_index(path: Path) -> dict[str, str]:
     """The shard of every tensor. Raises QuantkitError for no index, or one that points outside its folder."""
     try:
         weight_map = dict(bounded.parse(bounded.read(path))["weight_map"])
+        if any(len(name) > LONGEST_TENSOR for name in weight_map):
+            raise ValueError(f"names of more than {LONGEST_TENSOR} characters")
         if not all(isinstance(name, str) for name in weight_map.values()):
             raise TypeError("shard names must be strings")
         for name in weight_map.values():

@@ -7,6 +7,7 @@ to NFC where the models of that name do so.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,9 @@ def _item(kind: str, name: str) -> Json:
 def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     default = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates", [])
+    for name in names if isinstance(names, list) else [names]:
+        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # each becomes a file
+            raise _damaged(f"a chat template is named {name!r:.80}")
     named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
     found = {name: text for name, text in ({"default": default} | named).items() if isinstance(text, str)}
     return found if set(found) - {"default"} else found.get("default")

@@ -95,7 +95,11 @@ class TokenizerFiles:
         legacy = _read(self.folder / "chat_template.json") or {}
         stored = self.config.get("chat_template", legacy.get("chat_template"))
         if isinstance(stored, list):
-            if not all(isinstance(entry, dict) and {"name", "template"} <= set(entry) for entry in stored):
+            wanted = ("name", "template")
+            if not all(
+                isinstance(row, dict) and all(isinstance(row.get(key), str) for key in wanted)
+                for row in stored
+            ):
                 raise self._damaged("a chat template has no name or no text")
             return {entry["name"]: entry["template"] for entry in stored}
         return {"default": stored} if isinstance(stored, str) else {}
