@@ -101,7 +101,7 @@ def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
     assert found["searched"]["bits_per_weight"] <= 4.2 and not (tmp_path / "found.auto").exists()
 
 
-def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path, monkeypatch):
+def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path, monkeypatch, request):
     """However many streams a walk has."""
 
     def units(name: str = "found.auto/sensitivities.json") -> dict:
@@ -117,6 +117,8 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
         return change(output, stream)
 
     monkeypatch.setattr(streams._Output, "change", counted)
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     asked = ["--bpw", "4.2", "-o", "found", "--sensitivities", "table.json"]
     stopped = auto(*asked, "--search-streams", "5", code=130)
     assert "interrupted; sensitivities of 4 of 7 units are kept in found.auto\n" in stopped
