@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
 from quantkit.layouts import FUSIONS, LinearSpec
+from quantkit.models import ranks
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
@@ -140,6 +141,14 @@ def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
     return sums
 
 
+def _added_up(sums: Tensor | None, device: torch.device) -> Tensor | None:
+    """Over all ranks; None where none has any."""
+    shape = max(ranks.gathered(() if sums is None else tuple(sums.shape)))
+    if not shape:
+        return None
+    return ranks.sum_(torch.zeros(shape, device=device) if sums is None else sums)
+
+
 class Statistics:
     """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
 
@@ -189,7 +198,9 @@ class Statistics:
                 self.missing = _correlate(self.missing, meant.missing, rows)
 
     def finish(self) -> SiteStatistics:
-        """Symmetric and averaged; the accumulator is used up."""
+        """Those of all ranks, symmetric and averaged; the accumulator is used up."""
+        if ranks.count() > 1:
+            self._add_up()
         tokens = max(self.tokens, 1)
         if self.hessian is not None:
             lower = self.hessian.tril_()
@@ -208,9 +219,36 @@ class Statistics:
             inputs=self.inputs, fourth=self._fourth(),
         )  # fmt: skip
 
+    def _add_up(self) -> None:
+        """What all ranks have seen, as if it were one: sums are added, of the rest nothing is lost."""
+        self.tokens = sum(ranks.gathered(self.tokens))
+        if self.hessian is not None:
+            for start in range(
+                0, self.in_features, self.width
+            ):  # what lies above the diagonal does not travel
+                end = min(start + self.width, self.in_features)
+                self.hessian[start:end, :end] = ranks.sum_(self.hessian[start:end, :end].contiguous())
+        if self.magnitude is not None:
+            ranks.sum_(self.magnitude)
+        if self.peak is not None:
+            ranks.largest_(self.peak)
+        if self.squares is not None:
+            self.squares = [one for part in ranks.gathered(self.squares) for one in part]
+        if self.fourths is not None:
+            self.fourths = [one for part in ranks.gathered(self.fourths) for one in part]
+        if self.inputs is not None:
+            parts = ranks.gathered((self.inputs, self.every))
+            self.every = max(every for _, every in parts)
+            self.inputs = torch.cat([inputs[:: self.every // every] for inputs, every in parts])
+            self._thin()
+        self.drift, self.missing = (_added_up(sums, self.device) for sums in (self.drift, self.missing))
+
     def _keep(self, rows: Tensor) -> None:
         """Every so many rows, so that KEPT are not exceeded."""
         self.inputs = torch.cat([self.inputs, rows[:: self.every]])
+        self._thin()
+
+    def _thin(self) -> None:
         while len(self.inputs) > KEPT:
             self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
 

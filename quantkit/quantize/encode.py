@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quantkit.models import ranks
 from quantkit.models.heap import keep_freed_pages
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.open import open_checkpoint
@@ -31,10 +32,17 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.enter_context(job.staging.opened(job.fingerprint, resume=False))
             stack.callback(job.staging.discard)
         imatrix = _imatrix(jobs[0], progress, timings)
-        progress.phase("writing")
-        with timings("write"):
-            _write(jobs, (), imatrix, progress)
-        return [_publish(job, timings) for job in jobs]
+        return ranks.told(lambda: _written(jobs, imatrix, progress, timings))
+
+
+def _written(
+    jobs: Sequence[Job], imatrix: Imatrix | None, progress: Progress, timings: Timings
+) -> list[Summary]:
+    """All files, published."""
+    progress.phase("writing")
+    with timings("write"):
+        _write(jobs, (), imatrix, progress)
+    return [_publish(job, timings) for job in jobs]
 
 
 def _imatrix(job: Job, progress: Progress, timings: Timings) -> Imatrix | None:

@@ -19,13 +19,14 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
-from quantkit.models import headers
+from quantkit.models import headers, ranks
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import composing, linears, methods, plan, replacing
+from quantkit.quantize import composing, linears, methods, plan, replacing, sharing
+from quantkit.quantize.bystander import Bystander
 from quantkit.quantize.linears import Kept
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
@@ -59,7 +60,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job. batches: token ids `[batch, tokens]`; a data-free job has one, to verify with.
+    """A checked job. batches: token ids `[batch, tokens]`, this rank's of batch_count; a data-free job has
+    one, to verify with.
 
     source_sha256 may come later than all else; until then the fingerprint has None in its place.
     """
@@ -75,6 +77,7 @@ class Job:
     staging: Staging
     fingerprint: dict
     source_sha256: Future[str]
+    batch_count: int
 
     @property
     def identity(self) -> dict:
@@ -108,11 +111,11 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     check_run(request.run)
     checkpoint = _open(request, progress)
     staging = _staging(request, checkpoint, dry_run)
-    staged = staging.stored_fingerprint() if request.resume else None
+    staged = ranks.told(staging.stored_fingerprint) if request.resume else None
     if request.resume and not staged:
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
     adopted = staged["execution"] if staged else {}
-    source_sha256: Future[str] = Future() if dry_run else _begin(checkpoint.sha256)
+    source_sha256: Future[str] = Future() if dry_run or ranks.rank() else _begin(checkpoint.sha256)
 
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     turned = None
@@ -123,6 +126,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
     if turned:
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
+    sharing.check(method)
     for note in method.notes:
         progress.warn(note)
     specs = _specs(skeleton, method, request)
@@ -141,17 +145,19 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     job_plan = plan.plan(skeleton, specs, method, execution, peak, tokens.numel())
     fingerprint = {}
     if not dry_run:
-        plan.check_disk(staging.output.absolute(), job_plan.disk_bytes)
-        if staged or job_plan.source_bytes < HASHED_BESIDE:
+        ranks.told(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
+        if ranks.rank() == 0 and (staged or job_plan.source_bytes < HASHED_BESIDE):
             progress.phase("hashing the source")
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
         fingerprint |= {"rotation": turned.record} if turned else {}
-    batches = list(tokens.split(execution.batch_size))
+        sharing.check_alike(fingerprint)
+    batches = plan.own_batches(tokens, execution.batch_size) if method.needs else [tokens]
+    batch_count = -(-len(tokens) // execution.batch_size)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
-        source_sha256,
+        source_sha256, batch_count,
     )  # fmt: skip
 
 
@@ -182,7 +188,7 @@ def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging
 
 def _staging_of(request: Request) -> Staging:
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
-    return Staging(output_of(request), one_file)
+    return (Bystander if ranks.rank() else Staging)(output_of(request), one_file)
 
 
 def check_run(run: RunOptions) -> None:
@@ -209,6 +215,7 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
     skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
     skeleton.names.check_complete()
+    skeleton.streams = ranks.any_(skeleton.streams)
     return skeleton
 
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import LinearSpec
+from quantkit.models import ranks
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
-from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, towers, walk
+from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, sharing, towers, walk
 from quantkit.quantize.beside import Beside
 from quantkit.quantize.cache_peaks import Peaks
 from quantkit.quantize.capture import PROBE_TOKENS, Site
@@ -106,7 +107,7 @@ class _Loop:
 
     def _done(self) -> list[bool]:
         """Which blocks an earlier run has staged."""
-        return self.job.staging.done(len(self.skeleton.blocks), self.progress.warn)
+        return ranks.told(lambda: self.job.staging.done(len(self.skeleton.blocks), self.progress.warn))
 
     def run(self) -> Summary:
         """All blocks, then what they become."""
@@ -131,14 +132,17 @@ class _Loop:
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
-        towers.quantize(self.job, self.timings, self.progress)
+        ranks.told(lambda: towers.quantize(self.job, self.timings, self.progress))
         with self.timings("write"):
             staging.wait()
-        with self.timings("hash"):
-            staging.sign(self.job.identity)
-        summary = finish.finish(self.job, self.states[0], self.timings, self.progress)
+        summary = ranks.told(self._finished)
         skeleton.model.to("meta")  # gives its memory back
         return summary
+
+    def _finished(self) -> Summary:
+        with self.timings("hash"):
+            self.job.staging.sign(self.job.identity)
+        return finish.finish(self.job, self.states[0], self.timings, self.progress)
 
     def _quantize(self, index: int, module: nn.Module) -> None:
         """Quantize one block and stage it; the hidden states become its outputs."""
@@ -181,9 +185,9 @@ class _Loop:
         rows = {row.local: row for row in self.job.specs if row.block == index}
         if not self.method.needs:  # no inputs are gathered
             return Block(index, module, rows, capture.fused_sites(rows))
-        probe = self.states[0][:1, :PROBE_TOKENS]
+        probe = ranks.told(lambda: self.states[0][:1, :PROBE_TOKENS].clone())
         sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
-        return Block(index, module, rows, sites)
+        return Block(index, module, rows, sites, probe)
 
     def _beside(self, block: Block) -> AbstractContextManager[Beside | None]:
         """What the block's sites see in the original model, where the method asks for that."""
@@ -205,6 +209,7 @@ class _Loop:
             self.job.request.run.experts,
             self.timings,
             beside,
+            self.job.batch_count,
         )
         transform = self.method.transform
         if transform is not None and transform.sample < 1:
@@ -249,7 +254,7 @@ class _Loop:
             sites=[site for site in block.sites if site.linears],
             statistics=statistics,
             grids={name: row.grid for name, row in block.rows.items()},
-            probe=lambda: skeleton.run_block(index, self.states[0][:1, :PROBE_TOKENS].float()),
+            probe=lambda: skeleton.run_block(index, block.probe.float()),
             stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
             away=skeleton.away(index),
             read=partial(skeleton.part, index),
@@ -282,7 +287,7 @@ class _Loop:
         ]
         with self.timings("solve"):
             grids = [row.grid.together(weights) for row in rows]
-            solved = self.method.solver.solve(weights, grids, statistics)
+            solved = sharing.solve(self.method.solver, weights, grids, statistics)
             if statistics and "peak" in layout.needs:
                 solved = [result.with_input_peak(statistics.peak) for result in solved]
         for row, weight, result in zip(rows, weights, solved, strict=True):
@@ -321,7 +326,8 @@ class _Loop:
         try:
             return self._quantize(index, module)
         except torch.OutOfMemoryError as error:
-            if less is None or self.states.changes != before:
+            alone = ranks.count() == 1  # others would wait for what this one does again
+            if less is None or self.states.changes != before or not alone:
                 raise plan.out_of_memory(self.execution, index) from error
         # out of the handler: its traceback would keep the tensors of the first attempt alive
         note = f"{self.execution.device} ran out of memory in block {index + 1}: goes on with --sequential "

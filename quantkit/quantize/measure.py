@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 
 from quantkit.layouts import LinearSpec
+from quantkit.models import ranks
 from quantkit.models.heap import return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, experts
@@ -26,12 +27,14 @@ from quantkit.quantize.transforms import Transformed
 @dataclass(frozen=True)
 class Block:
     """A block that is loaded. rows: its linears by their names inside it; sites: in the order a forward
-    reaches them."""
+    reaches them; probe: a few tokens that enter it, the same on all ranks, so that what is found out by them
+    is, too."""
 
     index: int
     module: nn.Module
     rows: dict[str, LinearSpec]
     sites: list[Site]
+    probe: Tensor | None = None
 
     @cached_property
     def wanted(self) -> list[Site]:
@@ -62,7 +65,8 @@ class Measured:
 @dataclass(frozen=True)
 class Measuring:
     """How a block is measured, by running `states` through it. needs: fields of SiteStatistics; choice: whose
-    tokens an expert's statistics are made of (`experts`); beside: the original block, if it is asked for."""
+    tokens an expert's statistics are made of (`experts`); beside: the original block, if it is asked for;
+    batches: those of all ranks, of which `states` are this one's."""
 
     skeleton: Skeleton
     states: States
@@ -71,6 +75,7 @@ class Measuring:
     choice: experts.Choice
     timings: Timings
     beside: Beside | None = None
+    batches: int = 0
 
     def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
         """How a batch goes through the block, by its number; `most` of its sequences."""
@@ -93,9 +98,11 @@ class Measuring:
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
         sample of the sequences."""
-        every, sequences = range(0, len(self.states), round(1 / sample)), len(self.states[0])
-        wanted = sample * sequences * len(self.states)
+        own = ranks.span(self.batches)
+        every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
+        wanted = sample * sequences * self.batches
         most = math.ceil(wanted / len(every))  # sequences of a batch: fewer than all where batches are few
+        every = [k - own.start for k in every if k in own]
         run, whole = self.run(block, most), sample == 1
         outputs = self.skeleton.in_step(block.index, lambda k: run(every[k]), len(every))
         with self.timings("forward"):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved, site, target, vectors
+from quantkit.quantize.solvers import SiteStatistics, Solved, Total, own, site, target, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
 
@@ -55,17 +55,26 @@ class GptqSolver:
     def needs(self) -> frozenset[str]:
         return frozenset({"hessian", "drift"} if self.target == "original" else {"hessian"})
 
+    @property
+    def by_rows(self) -> bool:
+        """How far a linear is moved towards the original's outputs is decided for it as a whole."""
+        return self.target == "own"
+
     def solve(
-        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+        self,
+        weights: Sequence[Tensor],
+        grids: Sequence[Grid],
+        statistics: SiteStatistics | None,
+        total: Total = own,
     ) -> list[Solved]:
         """weights: `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. Where there is a
-        drift, errors are those of the weights that would make up for it.
+        drift, errors are those of the weights that would make up for it. total: see `Solver`.
 
         Raises QuantkitError where `full` would scatter the columns of a grid that has to know their places.
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
-        return site.solve(self.quantize, weights, grids, statistics.hessian)
+        return site.solve(self.quantize, weights, grids, statistics.hessian, total)
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
         """`D [in]` of `H = U D Uᵀ` in the order in which columns are quantized: what a squared error in each

@@ -1,0 +1,99 @@
+"""A site solved by all ranks: each has some rows of every linear, and all have the whole result.
+
+Error feedback runs along the columns of a row, so rows of a linear need nothing of one another but the
+Hessian's factor, which every rank makes for itself, and the sums by which the solver decides for a linear as
+a whole. What cannot be cut (grids whose parameters span the matrix, solvers that look at rows together, few
+rows) goes to one rank as it is, the next to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.grids.grid import Grid, stack
+from quantkit.models import ranks
+from quantkit.quantize.fingerprint import differences
+from quantkit.quantize.methods import Method
+from quantkit.quantize.solvers import SiteStatistics, Solved, Solver, clipping
+
+ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
+FEWEST = 16  # rows of a linear that are worth a rank's while
+
+
+def solve(
+    solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+) -> list[Solved]:
+    """`solver.solve`, by all ranks together; every one of them has all weights, and gets all results."""
+    if ranks.count() == 1:
+        return solver.solve(weights, grids, statistics)
+    pairs = list(enumerate(zip(weights, grids, strict=True)))
+    cut = {
+        k for k, (weight, grid) in pairs
+        if solver.by_rows and not grid.spans_matrix and len(weight) >= FEWEST * ranks.count()
+    }  # fmt: skip
+    found: dict[int, Solved] = {}
+    if cut:
+        parts = [weight[_rows(weight)] for k, (weight, _) in pairs if k in cut]
+        own = solver.solve(parts, [grids[k] for k in sorted(cut)], statistics, ranks.sum_)
+        everyone = ranks.gathered(own)
+        found |= {k: _joined([part[at] for part in everyone]) for at, k in enumerate(sorted(cut))}
+    whole = [k for k, _ in pairs if k not in cut]
+    mine = ranks.dealt(whole)
+    solved = solver.solve([weights[k] for k in mine], [grids[k] for k in mine], statistics) if mine else []
+    if whole:
+        for part in ranks.gathered(dict(zip(mine, solved, strict=True))):
+            found |= part
+    return [found[k] for k, _ in pairs]
+
+
+def check(method: Method) -> None:
+    """Raise QuantkitError for a job that several processes cannot share."""
+    if ranks.count() == 1:
+        return
+    if not method.needs:
+        message = f"{method.name} without calibration has nothing that {ranks.count()} processes could share"
+        raise QuantkitError(message, ALONE, UNSUPPORTED)
+    if "curvature" in method.needs:
+        message = f"--solver yaqa does not run as several processes, and {ranks.count()} were started"
+        raise QuantkitError(message, "use --solver gptq, or start it without torchrun", UNSUPPORTED)
+
+
+def check_alike(fingerprint: dict) -> None:
+    """Raise QuantkitError unless all ranks have prepared the same job, on like machines: they take every
+    decision each for itself, from the same numbers."""
+    if ranks.count() == 1:
+        return
+    mine = {name: value for name, value in fingerprint.items() if name != "source_sha256"}
+    mine |= {"processor": torch.backends.cpu.get_cpu_capability()}
+    if mine["execution"]["device"] != "cpu":
+        mine |= {"GPU": torch.cuda.get_device_name()}
+    first, *others = ranks.gathered(mine)
+    for rank, other in enumerate(others, 1):
+        if different := differences(first, other):
+            raise QuantkitError(
+                f"rank {rank} has another job than rank 0; different: {name_all(different)}",
+                "use like machines, with the same files, options and versions",
+                UNSUPPORTED,
+            )
+
+
+def _rows(weight: Tensor) -> slice:
+    own = ranks.span(len(weight))
+    return slice(own.start, own.stop)
+
+
+def _joined(parts: Sequence[Solved]) -> Solved:
+    """A linear from the rows of all ranks, which are of one mind about all else."""
+    first, clipped = parts[0], clipping(parts[0].weight)
+    weight = replace(
+        first.weight,
+        codes=torch.cat([part.weight.codes for part in parts]),
+        params=stack([part.weight.params for part in parts]),
+    )
+    notes = first.notes[: len(first.notes) - len(clipped)] + clipping(weight)
+    return replace(first, weight=weight, notes=notes)
