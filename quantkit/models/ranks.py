@@ -32,6 +32,7 @@ EVER = timedelta(days=100)  # of an operation: who hangs is the heartbeat's busi
 AT_ONCE = 1 << 24  # values of a sum that travel together: a slow network gets somewhere in between
 _heartbeat: Heartbeat | None = None
 _count, _local = 1, 1  # ranks, and those on this host
+_accelerated = False
 
 
 def wanted() -> int:
@@ -72,9 +73,9 @@ def joined(device: str, say: Callable[[Failure, str], None]) -> Iterator[None]:
 
     Raises QuantkitError if the others do not come.
     """
-    global _heartbeat, _count, _local
+    global _heartbeat, _count, _local, _accelerated
     _count, _local = wanted(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    accelerated = _choose_gpu(device)
+    _accelerated = accelerated = _choose_gpu(device)
     import torch
 
     dist, whole = _group(), wanted()
@@ -195,6 +196,50 @@ def _reduced(tensor: Tensor, how: str) -> Tensor:
 def sum_(tensor: Tensor) -> Tensor:
     """The sum over all ranks, in the tensor's own precision, in its place."""
     return _reduced(tensor, "SUM")
+
+
+def in_order() -> bool:
+    """Whether sums are to be those of one process to the last bit, at the price that ranks wait for one
+    another. On GPUs, whose products of matrices differ with their shapes anyway, they are not."""
+    return count() > 1 and not _accelerated
+
+
+def in_turn(sums: Sequence[Tensor], add: Callable[[int], object]) -> None:
+    """Let `add(k)` on every rank add what it has to sum k, in place, behind the ranks before it: in the order
+    in which one process would. A rank is at work on one sum while the next is on the one before. Where ranks
+    are not `in_order`, `add` has nothing left to add, and the sums themselves are added up."""
+    if not in_order():
+        for part in sums:
+            sum_(part)
+        return
+    dist, last, sending = _group(), count() - 1, []
+    for k, part in enumerate(sums):
+        if rank():
+            before = _empty(part)
+            with _together():
+                dist.recv(before, rank() - 1)
+                _finished(before)
+            part.copy_(before)
+        add(k)
+        if rank() < last:
+            after = part.contiguous()
+            sending.append((dist.isend(after, rank() + 1), after))
+    with _together():
+        for work, _ in sending:
+            work.wait()
+    for part in sums:
+        whole = part.contiguous()
+        with _together():
+            dist.broadcast(whole, last)
+            _finished(whole)
+        if whole is not part:
+            part.copy_(whole)
+
+
+def _empty(like: Tensor) -> Tensor:
+    import torch
+
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def largest_(tensor: Tensor) -> Tensor:

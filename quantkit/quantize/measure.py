@@ -119,7 +119,7 @@ class Measuring:
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
-                sums.add(batch, self.beside.meant(site, k) if self.beside else None)
+                sums.add(batch, self.beside.meant(site, k) if self.beside else None, lasting=True)
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:
