@@ -73,8 +73,7 @@ def resumable(kept: str, again: str) -> Iterator[None]:
         yield
     except QuantkitError as error:
         raise QuantkitError(error.message, error.hint or hint, error.exit_code, error.found) from error
-    finally:
-        ranks.keep("")
+    ranks.keep("")
 
 
 def launcher() -> list[str]:

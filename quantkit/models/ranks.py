@@ -358,7 +358,7 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     if found is None:
         found = own if stopped else _heartbeat.blame(own)
     its_own = (known is None and number == 0) or found.rank is None
-    ending = error if its_own and not found.gone else named(found, error.hint)
+    ending = error if its_own and not found.gone else named(found, _heartbeat.kept or error.hint)
     speaks = number == 0 if its_own else _heartbeat.is_speaker(found)
     if not speaks and found.rank == number:
         speaks = not _heartbeat.wait_told(8)
