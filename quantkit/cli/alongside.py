@@ -32,6 +32,7 @@ def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(**values: Any) -> None:
         several.refuse(name, name in (*methods.available(), *OTHERS))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is told by us, in one line
         from quantkit.models import ranks
 
         with manners.stopping() as asked:

@@ -148,6 +148,19 @@ class Heartbeat:
             return True  # who told it has left with the store
         return False
 
+    def wait_left(self, seconds: float) -> None:
+        """Until all others have gone, too: this process may hold the store that they still ask."""
+        end = time.monotonic() + seconds
+        others = [f"beat/{rank}" for rank in range(self._count) if rank != self.rank]
+        try:
+            while time.monotonic() < end:
+                records = [json.loads(text) for text in self._store.multi_get(others)]
+                if all(record["left"] or not _lives(record["pid"]) for record in records):
+                    return
+                time.sleep(0.05)
+        except RuntimeError:
+            return  # another one held it
+
     # ---- what the thread does
 
     def beat(self) -> None:

@@ -378,3 +378,5 @@ def leave(spoken: bool) -> None:
         _heartbeat.told()
     if _heartbeat:
         _heartbeat.leave()
+    if _heartbeat and spoken:
+        _heartbeat.wait_left(2)

@@ -248,6 +248,9 @@ def _memory(
         gradients="curvature" in method.needs,
         sampled=method.transform is not None and method.transform.sample < 1,
     )
+    if ranks.in_order() and mode == "repeat" and method.needs:  # inputs of a site wait until it is their turn
+        kept = tokens * max(shapes.widest, shapes.spread) * shapes.element
+        peak = Peak(peak.device, peak.host + kept)
     beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
     if not beside:
         return peak
