@@ -7,6 +7,7 @@ costs anything, where nobody started several.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ def end(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
         return
     from quantkit.models import ranks
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on nothing is to come in between
     ending, speaks = ranks.verdict(error)
     if speaks:
         tell(ending)

@@ -63,6 +63,7 @@ class Heartbeat:
         self._store, self.rank, self._count, self._say = store, rank, count, say
         self.failure: Failure | None = None
         self.kept = ""
+        self.ending = False  # the main thread is on its way out
         self._spoken = threading.Lock()
         self._stopped = threading.Event()
         self._beats = 0
@@ -284,9 +285,9 @@ class Heartbeat:
         """Let the main thread stop; where it does not, end the process."""
         if failure.rank is not None and not failure.gone and not asked:
             self._stopped.wait(POLITE)
-        if not (asked or self._stopped.is_set()):
+        if not (asked or self.ending or self._stopped.is_set()):
             _thread.interrupt_main()
-        if self._stopped.wait(GRACE):
+        if self._stopped.wait(2 * GRACE if self.ending else GRACE):
             return  # the main thread tells it
         if self.is_speaker(failure) and self.may_speak():
             self._say(failure, self.kept)

@@ -351,7 +351,7 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     first tells it, with the name of the rank where it is another's."""
     if not _heartbeat:
         return error, wanted_rank() == 0
-    known, number = _heartbeat.failure, _heartbeat.rank
+    known, number, _heartbeat.ending = _heartbeat.failure, _heartbeat.rank, True
     stopped = error.exit_code in (130, 143) and known is None
     own = Failure(None if stopped else number, error.message, error.hint, error.exit_code)
     found = _heartbeat.look_for(1.5) if stopped else known
