@@ -3,8 +3,8 @@
     python scripts/bench_ranks.py [--hidden 768 --intermediate 2048 --layers 3 --samples 64 --seqlen 512]
     python scripts/bench_ranks.py --paper          (the tables alone; nothing is run)
 
-The first part makes a random Llama and quantizes it both ways, in turn, in the same minutes, so that what else
-the machine does hits both; the ratio is the result. The second counts floating-point operations and bytes of
+The first part makes a random Llama and quantizes it both ways, in turn, in the same minutes, so that what
+else the machine does hits both; the ratio is the result. The second counts floating-point operations and bytes of
 a block, and what of it every rank has to do for itself; rates of a GPU stand at the top of this file, and are
 assumptions.
 """
@@ -116,6 +116,8 @@ def paper(name: str, blocks: int, sites: list[tuple[int, int, int, float]]) -> N
     factor = sum(width**3 / 3 * many for width, _, many, _ in sites)
     sweep = sum(PRODUCTS * out * width**2 * many for width, out, many, _ in sites)
     launches = sum(LAUNCHES * width * many for width, _, many, _ in sites)
+    dealt = sum(LAUNCHES * width * -(-many // RANKS) for width, _, many, _ in sites) / launches
+    spread = sum(width**3 / 3 * -(-many // RANKS) for width, _, many, _ in sites) / factor
     sums = sum(4 * width**2 * 9 / 16 * many for width, _, many, _ in sites)  # the panels up to the diagonal
     codes = sum(width * out * many for width, out, many, _ in sites)  # a byte each
     link = 2 * (RANKS - 1) / RANKS * sums + codes
@@ -123,14 +125,14 @@ def paper(name: str, blocks: int, sites: list[tuple[int, int, int, float]]) -> N
         ("forward", f"{forward:.1e} FLOP in 16 bit", forward / FORWARD_FLOPS, 1 / RANKS),
         ("second moments", f"{moments:.1e} FLOP in float32", moments / FLOAT32_FLOPS, 1 / RANKS),
         ("sweep, refinement", f"{sweep:.1e} FLOP in float32", sweep / FLOAT32_FLOPS, 1 / RANKS),
-        ("factors of H", f"{factor:.1e} FLOP in float32", factor / FLOAT32_FLOPS, 1),
-        ("launches", f"{launches:.1e} one after another", launches * LAUNCH_SECONDS, 1),
+        ("factors of H", f"{factor:.1e} FLOP in float32", factor / FLOAT32_FLOPS, spread),
+        ("launches", f"{launches:.1e} one after another", launches * LAUNCH_SECONDS, dealt),
     ]
     print(f"{name}: a block of {blocks}, {TOKENS:,} tokens")
     print(f"| what | how much | one GPU, s | {RANKS} GPUs, s | |")
     print("| --- | --- | ---: | ---: | --- |")
     for what, how_much, seconds, left in rows:
-        kind = "shared" if left < 1 else "every rank"
+        kind = "shared" if left == 1 / RANKS else "experts shared" if left < 1 else "every rank"
         print(f"| {what} | {how_much} | {seconds:.2f} | {seconds * left:.2f} | {kind} |")
     wire = link / LINK_BYTES
     print(f"| sums and codes | {link / 1e9:.1f} GB over each link | 0 | {wire:.2f} | between them |")

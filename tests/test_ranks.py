@@ -135,6 +135,7 @@ def run(folder: Path, count: int, *commands: list, faulty: str | None = None) ->
 def make_folder(folder: Path) -> Path:
     folder.mkdir()
     families.save_tokenizer(families.save_model(folder / "model", "llama", **SIZES))
+    families.save_tokenizer(families.save_model(folder / "mixture", "qwen3_moe", num_hidden_layers=1))
     (folder / "text.txt").write_text("\n".join(families.sentences() * 8))
     return folder
 
@@ -148,6 +149,7 @@ def done(tmp_path_factory):
         EVAL,
         ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
         ["awq", "model", "--group-size", "32", *CALIBRATION, "-o", "awq"],
+        ["gptq", "mixture", "--group-size", "32", *CALIBRATION, "-o", "experts"],
     ]
     with pytest.MonkeyPatch.context() as patch:  # for the server, which begins with the first process
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
@@ -171,7 +173,7 @@ def furthest(one: Path, other: Path) -> float:
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-@pytest.mark.parametrize("name", ["out", "awq"])
+@pytest.mark.parametrize("name", ["out", "awq", "experts"])
 def test_two_processes_write_the_weights_of_one(done, name):
     one, two = done
     assert furthest(one / name, two / name) <= 1e-5
@@ -208,7 +210,7 @@ def test_an_importance_matrix_by_two_processes_is_that_of_one(done):
 def test_the_first_process_alone_speaks(done):
     _, two = done
     assert (two / "out-2-0-0").read_text().startswith("written")
-    assert all((two / f"out-2-1-{number}").read_text() == "" for number in range(5))
+    assert all((two / f"out-2-1-{number}").read_text() == "" for number in range(6))
     assert all((two / f"err-2-{rank}-{number}").read_text() == "" for rank in (0, 1) for number in (0, 1, 2))
 
 

@@ -154,18 +154,21 @@ class _Loop:
             closing(self._measure(block, parts, beside)) as measured,
             self._watched(block) as caches,
         ):
-            for site in measured.order or block.wanted:
-                statistics = measured.statistics(site)
-                if not site.linears:
+            for sites in sharing.groups(measured.order or block.wanted, measured.independent):
+                found = {site: measured.statistics(site) for site in sites}
+                tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
+                if not sites[0].linears:
                     continue
-                tokens = statistics.tokens if site.pool and statistics else None
-                statistics = self._with_curvatures(block, site, statistics, measured.transformed)
+                found = {
+                    site: self._with_curvatures(block, site, known, measured.transformed)
+                    for site, known in found.items()
+                }
                 exact = measured.transformed.exact
-                for row, solved in self._solve(block, site, statistics, parts, exact):
+                for site, row, solved in self._solve(block, found, parts, exact):
                     solved = measured.transformed.amend(row.local, solved)
-                    if statistics and not site.calls:
+                    if found[site] and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
-                    records.append(_record(row, solved, tokens))
+                    records.append(_record(row, solved, tokens.get(site)))
                     self.progress.linear(row, solved)
             self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
@@ -273,32 +276,56 @@ class _Loop:
     def _solve(
         self,
         block: Block,
-        site: Site,
-        statistics: SiteStatistics | None,
+        found: Mapping[Site, SiteStatistics | None],
         parts: BlockParts,
         exact: dict[str, Tensor],
-    ) -> Iterator[tuple[LinearSpec, Solved]]:
-        """Solve ▶ encode ▶ install a site's linears: what was found of each; what is to be written goes to
-        `parts`, and is read there again where an expert comes back into memory."""
+    ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
+        """Solve ▶ encode ▶ install the linears of a site, or of several that do not depend on one another:
+        what was found of each; what is to be written goes to `parts`, and is read there again where an expert
+        comes back into memory."""
         layout = self.method.layout
-        rows = [block.rows[name] for name in site.linears if block.rows[name].grid]
-        weights = [
+        weights: dict[str, Tensor] = {}
+        with self.timings("solve"):
+            solved = sharing.each(
+                list(found),
+                lambda site, solve: self._solved(block, site, found[site], exact, weights, solve),
+            )
+        for site, results in zip(found, solved, strict=True):
+            for row, result in zip(self._rows(block, site), results, strict=True):
+                with self.timings("pack"):
+                    packed, stored = layout.encode(result.weight), f"{row.name}.weight"
+                    again = partial(parts.parts, row.name)
+                    values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
+                    parts.add_linear(row.name, packed)
+                if result.error is None:
+                    result = replace(result, error=weight_error(weights[row.local], values))
+                yield site, row, result
+
+    @staticmethod
+    def _rows(block: Block, site: Site) -> list[LinearSpec]:
+        """Of its linears, those that are quantized."""
+        return [block.rows[name] for name in site.linears if block.rows[name].grid]
+
+    def _solved(
+        self,
+        block: Block,
+        site: Site,
+        statistics: SiteStatistics | None,
+        exact: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        solve: sharing.Solve,
+    ) -> list[Solved]:
+        """A site's linears, solved; `weights` becomes what they were."""
+        rows = self._rows(block, site)
+        own = [
             exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float() for row in rows
         ]
-        with self.timings("solve"):
-            grids = [row.grid.together(weights) for row in rows]
-            solved = sharing.solve(self.method.solver, weights, grids, statistics)
-            if statistics and "peak" in layout.needs:
-                solved = [result.with_input_peak(statistics.peak) for result in solved]
-        for row, weight, result in zip(rows, weights, solved, strict=True):
-            with self.timings("pack"):
-                packed, stored = layout.encode(result.weight), f"{row.name}.weight"
-                again = partial(parts.parts, row.name)
-                values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
-                parts.add_linear(row.name, packed)
-            if result.error is None:
-                result = replace(result, error=weight_error(weight, values))
-            yield row, result
+        weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
+        grids = [row.grid.together(own) for row in rows]
+        solved = solve(self.method.solver, own, grids, statistics)
+        if statistics and "peak" in self.method.layout.needs:
+            solved = [result.with_input_peak(statistics.peak) for result in solved]
+        return solved
 
     def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
         """Parameters that are not quantized but not the source's any more, either, as they are stored."""

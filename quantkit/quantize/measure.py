@@ -53,13 +53,15 @@ class Block:
 class Measured:
     """What is known of a block's inputs. statistics: of a site, asked for in order, once those before it are
     quantized; outputs: the block's, once all are. transformed: what was and is being done to the block.
-    order: of the sites; None for that of a forward."""
+    order: of the sites; None for that of a forward. independent: sites that read what enters a layer of
+    experts may be asked for before those of the layer that come before are quantized."""
 
     statistics: Callable[[Site], SiteStatistics | None]
     outputs: Callable[[], Iterable[Tensor]]
     close: Callable[[], None] = lambda: None
     transformed: Transformed = Transformed({})
     order: Sequence[Site] | None = None
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Measuring:
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
         found = (_Repeated if repeats else _Suspended)(self, block)
         pools = _Pools(self.choice)
-        return Measured(lambda site: pools.mixed(site, found.of(site)), found.outputs, found.close)
+        statistics = lambda site: pools.mixed(site, found.of(site))  # noqa: E731
+        return Measured(statistics, found.outputs, found.close, independent=repeats)
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even

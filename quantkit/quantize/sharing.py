@@ -1,4 +1,5 @@
-"""A site solved by all ranks: each has some rows of every linear, and all have the whole result.
+"""What ranks solve together: a site, of whose linears each has some rows, or several sites of experts, of which
+each has some. All of them have the whole result.
 
 Error feedback runs along the columns of a row, so rows of a linear need nothing of one another but the
 Hessian's factor, which every rank makes for itself, and the sums by which the solver decides for a linear as
@@ -8,7 +9,7 @@ rows) goes to one rank as it is, the next to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,12 +18,46 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.grids.grid import Grid, stack
 from quantkit.models import ranks
+from quantkit.quantize.capture import Site
 from quantkit.quantize.fingerprint import differences
 from quantkit.quantize.methods import Method
 from quantkit.quantize.solvers import SiteStatistics, Solved, Solver, clipping
 
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
+Solve = Callable[[Solver, Sequence[Tensor], Sequence[Grid], SiteStatistics | None], list[Solved]]
 FEWEST = 16  # rows of a linear that are worth a rank's while
+
+
+def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
+    """Sites one by one; of experts, where they are independent, as many at a time as there are ranks."""
+    group: list[Site] = []
+    for site in sites:
+        both = [*group[:1], site]
+        alike = site.pool and site.pool == both[0].pool and len(group) < ranks.count()
+        free = independent and all(one.linears and one.calls and not one.whole for one in both)
+        if group and not (alike and free):
+            yield group
+            group = []
+        group.append(site)
+    if group:
+        yield group
+
+
+def each(sites: Sequence[Site], solved: Callable[[Site, Solve], list[Solved]]) -> list[list[Solved]]:
+    """What `solved(site, solve)` returns for every site: one is solved by all ranks together, of several each
+    rank solves some."""
+    if len(sites) == 1:
+        return [solved(sites[0], solve)]
+    mine = {site.place: solved(site, alone) for site in ranks.dealt(sites)}
+    found = {place: results for part in ranks.gathered(mine) for place, results in part.items()}
+    return [found[site.place] for site in sites]
+
+
+def alone(
+    solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+) -> list[Solved]:
+    """By this rank."""
+    return solver.solve(weights, grids, statistics)
 
 
 def solve(
