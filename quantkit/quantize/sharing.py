@@ -1,5 +1,5 @@
-"""What ranks solve together: a site, of whose linears each has some rows, or several sites of experts, of which
-each has some. All of them have the whole result.
+"""What ranks solve together: a site, of whose linears each has some rows, or several sites of experts, of
+which each has some. All of them have the whole result.
 
 Error feedback runs along the columns of a row, so rows of a linear need nothing of one another but the
 Hessian's factor, which every rank makes for itself, and the sums by which the solver decides for a linear as
