@@ -199,8 +199,8 @@ def sum_(tensor: Tensor) -> Tensor:
 
 
 def in_order() -> bool:
-    """Whether sums are to be those of one process to the last bit, at the price that ranks wait for one
-    another. On GPUs, whose products of matrices differ with their shapes anyway, they are not."""
+    """Whether all is to be what one process makes of it, to the last bit, at the price that ranks wait for
+    one another: on CPUs. On GPUs sums are added up as is fastest, and linears are cut."""
     return count() > 1 and not _accelerated
 
 

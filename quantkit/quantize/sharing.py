@@ -4,7 +4,7 @@ which each has some. All of them have the whole result.
 Error feedback runs along the columns of a row, so rows of a linear need nothing of one another but the
 Hessian's factor, which every rank makes for itself, and the sums by which the solver decides for a linear as
 a whole. What cannot be cut (grids whose parameters span the matrix, solvers that look at rows together, few
-rows) goes to one rank as it is, the next to the next.
+rows) goes to one rank as it is; on CPUs all does, so that the bytes are those of one process.
 """
 
 from __future__ import annotations
@@ -66,24 +66,28 @@ def solve(
     """`solver.solve`, by all ranks together; every one of them has all weights, and gets all results."""
     if ranks.count() == 1:
         return solver.solve(weights, grids, statistics)
-    pairs = list(enumerate(zip(weights, grids, strict=True)))
-    cut = {
-        k for k, (weight, grid) in pairs
-        if solver.by_rows and not grid.spans_matrix and len(weight) >= FEWEST * ranks.count()
-    }  # fmt: skip
+    numbers = range(len(weights))
+    cut = [k for k in numbers if _can_be_cut(solver, weights[k], grids[k])]
     found: dict[int, Solved] = {}
     if cut:
-        parts = [weight[_rows(weight)] for k, (weight, _) in pairs if k in cut]
-        own = solver.solve(parts, [grids[k] for k in sorted(cut)], statistics, ranks.sum_)
-        everyone = ranks.gathered(own)
-        found |= {k: _joined([part[at] for part in everyone]) for at, k in enumerate(sorted(cut))}
-    whole = [k for k, _ in pairs if k not in cut]
-    mine = ranks.dealt(whole)
-    solved = solver.solve([weights[k] for k in mine], [grids[k] for k in mine], statistics) if mine else []
-    if whole:
-        for part in ranks.gathered(dict(zip(mine, solved, strict=True))):
+        parts = [weights[k][_rows(weights[k])] for k in cut]
+        everyone = ranks.gathered(solver.solve(parts, [grids[k] for k in cut], statistics, ranks.sum_))
+        found |= {k: _joined([part[at] for part in everyone]) for at, k in enumerate(cut)}
+    whole = [k for k in numbers if k not in cut]
+    if whole:  # those of one grid are solved as one matrix: together
+        mine = ranks.dealt(list(dict.fromkeys(grids[k] for k in whole)))
+        own = [k for k in whole if grids[k] in mine]
+        solved = solver.solve([weights[k] for k in own], [grids[k] for k in own], statistics) if own else []
+        for part in ranks.gathered(dict(zip(own, solved, strict=True))):
             found |= part
-    return [found[k] for k, _ in pairs]
+    return [found[k] for k in numbers]
+
+
+def _can_be_cut(solver: Solver, weight: Tensor, grid: Grid) -> bool:
+    """Whether ranks may have some rows each: not where it is to be what one process makes of it, for a
+    product of matrices of fewer rows may differ in its last bit, and error feedback is chaotic."""
+    enough = len(weight) >= FEWEST * ranks.count()
+    return enough and solver.by_rows and not grid.spans_matrix and not ranks.in_order()
 
 
 def check(method: Method) -> None:
