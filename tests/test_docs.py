@@ -22,6 +22,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # Flags of other programs, and of scripts.
 OTHERS = {
     "--as-is", "--no-write", "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
+    "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint",
     "--ctx-size", "--continuous-batching", "--cb-max-memory-percent",
 }  # fmt: skip
 GROUP = typer.main.get_command(cli.app)

@@ -44,6 +44,7 @@ def test_the_help_imports_no_command(imported):
         "quantkit", "quantkit.errors", "quantkit.quantize", "quantkit.quantize.methods", "quantkit.cli",
         "quantkit.cli.commands",
         "quantkit.cli.manners",
+        "quantkit.cli.several",
         "quantkit.cli.streams",
     }  # fmt: skip
 

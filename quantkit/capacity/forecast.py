@@ -40,6 +40,7 @@ class Question:
     device: Device | None = None
     samples: int = job.SAMPLES
     seqlen: int = job.SEQLEN
+    ranks: int = 1
 
     @property
     def kv_bytes(self) -> Fraction:
@@ -78,6 +79,8 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             f"{question.device.count} devices as if they were one, at most: what they tell each other takes "
             "time, and what cannot be divided lies on each"
         )
+    if question.ranks > 1:
+        notes.append(f"of the jobs, memory and time are those of each of {question.ranks} processes")
     return {
         "schema": SCHEMA,
         "model": source.name,
@@ -94,6 +97,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             question.samples,
             question.seqlen,
             source.layout,
+            question.ranks,
         )
         if parameters
         else {},
@@ -124,7 +128,7 @@ def _parameters(source: Source) -> dict[str, Any]:
 
 def _check(question: Question) -> None:
     """Raise QuantkitError for numbers that make no sense."""
-    numbers = {"--batch": question.batch, "--samples": question.samples}
+    numbers = {"--batch": question.batch, "--samples": question.samples, "--ranks": question.ranks}
     for flag, value in (numbers | {"--seqlen": question.seqlen}).items():
         if value is not None and not 1 <= value <= 1 << 32:
             raise QuantkitError(f"{flag} {value} makes no sense", "choose 1 or more", USAGE)

@@ -36,8 +36,10 @@ def of_model(
     samples: int,
     seqlen: int,
     layout: str | None = None,
+    ranks: int = 1,
 ) -> dict[str, Any]:
-    """Method -> what its job takes with default options, or why quantkit refuses it.
+    """Method -> what its job takes with default options, or why quantkit refuses it; of several processes
+    (`ranks`) what each takes, which share this machine where no GPU is asked about.
 
     layout: how the model is quantized already, None where it is not.
     """
@@ -47,7 +49,7 @@ def of_model(
     return {
         method: NOTHING | {"reason": reason}
         if reason
-        else _of_method(method, parameters, settings, device, samples, seqlen) | {"needs": needs}
+        else _of_method(method, parameters, settings, device, samples, seqlen, ranks) | {"needs": needs}
         for method in methods.available()
     }
 
@@ -59,15 +61,19 @@ def _of_method(
     device: Device | None,
     samples: int,
     seqlen: int,
+    ranks: int,
 ) -> dict[str, Any]:
     work = methods.load(method).WORK
     weights = formats.weights(formats.of_method(method), parameters, settings)
     if weights.reason:
         return NOTHING | {"reason": weights.reason}
+    if ranks > 1 and not work.forwards:
+        return NOTHING | {"reason": f"nothing in it that {ranks} processes could share"}
     on_gpu = device is not None and device.kind == "cuda"
+    whole, samples = samples, -(-samples // ranks)
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
-    memory = device.memory_bytes if on_gpu else _free_memory()
+    memory = device.memory_bytes if on_gpu else _free_memory() // ranks
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
         shapes = mixture(shapes, settings, memory if on_gpu else None)
@@ -81,7 +87,7 @@ def _of_method(
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     suspend = needs and not transform and (memory is None or peak(True).computing < COMFORT * memory)
-    seconds, basis = job_time.seconds(work, parameters, settings, device, samples, seqlen, suspend)
+    seconds, basis = job_time.seconds(work, parameters, settings, device, whole, seqlen, suspend, ranks)
     need = peak(suspend)
     if needs and not suspend and not transform:
         need = peak(suspend, sites_at_once(shapes, memory, need.computing))
@@ -98,6 +104,7 @@ def _of_method(
         "output_bytes": weights.bytes,
         "seconds": seconds,
         "basis": basis,
+        **({"ranks": ranks} if ranks > 1 else {}),
     }
 
 

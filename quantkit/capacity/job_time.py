@@ -31,19 +31,27 @@ def seconds(
     samples: int,
     seqlen: int,
     suspend: bool,
+    ranks: int = 1,
 ) -> tuple[list[float] | None, str]:
-    """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
+    """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so. ranks: of
+    processes at the job, on a GPU each, or together on the cores of this machine."""
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
     if device is not None and device.kind == "cuda":
-        return _on_gpu(work, parameters, device)
+        times, basis = _on_gpu(work, parameters, device)
+        if ranks == 1 or times is None:
+            return times, basis
+        left = _operations(work, parameters, samples, seqlen, suspend, ranks)
+        left /= _operations(work, parameters, samples, seqlen, suspend)
+        return [each * left for each in times], f"{basis}; a rank does {left:.0%} of the operations"
     cores = processor.cores()
-    operations = _operations(work, parameters, samples, seqlen, suspend)
+    operations = _operations(work, parameters, samples, seqlen, suspend, ranks)
     times = [
-        start + (operations / rate + each * _encoded(work, parameters)) / cores
+        start + (operations / rate + each * _encoded(work, parameters) / ranks) / max(1, cores // ranks)
         for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
     ]
-    return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
+    shared = f", {ranks} processes on them" if ranks > 1 else ""
+    return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine{shared}"
 
 
 def _on_gpu(work: Work, parameters: Parameters, device: Device) -> tuple[list[float] | None, str]:
@@ -71,17 +79,23 @@ def _outside(parameters: Parameters) -> list[Tensor]:
     return [t for t in parameters.tensors if t.block is None and len(t.shape) > 1]
 
 
-def _operations(work: Work, parameters: Parameters, samples: int, seqlen: int, suspend: bool) -> float:
-    """Floating-point operations of forward passes, second moments, the solver and verification."""
+def _operations(
+    work: Work, parameters: Parameters, samples: int, seqlen: int, suspend: bool, ranks: int = 1
+) -> float:
+    """Floating-point operations of forward passes, second moments, the solver and verification, those of one
+    rank: each has its share of the tokens and of every linear's rows, all factor every Hessian, one verifies.
+    """
     if not work.forwards:
         return 0.0
     tokens = samples * seqlen
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # run again up to each of a few sites
     forwards += work.sample + work.outside
-    forwards += min(1.0, max(BATCH_TOKENS, seqlen) / tokens)  # verification
+    verification = min(1.0, max(BATCH_TOKENS, seqlen) / tokens)
+    forwards = forwards / ranks + verification
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in parameters.linears}
-    moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)
+    moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample) / ranks
+    factors = sum(width**3 for *_, width in sites) / 3 * (1 - 1 / ranks)
     solved = [*parameters.linears, *(_outside(parameters)[-1:] if work.outside else ())]
-    solver = work.products * sum(tensor.size * tensor.shape[-1] for tensor in solved)
+    solver = work.products * sum(tensor.size * tensor.shape[-1] for tensor in solved) / ranks + factors
     weights = sum(tensor.size for tensor in parameters.linears)
     return forwards * OVERHEAD * 2 * weights * tokens + moments + solver

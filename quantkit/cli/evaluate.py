@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, several
 
 EPILOG = """Examples:
 
@@ -159,7 +159,8 @@ def command(
     result = record(windows.protocol, precision, place, measured, chosen, limits, given)
     if not as_json:
         print_comparison(result)
-    outputs.write(result)
+    if several.is_first():
+        outputs.write(result)
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))

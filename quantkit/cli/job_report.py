@@ -65,6 +65,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
     where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
     if execution.device == "cpu":
         where = f"about {megabytes(memory)} above the interpreter, on cpu"
+    several = plans[0].ranks
+    if several > 1:
+        where += f", for each of {several} processes"
     facts |= {
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",

@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from quantkit.cli import streams
+from quantkit.cli import several, streams
 from quantkit.errors import (
     EXIT_CODES,
     INTERRUPTED,
@@ -143,7 +143,7 @@ def stopping() -> Iterator[list[int]]:
 @contextmanager
 def resumable(folder: Path, kept: Callable[[], str] = lambda: "finished blocks are") -> Iterator[None]:
     """Answer what asks to stop with the way to go on. kept: what is, in `folder`, by then."""
-    with stopping() as asked:
+    with stopping() as asked, several.resumable(f"{kept()} kept in {folder}", _again()):
         try:
             yield
         except BaseException as error:
@@ -169,7 +169,7 @@ def done_already(what: str, hint: str) -> Iterator[None]:
 def _again() -> str:
     """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    return shlex.join(["quantkit", *typed, "--resume"])
+    return shlex.join([*several.launcher(), *typed, "--resume"])
 
 
 def _typed() -> str:
@@ -186,17 +186,23 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     """Print the error, after the traceback of what is `traced`, and exit."""
     if traced is not None:
         traceback.print_exception(traced)
+    several.end(error, print_error)
+    print_error(error)
+    try:
+        sys.stdout.flush()
+    except OSError:  # its disk is full, or its reader went away
+        _give_up_stdout()
+    sys.exit(error.exit_code)
+
+
+def print_error(error: QuantkitError) -> None:
+    """`error:` and `hint:` on stderr, and with --json the record on stdout."""
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
     if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
     print(f"error: {printable(error.message)}", file=sys.stderr)
     if error.hint:
         print(f"hint: {printable(error.hint)}", file=sys.stderr)
-    try:
-        sys.stdout.flush()
-    except OSError:  # its disk is full, or its reader went away
-        _give_up_stdout()
-    sys.exit(error.exit_code)
 
 
 def _unexpected(error: Exception) -> QuantkitError:

@@ -19,6 +19,8 @@ EPILOG = """Examples:
 
   quantkit plan config.json --params 671B-A37B --gpu h200 --gpus 8     (of a family that is not known)
 
+  quantkit plan org/name --gpu h100-80g --ranks 8     (memory and time of each of 8 processes)
+
   quantkit plan ./model --gpu h100-80g --method gptq --json"""
 DEVICE, SERVING, JOB = "Device", "Serving", "Quantizing"
 
@@ -86,6 +88,15 @@ def command(
     ] = None,
     samples: Annotated[int, typer.Option(help="Calibration sequences.", rich_help_panel=JOB)] = 128,
     seqlen: Annotated[int, typer.Option(help="Tokens per calibration sequence.", rich_help_panel=JOB)] = 512,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="So many processes at the job, as torchrun starts them: what each takes. On the CPU they "
+            "share this machine.",
+            rich_help_panel=JOB,
+        ),
+    ] = 1,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     offline: flags.OFFLINE = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
@@ -113,6 +124,7 @@ def command(
         device=devices.choose(gpu, vram, bandwidth, tflops, gpus),
         samples=samples,
         seqlen=seqlen,
+        ranks=ranks,
     )
     known = source.of_count(count) if model is None else source.read(model, revision, offline, count)
     record = forecast.of_source(known, question)

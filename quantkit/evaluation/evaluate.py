@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
 from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
-from quantkit.models import unchanged
+from quantkit.models import ranks, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
@@ -132,21 +133,21 @@ def evaluate(
             USAGE,
         )
     recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
-    context = _context(windows)
+    context, windows, whole = _context(windows), windows.shared(_batch(windows)), windows
     results, base, base_scores, floor = [], None, None, None
     for (checkpoint, trial, kv, alone), layers in zip(candidates, recorded, strict=True):
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = _run(model, windows, listen)
-        scores = _score(measured, windows, base, chosen)
+        scores = _score(measured, windows, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
-        scored = tasks.measure(model, listen) if tasks else None
+        scored = ranks.told(partial(tasks.measure, model, listen)) if tasks else None
         size = _size(model.skeleton, trial)
         results.append(Result(model.name, size, metrics, layers, scored, model.kv, alone))
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
-                floor = _measure_floor(base, base_scores, windows, chosen, listen)
+                floor = ranks.told(partial(_measure_floor, base, scores, whole, chosen, listen))
     return Evaluation(results, floor)
 
 
@@ -196,9 +197,13 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
 
 def _run(model: StreamedModel, windows: Windows, listen: Listener) -> _Measured:
     """All windows through all blocks."""
-    batch = max(1, BATCH_TOKENS // windows.ids.shape[1])
     with unchanged.watched(model.skeleton.checkpoint):
-        return _Measured(model, model.states(windows.ids.split(batch), listen))
+        return _Measured(model, model.states(windows.ids.split(_batch(windows)), listen))
+
+
+def _batch(windows: Windows) -> int:
+    """How many windows run together."""
+    return max(1, BATCH_TOKENS // windows.ids.shape[1])
 
 
 def _measure_floor(

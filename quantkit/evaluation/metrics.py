@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models import ranks
 
 SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
 
@@ -31,6 +33,14 @@ class Scores:
     nll: Tensor
     kld: Tensor | None = None
     agree: Tensor | None = None
+
+    def of_all_ranks(self) -> Scores:
+        """With those of the windows of other processes, in the order of all."""
+        parts = ranks.gathered(self)
+        if len(parts) == 1:
+            return self
+        names = [name for name, values in vars(self).items() if values is not None]
+        return Scores(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
 
 
 @dataclass(frozen=True)

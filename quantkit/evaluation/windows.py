@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
-from quantkit.models import tokenizing
+from quantkit.models import ranks, tokenizing
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import bounded
 from quantkit.models.tokenizer_hash import tokenizer_sha256
@@ -44,6 +44,24 @@ class Windows:
     ids: Tensor
     first: list[int]
     protocol: Protocol
+
+    def shared(self, batch: int) -> Windows:
+        """This rank's of them, in whole batches of so many.
+
+        Raises QuantkitError where some ranks would have none.
+        """
+        if ranks.count() == 1:
+            return self
+        starts = ranks.share(range(0, len(self.ids), batch))
+        if -(-len(self.ids) // batch) < ranks.count():
+            raise QuantkitError(
+                f"{count(len(self.ids), 'window')} in batches of {batch} are fewer batches than the "
+                f"{ranks.count()} processes",
+                "start fewer processes, or give a longer --text",
+                USAGE,
+            )
+        own = slice(starts[0], starts[-1] + batch)
+        return replace(self, ids=self.ids[own], first=self.first[own])
 
 
 def load(

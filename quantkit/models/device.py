@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 from quantkit.grids import processor
+from quantkit.models import ranks
 
 
 def choose_device(asked: str) -> torch.device:
@@ -100,8 +101,8 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
 
 
 def host_memory() -> int:
-    """Free bytes of the host."""
-    return psutil.virtual_memory().available
+    """Free bytes of the host, of several processes on it each one's part."""
+    return psutil.virtual_memory().available // ranks.local()
 
 
 def synchronize(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
 from quantkit.layouts import FUSIONS, LinearSpec
+from quantkit.models import ranks
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import SiteStatistics
 
@@ -161,19 +162,18 @@ class Statistics:
         self.every = 1  # of so many tokens, one is kept
         self.drift: Tensor | None = None
         self.missing: Tensor | None = None
+        self._kept: list[tuple[Tensor, Meant | None]] = []
 
-    def add(self, inputs: Tensor, meant: Meant | None = None) -> None:
-        """Add a batch of inputs `[..., in]`; products and sums are float32."""
+    def add(self, inputs: Tensor, meant: Meant | None = None, lasting: bool = False) -> None:
+        """Add a batch of inputs `[..., in]`; products and sums are float32. lasting: nobody changes or frees
+        them before `finish`.
+
+        Of several ranks that add up in turn, each keeps what sums are made of until then (`_add_up`).
+        """
         rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
         if not len(rows):  # of an expert that no token of this batch was routed to
             return
-        if self.hessian is not None:
-            for start in range(0, self.in_features, self.width):
-                end = min(start + self.width, self.in_features)
-                self.hessian[start:end, :end].addmm_(rows[:, start:end].t(), rows[:, :end])
-        if self.magnitude is not None:
-            self.magnitude += rows.abs().sum(0)
         if self.peak is not None:
             self.peak = torch.maximum(self.peak, rows.abs().amax(0))
         if self.squares is not None:
@@ -183,13 +183,37 @@ class Statistics:
         if self.fourths is not None:
             alike = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
             self.fourths += (part.pow(4).sum(0) for part in alike.tensor_split(2))
+        if ranks.in_order():
+            self._kept.append((inputs if lasting else inputs.clone(), meant))
+            return
+        if self.hessian is not None:
+            for panel in self._panels():
+                self._add_products(panel, rows)
+        if self.magnitude is not None:
+            self.magnitude += rows.abs().sum(0)
         if meant is not None:
-            self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
-            if meant.missing is not None:
-                self.missing = _correlate(self.missing, meant.missing, rows)
+            self._add_drift(rows, meant)
+        if meant is not None and meant.missing is not None:
+            self._add_missing(rows, meant)
+
+    def _panels(self) -> Iterator[slice]:
+        """Rows of H that are computed at a time, up to the diagonal."""
+        for start in range(0, self.in_features, self.width):
+            yield slice(start, min(start + self.width, self.in_features))
+
+    def _add_products(self, panel: slice, rows: Tensor) -> None:
+        self.hessian[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
+
+    def _add_drift(self, rows: Tensor, meant: Meant) -> None:
+        self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
+
+    def _add_missing(self, rows: Tensor, meant: Meant) -> None:
+        self.missing = _correlate(self.missing, meant.missing, rows)
 
     def finish(self) -> SiteStatistics:
-        """Symmetric and averaged; the accumulator is used up."""
+        """Those of all ranks, symmetric and averaged; the accumulator is used up."""
+        if ranks.count() > 1:
+            self._add_up()
         tokens = max(self.tokens, 1)
         if self.hessian is not None:
             lower = self.hessian.tril_()
@@ -208,9 +232,61 @@ class Statistics:
             inputs=self.inputs, fourth=self._fourth(),
         )  # fmt: skip
 
+    def _add_up(self) -> None:
+        """What all ranks have seen. In order, it is as if one had seen it: every rank adds its batches to the
+        sums of those before it, a panel of H at a time, so that all are at work on one. Error feedback is
+        chaotic: a sum in another order, which differs in its last digit, ends in other codes everywhere."""
+        self.tokens = sum(ranks.gathered(self.tokens))
+        if self.peak is not None:
+            ranks.largest_(self.peak)
+        if self.squares is not None:
+            self.squares = [one for part in ranks.gathered(self.squares) for one in part]
+        if self.fourths is not None:
+            self.fourths = [one for part in ranks.gathered(self.fourths) for one in part]
+        if self.inputs is not None:
+            parts = ranks.gathered((self.inputs, self.every))
+            self.every = max(every for _, every in parts)
+            self.inputs = torch.cat([inputs[:: self.every // every] for inputs, every in parts])
+            self._thin()
+        if self.hessian is not None:
+            panels = list(self._panels())
+            parts = [self.hessian[panel, : panel.stop] for panel in panels]
+            ranks.in_turn(parts, lambda k: [self._add_products(panels[k], rows) for rows in self._rows()])
+        if self.magnitude is not None:
+            add = self.magnitude.add_
+            ranks.in_turn([self.magnitude], lambda k: [add(rows.abs().sum(0)) for rows in self._rows()])
+        self._add_up_meant()
+        self._kept = []
+
+    def _rows(self) -> Iterator[Tensor]:
+        """Of the batches that were kept."""
+        return (inputs.reshape(-1, self.in_features).float() for inputs, _ in self._kept)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Meant]]:
+        return zip(self._rows(), (meant for _, meant in self._kept), strict=True)
+
+    def _add_up_meant(self) -> None:
+        """The sums beside the original model, where there are any on some rank."""
+        first = self._kept[0][1] if self._kept else None
+        widths = [len(sums[0]) if sums is not None else 0 for sums in (self.drift, self.missing)]
+        if first is not None:
+            widths = [first.inputs.shape[-1], 0 if first.missing is None else first.missing.shape[-1]]
+        drift, missing = max(ranks.gathered(widths))
+        if drift and self.drift is None:
+            self.drift = torch.zeros(2, drift, self.in_features, device=self.device)
+        if missing and self.missing is None:
+            self.missing = torch.zeros(2, missing, self.in_features, device=self.device)
+        if drift:
+            ranks.in_turn([self.drift], lambda _: [self._add_drift(*pair) for pair in self._pairs()])
+        if missing:
+            ranks.in_turn([self.missing], lambda _: [self._add_missing(*pair) for pair in self._pairs()])
+
     def _keep(self, rows: Tensor) -> None:
         """Every so many rows, so that KEPT are not exceeded."""
         self.inputs = torch.cat([self.inputs, rows[:: self.every]])
+        self._thin()
+
+    def _thin(self) -> None:
         while len(self.inputs) > KEPT:
             self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.models import unchanged
+from quantkit.models import ranks, unchanged
 from quantkit.models.heap import keep_freed_pages
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.open import open_checkpoint
@@ -33,11 +33,18 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.callback(job.staging.discard)
         stack.enter_context(unchanged.watched(jobs[0].checkpoint))
         imatrix = _imatrix(jobs[0], progress, timings)
-        progress.phase("writing")
-        with timings("write"):
-            _write(jobs, (), imatrix, progress)
-        unchanged.check(jobs[0].checkpoint)
-        return [_publish(job, timings) for job in jobs]
+        return ranks.told(lambda: _written(jobs, imatrix, progress, timings))
+
+
+def _written(
+    jobs: Sequence[Job], imatrix: Imatrix | None, progress: Progress, timings: Timings
+) -> list[Summary]:
+    """All files, published."""
+    progress.phase("writing")
+    with timings("write"):
+        _write(jobs, (), imatrix, progress)
+    unchanged.check(jobs[0].checkpoint)
+    return [_publish(job, timings) for job in jobs]
 
 
 def _imatrix(job: Job, progress: Progress, timings: Timings) -> Imatrix | None:

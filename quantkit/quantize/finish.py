@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.inspection.record import activations
-from quantkit.models import unchanged
+from quantkit.models import ranks, unchanged
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
@@ -58,12 +58,14 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
             linears.append(named | {"kept": row.kept})
         elif row.grid:
             linears.append(named | {"grid": asdict(row.grid)} | by_name[row.name])
+    several = {"ranks": ranks.count()} if ranks.count() > 1 else {}
     described = {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
         "source": {"name": Path(job.request.source).name, "sha256": job.source_sha256.result()},
         "method": job.request.method,
         "job": job.identity,
+        **several,
         "linears": linears,
     }
     if kept := job.kept_parameters:

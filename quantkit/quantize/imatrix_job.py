@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.models import unchanged
+from quantkit.models import ranks, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.llamacpp import imatrix, tensors
@@ -45,6 +45,7 @@ class ImatrixJob:
             "source": self.checkpoint.source,
             "output": str(self.output),
             "matrices": len(set(self.names.values())),
+            **({"ranks": ranks.count()} if ranks.count() > 1 else {}),
             "calibration": self.calibration.record(),
             "memory_bytes": self.memory_bytes,
             "execution": {
@@ -64,7 +65,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     check_run(request.run)
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
-    _check_output(output, checkpoint, request.overwrite)
+    ranks.told(lambda: _check_output(output, checkpoint, request.overwrite))
     if checkpoint.quantized:
         raise QuantkitError(
             f"{request.source} is quantized already",
@@ -77,11 +78,13 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     rows = linears.linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
-    batches = list(tokens.split(request.run.batch_size or plan.default_batch_size(tokens.shape[1])))
+    batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
+    batches = plan.own_batches(tokens, batch_size)
+    tokens = torch.cat(batches)
     need = plan.forward_memory(skeleton, rows, tokens.numel(), batches[0].numel())
     plan.check_memory(
         need,
-        free_memory(skeleton.device),
+        ranks.least(free_memory(skeleton.device)),
         "fewer --samples, shorter --seqlen or a smaller --batch-size",
         skeleton.device,
     )
@@ -105,11 +108,15 @@ def run(job: ImatrixJob, progress: Progress) -> dict:
     timings = Timings(job.skeleton.device)
     with unchanged.watched(job.checkpoint):
         gathered = importance.gather(job.skeleton, job.batches, progress, timings)
+    ranks.told(lambda: _write(job, gathered, timings))
+    return job.record() | {"seconds": timings.seconds}
+
+
+def _write(job: ImatrixJob, gathered: Importance, timings: Timings) -> None:
     folder = job.output.absolute().parent
     with disk_errors(folder, "run the same command again"), timings("write"):
         folder.mkdir(parents=True, exist_ok=True)
         imatrix.write(job.output, as_imatrix(gathered, job.names, job.calibration))
-    return job.record() | {"seconds": timings.seconds}
 
 
 def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:

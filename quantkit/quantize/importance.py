@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from quantkit.models import ranks
 from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, walk
@@ -37,7 +38,8 @@ def gather(
     progress: Progress | None = None,
     timings: Timings | None = None,
 ) -> Importance:
-    """What enters the linears while `batches` of token ids `[batch, tokens]` go through the checkpoint.
+    """What enters the linears while `batches` of token ids `[batch, tokens]` go through the checkpoint, those
+    of all ranks; each gives its own.
 
     Loads all of the skeleton but its blocks. Raises QuantkitError for activations that are not finite.
     """
@@ -61,7 +63,7 @@ def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
 ) -> dict[str, tuple[Tensor, int]]:
     """Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
-    probe = states[0][:1, : capture.PROBE_TOKENS]
+    probe = ranks.told(lambda: states[0][:1, : capture.PROBE_TOKENS].clone())
     sites = capture.find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
     outputs = skeleton.outputs(index, states)

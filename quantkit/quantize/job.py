@@ -21,13 +21,14 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
-from quantkit.models import headers, unchanged
+from quantkit.models import headers, ranks, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import composing, linears, methods, plan, replacing
+from quantkit.quantize import composing, linears, methods, plan, replacing, sharing
+from quantkit.quantize.bystander import Bystander
 from quantkit.quantize.linears import Kept
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
@@ -61,7 +62,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job. batches: token ids `[batch, tokens]`; a data-free job has one, to verify with.
+    """A checked job. batches: token ids `[batch, tokens]`, this rank's of batch_count; a data-free job has
+    one, to verify with.
 
     source_sha256 may come later than all else; until then the fingerprint has None in its place.
     """
@@ -77,6 +79,7 @@ class Job:
     staging: Staging
     fingerprint: dict
     source_sha256: Future[str]
+    batch_count: int
 
     @property
     def identity(self) -> dict:
@@ -111,7 +114,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     checkpoint = _open(request, progress)
     staging = _staging_of(request)
     replacing.check_source(staging.output, checkpoint.folder)
-    staged = staging.stored_fingerprint() if request.resume else None
+    staged = ranks.told(staging.stored_fingerprint) if request.resume else None
     adopted = staged["execution"] if staged else {}
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     method, specs = _resolve(module, skeleton, request)
@@ -119,7 +122,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
-    source_sha256: Future[str] = Future() if dry_run else _begin(partial(_hash, checkpoint))
+    source_sha256: Future[str] = Future() if dry_run or ranks.rank() else _begin(partial(_hash, checkpoint))
 
     turned = None
     if asked := composing.rotation(request.options):
@@ -127,6 +130,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
         method, specs = _resolve(module, skeleton, request)
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
+    sharing.check(method)
     checkpoint = skeleton.checkpoint
     for note in method.notes:
         progress.warn(note)
@@ -145,17 +149,19 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     job_plan = plan.plan(skeleton, specs, method, execution, peak, tokens.numel())
     fingerprint = {}
     if not dry_run:
-        plan.check_disk(staging.output.absolute(), job_plan.disk_bytes)
-        if staged or job_plan.source_bytes < HASHED_BESIDE:
+        ranks.told(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
+        if ranks.rank() == 0 and (staged or job_plan.source_bytes < HASHED_BESIDE):
             progress.phase("hashing the source")
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
         fingerprint |= {"rotation": turned.record} if turned else {}
-    batches = list(tokens.split(execution.batch_size))
+        sharing.check_alike(fingerprint)
+    batches = plan.own_batches(tokens, execution.batch_size) if method.needs else [tokens]
+    batch_count = -(-len(tokens) // execution.batch_size)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
-        source_sha256,
+        source_sha256, batch_count,
     )  # fmt: skip
 
 
@@ -177,7 +183,7 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 
 def _staging_of(request: Request) -> Staging:
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
-    return Staging(output_of(request), one_file)
+    return (Bystander if ranks.rank() else Staging)(output_of(request), one_file)
 
 
 def check_run(run: RunOptions) -> None:
@@ -204,6 +210,7 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
     skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
     skeleton.names.check_complete()
+    skeleton.streams = ranks.any_(skeleton.streams)
     return skeleton
 
 

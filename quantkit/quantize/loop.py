@@ -10,7 +10,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.layouts import LinearSpec
-from quantkit.models import unchanged
+from quantkit.models import ranks, unchanged
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks
-from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, towers, walk
+from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, sharing, towers, walk
 from quantkit.quantize.beside import Beside
 from quantkit.quantize.cache_peaks import Peaks
 from quantkit.quantize.capture import PROBE_TOKENS, Site
@@ -111,7 +111,7 @@ class _Loop:
 
     def _done(self) -> list[bool]:
         """Which blocks an earlier run has staged."""
-        return self.job.staging.done(len(self.skeleton.blocks), self.progress.warn)
+        return ranks.told(lambda: self.job.staging.done(len(self.skeleton.blocks), self.progress.warn))
 
     def run(self) -> Summary:
         """All blocks, then what they become."""
@@ -136,14 +136,17 @@ class _Loop:
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
-        towers.quantize(self.job, self.timings, self.progress)
+        ranks.told(lambda: towers.quantize(self.job, self.timings, self.progress))
         with self.timings("write"):
             staging.wait()
-        with self.timings("hash"):
-            staging.sign(self.job.identity)
-        summary = finish.finish(self.job, self.states[0], self.timings, self.progress)
+        summary = ranks.told(self._finished)
         skeleton.model.to("meta")  # gives its memory back
         return summary
+
+    def _finished(self) -> Summary:
+        with self.timings("hash"):
+            self.job.staging.sign(self.job.identity)
+        return finish.finish(self.job, self.states[0], self.timings, self.progress)
 
     def _quantize(self, index: int, module: nn.Module) -> None:
         """Quantize one block and stage it; the hidden states become its outputs."""
@@ -155,18 +158,21 @@ class _Loop:
             closing(self._measure(block, parts, beside)) as measured,
             self._watched(block) as caches,
         ):
-            for site in measured.order or block.wanted:
-                statistics = measured.statistics(site)
-                if not site.linears:
+            for sites in sharing.groups(measured.order or block.wanted, measured.independent):
+                found = {site: measured.statistics(site) for site in sites}
+                tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
+                if not sites[0].linears:
                     continue
-                tokens = statistics.tokens if site.pool and statistics else None
-                statistics = self._with_curvatures(block, site, statistics, measured.transformed)
+                found = {
+                    site: self._with_curvatures(block, site, known, measured.transformed)
+                    for site, known in found.items()
+                }
                 exact = measured.transformed.exact
-                for row, solved in self._solve(block, site, statistics, parts, exact):
+                for site, row, solved in self._solve(block, found, parts, exact):
                     solved = measured.transformed.amend(row.local, solved)
-                    if statistics and not site.calls:
+                    if found[site] and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
-                    records.append(_record(row, solved, tokens))
+                    records.append(_record(row, solved, tokens.get(site)))
                     self.progress.linear(row, solved)
             self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
@@ -187,9 +193,9 @@ class _Loop:
         rows = {row.local: row for row in self.job.specs if row.block == index}
         if not self.method.needs:  # no inputs are gathered
             return Block(index, module, rows, capture.fused_sites(rows))
-        probe = self.states[0][:1, :PROBE_TOKENS]
+        probe = ranks.told(lambda: self.states[0][:1, :PROBE_TOKENS].clone())
         sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
-        return Block(index, module, rows, sites)
+        return Block(index, module, rows, sites, probe)
 
     def _beside(self, block: Block) -> AbstractContextManager[Beside | None]:
         """What the block's sites see in the original model, where the method asks for that."""
@@ -211,6 +217,7 @@ class _Loop:
             self.job.request.run.experts,
             self.timings,
             beside,
+            self.job.batch_count,
         )
         transform = self.method.transform
         if transform is not None and transform.sample < 1:
@@ -262,30 +269,54 @@ class _Loop:
     def _solve(
         self,
         block: Block,
-        site: Site,
-        statistics: SiteStatistics | None,
+        found: Mapping[Site, SiteStatistics | None],
         parts: BlockParts,
         exact: dict[str, Tensor],
-    ) -> Iterator[tuple[LinearSpec, Solved]]:
-        """Solve ▶ encode ▶ install a site's linears: what was found of each; what is to be written goes to
-        `parts`, and is read there again where an expert comes back into memory."""
+    ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
+        """Solve ▶ encode ▶ install the linears of a site, or of several that do not depend on one another:
+        what was found of each; what is to be written goes to `parts`, and is read there again where an expert
+        comes back into memory."""
         layout = self.method.layout
-        rows = [block.rows[name] for name in site.linears if block.rows[name].grid]
-        weights = [
+        weights: dict[str, Tensor] = {}
+        with self.timings("solve"):
+            solved = sharing.each(
+                list(found),
+                lambda site, solve: self._solved(block, site, found[site], exact, weights, solve),
+            )
+        for site, results in zip(found, solved, strict=True):
+            for row, result in zip(self._rows(block, site), results, strict=True):
+                with self.timings("pack"):
+                    packed, stored = layout.encode(result.weight), f"{row.name}.weight"
+                    again = partial(parts.parts, row.name)
+                    values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
+                    parts.add_linear(row.name, packed)
+                yield site, row, self._measured(result, weights[row.local], values)
+
+    @staticmethod
+    def _rows(block: Block, site: Site) -> list[LinearSpec]:
+        """Of its linears, those that are quantized."""
+        return [block.rows[name] for name in site.linears if block.rows[name].grid]
+
+    def _solved(
+        self,
+        block: Block,
+        site: Site,
+        statistics: SiteStatistics | None,
+        exact: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        solve: sharing.Solve,
+    ) -> list[Solved]:
+        """A site's linears, solved; `weights` becomes what they were."""
+        rows = self._rows(block, site)
+        own = [
             exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float() for row in rows
         ]
-        with self.timings("solve"):
-            grids = [row.grid.together(weights) for row in rows]
-            solved = self.method.solver.solve(weights, grids, statistics)
-            if statistics and "peak" in layout.needs:
-                solved = [result.with_input_peak(statistics.peak) for result in solved]
-        for row, weight, result in zip(rows, weights, solved, strict=True):
-            with self.timings("pack"):
-                packed, stored = layout.encode(result.weight), f"{row.name}.weight"
-                again = partial(parts.parts, row.name)
-                values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
-                parts.add_linear(row.name, packed)
-            yield row, self._measured(result, weight, values)
+        weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
+        grids = [row.grid.together(own) for row in rows]
+        solved = solve(self.method.solver, own, grids, statistics)
+        if statistics and "peak" in self.method.layout.needs:
+            solved = [result.with_input_peak(statistics.peak) for result in solved]
+        return solved
 
     def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
         """With the error of what was stored, by which a checkpoint can be verified against its source."""
@@ -323,7 +354,8 @@ class _Loop:
         try:
             return self._quantize(index, module)
         except torch.OutOfMemoryError as error:
-            if less is None or self.states.changes != before:
+            alone = ranks.count() == 1  # others would wait for what this one does again
+            if less is None or self.states.changes != before or not alone:
                 raise plan.out_of_memory(self.execution, index) from error
         # out of the handler: its traceback would keep the tensors of the first attempt alive
         note = f"{self.execution.device} ran out of memory in block {index + 1}: goes on with --sequential "

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 
 from quantkit.layouts import LinearSpec
+from quantkit.models import ranks
 from quantkit.models.heap import return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, experts
@@ -26,12 +27,14 @@ from quantkit.quantize.transforms import BlockView, Transformed
 @dataclass(frozen=True)
 class Block:
     """A block that is loaded. rows: its linears by their names inside it; sites: in the order a forward
-    reaches them."""
+    reaches them; probe: a few tokens that enter it, the same on all ranks, so that what is found out by them
+    is, too."""
 
     index: int
     module: nn.Module
     rows: dict[str, LinearSpec]
     sites: list[Site]
+    probe: Tensor | None = None
 
     @cached_property
     def wanted(self) -> list[Site]:
@@ -50,19 +53,22 @@ class Block:
 class Measured:
     """What is known of a block's inputs. statistics: of a site, asked for in order, once those before it are
     quantized; outputs: the block's, once all are. transformed: what was and is being done to the block.
-    order: of the sites; None for that of a forward."""
+    order: of the sites; None for that of a forward. independent: sites that read what enters a layer of
+    experts may be asked for before those of the layer that come before are quantized."""
 
     statistics: Callable[[Site], SiteStatistics | None]
     outputs: Callable[[], Iterable[Tensor]]
     close: Callable[[], None] = lambda: None
     transformed: Transformed = Transformed({})
     order: Sequence[Site] | None = None
+    independent: bool = False
 
 
 @dataclass(frozen=True)
 class Measuring:
     """How a block is measured, by running `states` through it. needs: fields of SiteStatistics; choice: whose
-    tokens an expert's statistics are made of (`experts`); beside: the original block, if it is asked for."""
+    tokens an expert's statistics are made of (`experts`); beside: the original block, if it is asked for;
+    batches: those of all ranks, of which `states` are this one's."""
 
     skeleton: Skeleton
     states: States
@@ -71,6 +77,7 @@ class Measuring:
     choice: experts.Choice
     timings: Timings
     beside: Beside | None = None
+    batches: int = 0
 
     def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
         """How a batch goes through the block, by its number; `most` of its sequences."""
@@ -85,12 +92,13 @@ class Measuring:
     def view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
         """The block as a transform sees it."""
         index, skeleton = block.index, self.skeleton
+        probe = self.states[0][:1, : capture.PROBE_TOKENS] if block.probe is None else block.probe
         return BlockView(
             block=block.module,
             sites=[site for site in block.sites if site.linears],
             statistics=statistics,
             grids={name: row.grid for name, row in block.rows.items()},
-            probe=lambda: skeleton.run_block(index, self.states[0][:1, : capture.PROBE_TOKENS].float()),
+            probe=lambda: skeleton.run_block(index, probe.float()),
             stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
             away=skeleton.away(index),
             read=partial(skeleton.part, index),
@@ -102,14 +110,17 @@ class Measuring:
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
         found = (_Repeated if repeats else _Suspended)(self, block)
         pools = _Pools(self.choice)
-        return Measured(lambda site: pools.mixed(site, found.of(site)), found.outputs, found.close)
+        statistics = lambda site: pools.mixed(site, found.of(site))  # noqa: E731
+        return Measured(statistics, found.outputs, found.close, independent=repeats)
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
         sample of the sequences."""
-        every, sequences = range(0, len(self.states), round(1 / sample)), len(self.states[0])
-        wanted = sample * sequences * len(self.states)
+        own = ranks.span(self.batches)
+        every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
+        wanted = sample * sequences * self.batches
         most = math.ceil(wanted / len(every))  # sequences of a batch: fewer than all where batches are few
+        every = [k - own.start for k in every if k in own]
         run, whole = self.run(block, most), sample == 1
         outputs = self.skeleton.in_step(block.index, lambda k: run(every[k]), len(every))
         with self.timings("forward"):
@@ -126,7 +137,7 @@ class Measuring:
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
-                sums.add(batch, self.beside.meant(site, k) if self.beside else None)
+                sums.add(batch, self.beside.meant(site, k) if self.beside else None, lasting=True)
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:

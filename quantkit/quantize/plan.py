@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from quantkit.errors import RESOURCES, QuantkitError
+from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
+from quantkit.models import ranks
 from quantkit.models.device import free_memory, host_memory, is_accelerator
 from quantkit.models.held import ROUTED
 from quantkit.models.skeleton import Skeleton
@@ -67,7 +69,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Predicted peaks in bytes, and the size of the output. memory_bytes: where the job computes;
+    """Predicted peaks in bytes, of each rank, and the size of the output. memory_bytes: where it computes;
     host_bytes: on the host, which is the same place for a CPU, above what the interpreter itself takes."""
 
     execution: Execution
@@ -77,6 +79,7 @@ class JobPlan:
     output_bytes: int
     source_bytes: int
     bits_per_weight: float
+    ranks: int = 1
 
 
 def decide(
@@ -93,8 +96,9 @@ def decide(
     Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
     not even the most frugal fits at all.
     """
-    samples, seqlen = shape
-    batch_size = options.batch_size or kept.get("batch_size") or default_batch_size(seqlen)
+    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
+    batches, seqlen = -(-shape[0] // batch_size), shape[1]
+    samples = min(shape[0], batch_size * -(-batches // ranks.count()))  # of one rank, at most
 
     def need(mode: str, states: str, batch_size: int = batch_size, at_once: int = 1) -> Peak:
         batch_tokens = min(batch_size, samples) * seqlen
@@ -105,10 +109,10 @@ def decide(
     places = ["device", "host"] if options.states == "auto" else [options.states]
     ways = [
         (mode, states)
-        for mode in ([sequential] if sequential else ["suspend", "repeat"])
+        for mode in ([sequential] if sequential else _modes(skeleton))
         for states in (places if accelerated else ["device"])
     ]
-    free = free_memory(skeleton.device)
+    free = ranks.least(free_memory(skeleton.device))
     mode, states = next((way for way in ways if need(*way).computing < COMFORT * free), ways[-1])
     peak, at_once = need(mode, states), 1
     if mode == "repeat" and "hessian" in method.needs:
@@ -122,10 +126,15 @@ def decide(
             remedy = f"--batch-size {fits} --sequential repeat" + " --states host" * accelerated
         check_memory(peak.computing, free, remedy, skeleton.device)
     if accelerated:
-        check_memory(peak.host, host_memory(), "fewer --samples or shorter --seqlen")
+        check_memory(peak.host, ranks.least(host_memory()), "fewer --samples or shorter --seqlen")
     dtype = str(skeleton.dtype).removeprefix("torch.")
     threads = torch.get_num_threads()
     return Execution(dtype, str(skeleton.device), batch_size, mode, threads, states, at_once), peak
+
+
+def _modes(skeleton: Skeleton) -> list[str]:
+    """The fastest first. Several ranks solve an expert each where none has to wait for those before it."""
+    return ["repeat"] if skeleton.is_mixture and ranks.count() > 1 else ["suspend", "repeat"]
 
 
 def frugal(execution: Execution) -> Execution | None:
@@ -151,6 +160,29 @@ def out_of_memory(execution: Execution, block: int) -> QuantkitError:
 def default_batch_size(seqlen: int) -> int:
     """Sequences per forward pass, where the user does not say."""
     return max(1, BATCH_TOKENS // seqlen)
+
+
+def sequences_at_once(asked: int | None, shape: tuple[int, int]) -> int:
+    """Sequences per forward pass over tokens of `shape`; where the user does not say, so few that every rank
+    has some.
+
+    Raises QuantkitError where ranks would be left without.
+    """
+    samples, seqlen = shape
+    size = asked or min(default_batch_size(seqlen), max(1, samples // ranks.count()))
+    if -(-samples // size) < ranks.count():
+        raise QuantkitError(
+            f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
+            f"{ranks.count()} processes",
+            "start fewer processes, or use a smaller --batch-size or more --samples",
+            USAGE,
+        )
+    return size
+
+
+def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
+    """This rank's of the batches that `tokens [samples, seqlen]` are cut into, so many sequences each."""
+    return list(ranks.share(tokens.split(size)))
 
 
 def check_memory(need: int, free: int, remedy: str, device: torch.device | None = None) -> None:
@@ -186,6 +218,7 @@ def plan(
         output_bytes=sizes.total,
         source_bytes=checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
+        ranks=ranks.count(),
     )
 
 
@@ -220,6 +253,10 @@ def _memory(
         gradients="curvature" in method.needs,
         sampled=method.transform is not None and method.transform.sample < 1,
     )
+    if ranks.in_order() and mode == "repeat" and method.needs:  # inputs of a site wait until it is their turn
+        routed = shapes.active * shapes.hidden if shapes.experts else 0
+        kept = tokens * max(shapes.widest, shapes.spread, routed) * shapes.element
+        peak = Peak(peak.device, peak.host + kept)
     beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
     if not beside:
         return peak

@@ -23,6 +23,7 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
+from quantkit.models import ranks
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import sums
 from quantkit.models.containers.gguf_writer import Entry, GgufWriter
@@ -31,7 +32,7 @@ from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
 from quantkit.models.llamacpp.tensors import Target
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import staging
+from quantkit.quantize import sharing, staging
 from quantkit.quantize.importance import of_head
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
@@ -129,7 +130,7 @@ class GgufOutput:
         types, model = self.types(checkpoint, material.specs), skeleton.model
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
-        if not staged.rest():
+        if not ranks.told(lambda: bool(staged.rest())):
             blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0].rows for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
@@ -140,7 +141,7 @@ class GgufOutput:
         ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
         for target in rest:
-            blob = staging.load(staged.rest()[target.name])
+            blob = ranks.told(lambda target=target: staging.load(staged.rest()[target.name]))
             values = decode_rows(types[target.name], blob, target.shape[1])
             values = nn.Parameter(values.to(skeleton.device, skeleton.dtype), requires_grad=False)
             (name,) = target.parameters
@@ -285,7 +286,7 @@ def solved_head(
     blobs = []
     for part in weight.split(rows):
         values = part.to(statistics.hessian.device, torch.float32)
-        (solved,) = solver.solve([values], [grid], statistics)
+        (solved,) = sharing.solve(solver, [values], [grid], statistics)
         if solved.fallback:
             progress.warn(f"{head.name}: {solved.fallback}")
         blobs.append(layout.encode(solved.weight)[layout.marker].cpu())

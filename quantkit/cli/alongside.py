@@ -1,0 +1,58 @@
+"""A command as one of several processes: it joins the others, or refuses to."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quantkit.cli import manners, several
+from quantkit.errors import EXIT_CODES, QuantkitError
+from quantkit.quantize import methods
+
+if TYPE_CHECKING:
+    import typer
+
+    from quantkit.models.heartbeat import Failure
+
+OTHERS = ("run", "imatrix", "eval")  # commands beside the methods that several processes share
+
+
+def guard(app: typer.Typer, name: str) -> None:
+    """Let the commands of an application join the other processes, or refuse to."""
+    for command in app.registered_commands:
+        command.callback = _alongside(command.callback, name)
+    for group in app.registered_groups:
+        guard(group.typer_instance, name)
+
+
+def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
+    @functools.wraps(function)
+    def invoke(**values: Any) -> None:
+        several.refuse(name, name in (*methods.available(), *OTHERS))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is told by us, in one line
+        from quantkit.models import ranks
+
+        with manners.stopping() as asked:
+            try:
+                with ranks.joined(values.get("device", "auto"), functools.partial(_say, manners.print_error)):
+                    if ranks.rank():
+                        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+                    function(**values)
+            except KeyboardInterrupt as error:
+                if not asked:
+                    raise
+                raise QuantkitError(EXIT_CODES[asked[0]], exit_code=asked[0]) from error
+
+    return invoke
+
+
+def _say(tell: Callable[[QuantkitError], None], failure: Failure, kept: str) -> None:
+    """Tell a failure in place of the main thread."""
+    from quantkit.models import ranks
+
+    error = ranks.named(failure, kept)
+    tell(error if error.message else QuantkitError(EXIT_CODES[failure.exit_code], kept, failure.exit_code))
+    several.flush(sys.stdout)
