@@ -130,7 +130,6 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
         method, specs = _resolve(module, skeleton, request)
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
-    sharing.check(method)
     checkpoint = skeleton.checkpoint
     for note in method.notes:
         progress.warn(note)
@@ -227,6 +226,7 @@ def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[
     """The method, and every linear with its grid."""
     run = request.run
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
+    sharing.check(method)
     beside = linears.tower_linears(skeleton) if run.towers else ()
     specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override, beside)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}

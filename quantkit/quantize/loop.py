@@ -285,12 +285,19 @@ class _Loop:
             )
         for site, results in zip(found, solved, strict=True):
             for row, result in zip(self._rows(block, site), results, strict=True):
+                weight = weights.pop(row.local, None)
+                if weight is None:  # another rank solved it
+                    weight = self._weight(block, row, exact)
                 with self.timings("pack"):
                     packed, stored = layout.encode(result.weight), f"{row.name}.weight"
                     again = partial(parts.parts, row.name)
                     values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
                     parts.add_linear(row.name, packed)
-                yield site, row, self._measured(result, weights[row.local], values)
+                yield site, row, self._measured(result, weight, values)
+
+    def _weight(self, block: Block, row: LinearSpec, exact: dict[str, Tensor]) -> Tensor:
+        """What is to be quantized, float32 `[out, in]`."""
+        return exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float()
 
     @staticmethod
     def _rows(block: Block, site: Site) -> list[LinearSpec]:
@@ -308,9 +315,7 @@ class _Loop:
     ) -> list[Solved]:
         """A site's linears, solved; `weights` becomes what they were."""
         rows = self._rows(block, site)
-        own = [
-            exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float() for row in rows
-        ]
+        own = [self._weight(block, row, exact) for row in rows]
         weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
         grids = [row.grid.together(own) for row in rows]
         solved = solve(self.method.solver, own, grids, statistics)
