@@ -216,8 +216,8 @@ class _Loop:
             self.method.needs,
             self.job.request.run.experts,
             self.timings,
-            beside,
             self.job.batch_count,
+            beside,
         )
         transform = self.method.transform
         if transform is not None and transform.sample < 1:

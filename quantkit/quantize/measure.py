@@ -76,8 +76,8 @@ class Measuring:
     needs: frozenset[str]
     choice: experts.Choice
     timings: Timings
+    batches: int
     beside: Beside | None = None
-    batches: int = 0
 
     def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
         """How a batch goes through the block, by its number; `most` of its sequences."""

@@ -168,6 +168,7 @@ class Solving:
             frozenset({"hessian"}),
             job.request.run.experts,
             Timings(),
+            len(entering),
         )
         if self._known is None or self._known.block.index != unit.block:
             self._known = None  # before the next one's are there
