@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").rglob("*.py"))
-SHELL = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
+SHELL = sorted(
+    path.name for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix in ("", ".sh")
+)
 # One process starts them all, because importing torch takes longer than everything else here.
 START_ALL = """
 import contextlib, io, json, os, runpy, sys
