@@ -60,7 +60,7 @@ def _show(found: dict[str, Any]) -> None:
     facts = {"checkpoint": found["source"], "made by": provenance(found["made"])}
     same = sum(row["state"] == "same" for row in found["files"])
     if found["files"]:
-        facts["files"] = f"{same} of {count(len(found['files']), 'file')} as they were written (sha256)"
+        facts["files"] = f"{same} of {len(found['files'])} as written (sha256)"
     if found["linears"]:
         agree = [row for row in found["linears"] if row["agrees"]]
         worst = max(found["linears"], key=lambda row: row["error"])

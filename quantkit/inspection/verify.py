@@ -50,7 +50,7 @@ def verify(
     found["files"] = list(_files(contents, manifest, found, listen))
     found["problems"] += [f"{row['name']} {row['state']}" for row in found["files"] if row["state"] != "same"]
     if found["problems"]:  # what is known to be damaged is not decoded
-        found["notes"].append("values were not read")
+        found["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
         return found | {"linears": []}
     checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
     values.check(checkpoint, made, listen)
