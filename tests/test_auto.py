@@ -3,11 +3,15 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from quantkit.capacity.budget import run, streams
+from quantkit.quantize import plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 SMALL = ["--search-tokens", "64", "--threads", "1", "--dtype", "float32", "--engine", "transformers"]
@@ -42,7 +46,7 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     found = auto("--bpw", "4.2", *asked)
     assert found["searched"]["bits_per_weight"] <= 4.2 and found["kept"] in ("searched", "uniform")
     assert found["searched"]["kld"] > 0 and found["searched"]["predicted_kld"] > 0
-    assert found["uniform"]["chosen_bytes"] <= found["searched"]["chosen_bytes"]
+    assert found["uniform"]["bits_per_weight"] <= 4.2
     assert sorted(path.name for path in tmp_path.iterdir() if "found" in path.name) == ["found"]
     (tmp_path / "again").mkdir()
     done = quantkit("run", "best.yaml", "-o", "again/found", "-q")
@@ -128,6 +132,35 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     assert count == 6, "what was known is not measured again"
     auto("--bpw", "4.2", "-o", "whole", "--sensitivities", "other.json")
     assert units("table.json") == units("other.json") and len(units("other.json")) == 7
+
+
+def test_a_budget_of_exactly_a_preset_is_compared_with_it(auto):
+    """The search finds something that is a few bytes smaller, or larger than all other presets."""
+    bits = auto("--bpw", "4", "--dry-run")["presets"]["3 bit g32"]
+    found = auto("--bpw", repr(bits * (1 + 1e-9)), "-o", "found")
+    assert found["uniform"]["bits_per_weight"] == bits
+
+
+def test_little_evidence_and_a_full_disk_are_said_before_the_search(
+    auto, quantkit, source, tmp_path, monkeypatch
+):
+    asked = ["--calibration", jobs.calibration(tmp_path).calibration, "--samples", "8", "--seqlen", "32"]
+    needs = auto("--bpw", "4", "--dry-run")["needs"]
+    waiting = 2 * sum(p.numel() for p in _linears(source))
+    assert needs["disk_bytes"] >= waiting and needs["memory_bytes"] > 0
+    free = SimpleNamespace(free=needs["disk_bytes"] - 1)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
+    done = quantkit("auto", source, *SMALL, *asked, "--bpw", "4")
+    assert done.code == 5 and "GiB of disk" in done.err
+    assert "31 tokens to measure on are few: which result is better may be chance" in " ".join(
+        done.err.split()
+    )
+    assert not list(tmp_path.glob("*.auto"))
+
+
+def _linears(source: Path) -> list[Tensor]:
+    tensors = load_file(source / "model.safetensors")
+    return [tensor for name, tensor in tensors.items() if name.endswith("proj.weight")]
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):

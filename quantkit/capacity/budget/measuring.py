@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -63,7 +64,7 @@ def measure(
     try:
         with torch.no_grad():
             found = streams.measure(
-                skeleton, missing, tokens, statistics, solving, _room(auto), heard,
+                skeleton, missing, tokens, statistics, solving, room(auto).streams, heard,
                 lambda found: save(table(found)),
             )  # fmt: skip
     finally:
@@ -74,10 +75,19 @@ def measure(
     return table(found)
 
 
-def _room(auto: Auto) -> int:
-    """How many streams fit."""
+@dataclass(frozen=True)
+class Room:
+    """streams: how many are in memory at a time, at most; nbytes: what their hidden states take."""
+
+    streams: int
+    nbytes: int
+
+
+def room(auto: Auto) -> Room:
+    """What fits."""
     skeleton = auto.job.skeleton
     width = skeleton.checkpoint.text_config.hidden_size
     each = auto.tokens.numel() * width * skeleton.dtype.itemsize
     fit = int(STREAMS_SHARE * free_memory(skeleton.device) / each)
-    return max(1, min(auto.request.options.search_streams, fit))
+    streams = max(1, min(auto.request.options.search_streams, fit))
+    return Room(streams, streams * each)

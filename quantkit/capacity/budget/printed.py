@@ -19,7 +19,7 @@ def print_record(record: dict[str, Any]) -> None:
         return _print_plan(console, record)
     _print_choice(console, record["choice"])
     searched, uniform = record["searched"], record["uniform"]
-    table = make_table("", "bits/weight", "on disk", "KL predicted", "measured", "perplexity")
+    table = make_table("", "bits", "on disk", "KL predicted", "measured", "perplexity")
     for name, row in (("searched", searched), ("uniform", uniform)):
         if row:
             table.add_row(
@@ -34,7 +34,7 @@ def print_record(record: dict[str, Any]) -> None:
     text = record["measured_on"]
     print_facts(console, {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"})
     if uniform:
-        print_facts(console, {"uniform": f"{uniform['name']}, the best preset that is no larger"})
+        print_facts(console, {"uniform": f"{uniform['name']}, the best preset that fits"})
     print_facts(console, {"kept": _verdict(record), "written": record["output"]})
     if not record["reached"]:
         print_line(
@@ -58,8 +58,18 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
             f"{record['statistics_tokens']:,} others",
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
+            "memory": _memory(record),
+            "disk": f"{megabytes(record['needs']['disk_bytes'])} while it runs",
         },
     )
+
+
+def _memory(record: dict[str, Any]) -> str:
+    needs = record["needs"]
+    if record["device"] == "cpu":
+        return f"about {megabytes(needs['memory_bytes'])} above the interpreter, on cpu"
+    host = megabytes(needs["host_bytes"])
+    return f"about {megabytes(needs['memory_bytes'])} on {record['device']}, {host} on the host"
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantkit.capacity.budget import allocation, made, sensitivities
+from quantkit.capacity.budget import allocation, made, needs, sensitivities
 from quantkit.capacity.budget.job import Auto
 from quantkit.capacity.budget.measuring import USUAL, measure
 from quantkit.capacity.budget.sensitivities import Sensitivities
@@ -64,6 +64,9 @@ class Made:
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     """The whole search; its record. What was measured survives an error, in the folder beside the output."""
     began = time.monotonic()
+    if warning := needs.few_tokens(auto):
+        progress.warn(warning)
+    needs.check_disk(auto)
     _open(auto)
     with disk_errors(auto.folder, "run the same command with --resume"):
         table = _sensitivities(auto, progress)
@@ -115,6 +118,8 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "statistics_tokens": auto.statistics.numel(),
         "held_out_sequences": auto.held_out,
         "measured_on": vars(auto.windows.protocol),
+        "needs": vars(needs.of(auto)),
+        "device": auto.job.plan.execution.device,
     }
 
 
@@ -210,8 +215,10 @@ def _within_divergence(auto: Auto, losses: allocation.Losses, progress: Progress
 
 
 def _uniform(auto: Auto, losses: allocation.Losses, searched: Made, progress: Progress) -> Made | None:
-    """The best preset that is no larger, made and measured; None where all are larger."""
-    fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= searched.nbytes]
+    """The best preset that the budget allows, made and measured; None where all are larger. A budget of files
+    or of a divergence allows what is no larger than what the search found."""
+    allowed = searched.nbytes if auto.request.options.bpw is None else auto.budget_bytes()
+    fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= allowed]
     if not fit:
         return None
 
