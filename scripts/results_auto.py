@@ -51,7 +51,7 @@ class Measured:
         self.model, self.folder, self.name = model, folder, Path(model).name
         self.on = ["--text", str(args.text), "--ctx", str(args.ctx), "--limit", str(args.limit)]
         self.search = ["--samples", str(args.samples), "--search-tokens", str(args.search_tokens)]
-        self.samples, self.best = args.samples, args.best
+        self.samples = args.samples
 
     def divergence(self, place: str) -> float:
         """KL divergence of an output."""
@@ -68,18 +68,25 @@ class Measured:
     def row(self, engine: str, more: list[str], preset: str) -> dict:
         """Bits and divergences; None for what does not apply."""
         output = str(self.folder / "out") + (".gguf" if engine == "llama.cpp" else "")
-        recipe = str(self.folder / "recipe.yaml")
         common = ["auto", self.model, "--engine", engine, *more, "-o", output, *self.search, *self.on]
         table = self.folder / f"{self.name}-{engine}.json"
-        common += ["--sensitivities", str(table), "--recipe-out", recipe, "--json", "--overwrite"]
+        common += ["--sensitivities", str(table), "--json", "--overwrite"]
         bits = json.loads(quantkit(*common, "--bpw", "4", "--dry-run"))["presets"][preset]
         record = json.loads(quantkit(*common, "--bpw", repr(bits * (1 + 1e-9))))
-        found = {"bits": bits, "uniform": record["uniform"], "searched": record["searched"], "best": None}
-        if self.best and record["kept"] == "searched":
-            quantkit("run", recipe, *BEST, "-o", output, "--overwrite")
-            found["best"] = self.divergence(output)
+        found = {"bits": bits, "uniform": record["uniform"], "searched": record["searched"]}
+        found |= {"recipe": record["recipe"] if record["kept"] == "searched" else None, "best": None}
         found["imatrix"] = self.imatrix(preset) if engine == "llama.cpp" else None
         return found
+
+    def with_best(self, row: dict) -> dict:
+        """A row with the searched recipe by the stronger solver, where the search won."""
+        if row["recipe"] is None or row["best"] is not None:
+            return row
+        output = str(self.folder / "best") + (".gguf" if row["imatrix"] else "")
+        recipe = self.folder / "best.yaml"
+        recipe.write_text(row["recipe"])
+        quantkit("run", str(recipe), *BEST, "-o", output, "--overwrite")
+        return row | {"best": self.divergence(output)}
 
 
 def line(name: str, engine: str, preset: str, row: dict) -> str:
@@ -130,7 +137,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table where it belongs")
     args = parser.parse_args()
     lines, short = [*HEAD], []
-    asked = repr([args.text.name, args.ctx, args.limit, args.samples, args.search_tokens, args.best])
+    asked = repr([args.text.name, args.ctx, args.limit, args.samples, args.search_tokens])
     with tempfile.TemporaryDirectory() if args.keep is None else nullcontext(args.keep) as name:
         folder = Path(name)
         folder.mkdir(exist_ok=True)
@@ -143,7 +150,9 @@ def main() -> None:
                     key = f"{where} {asked}"
                     if key not in rows:
                         rows[key] = measured.row(engine, more, preset)
-                        (folder / "rows.json").write_text(json.dumps(rows, indent=1))
+                    if args.best:
+                        rows[key] = measured.with_best(rows[key])
+                    (folder / "rows.json").write_text(json.dumps(rows, indent=1))
                     lines.append(line(measured.name, " ".join([engine, *more]), preset, rows[key]))
                     short += missed(where, rows[key])
                     print(lines[-1], flush=True)
