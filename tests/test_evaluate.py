@@ -510,6 +510,18 @@ def test_sizes_that_make_no_measurement(tiny_model, text, ctx, stride, limit, wo
     assert words in message and hint
 
 
+def test_what_fills_no_window_is_told_where_it_is_much(tiny_model, text, quantkit):
+    model = tiny_model("llama", tokenizer=True)
+    checkpoint = open_checkpoint(str(model))
+    whole = windows_of.load(checkpoint, text, 32, None, 320)
+    assert (len(whole.ids), whole.left, whole.note) == (10, 0, None)
+    cut = windows_of.load(checkpoint, text, 32, None, 95)
+    assert (len(cut.ids), cut.left) == (2, 31)
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--limit", 95)
+    words = f"the last 31 tokens of {text.name} fill no window of 32: not measured"
+    assert cut.note == words and words in " ".join(done.err.split())
+
+
 @pytest.mark.parametrize(
     ("content", "code", "words"),
     [

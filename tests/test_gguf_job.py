@@ -106,6 +106,23 @@ def test_a_file_is_the_same_alone_and_among_others(exported, demo_model, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["alone.gguf"]
 
 
+def test_types_that_know_no_importance_gather_none(demo_model, tmp_path):
+    """Nor do files beside one that does have it in their metadata."""
+
+    def prepared(name: str, kind: str = "") -> job.Job:
+        options = {"solver": "rtn", "type": (kind or name,)}
+        text = jobs.calibration(tmp_path)
+        return jobs.prepare("gguf", demo_model, tmp_path / f"{name}.gguf", options, calibration=text)
+
+    several = [prepared("Q8_0"), prepared("Q4_0")]
+    assert [one.method.output.gathers for one in several] == [False, True]
+    loop.run_all(several, Progress())
+    loop.run(prepared("alone", "Q8_0"), Progress())
+    assert (tmp_path / "alone.gguf").read_bytes() == (tmp_path / "Q8_0.gguf").read_bytes()
+    told = ["quantize.imatrix.entries_count" in read_header(one.staging.output)[0] for one in several]
+    assert told == [False, True]
+
+
 @pytest.mark.processor
 def test_importance_gathered_and_read_are_one(demo_model, tmp_path):
     calibration = jobs.calibration(tmp_path)

@@ -150,6 +150,8 @@ def command(
         ]
         precision, place = getattr(torch, dtype), choose_device(device)
         windows = windows_of.load(checkpoints[0], text, ctx, stride, limit)
+        if windows.note:
+            progress.warn(windows.note)
         harness = Tasks.prepare(tasks, task_limit) if tasks else None
         measured = evaluate.evaluate(
             checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness,

@@ -127,7 +127,7 @@ def _scaled(linears: Mapping[str, dict]) -> str:
     parts = [f"{count(len(spreads), 'linear')}, columns by up to {max(spreads):.1f}×"] if spreads else []
     if left := len(linears) - len(spreads):
         parts.append(f"{count(left, 'linear')} with nothing to fold scales into: kept")
-    return "; ".join(parts)
+    return "; ".join(parts) or "nothing: no scale of columns loses less"
 
 
 def _seconds(stages: dict[str, float]) -> str:
@@ -172,7 +172,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         f"{count(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
     )
     facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
-    if summary.scaled:
+    if summary.scaled is not None:
         facts["scaled"] = _scaled(summary.scaled)
     if summary.kept:
         facts["kept 16 bit"] = count(summary.kept, "linear")

@@ -71,7 +71,7 @@ def _show(found: dict[str, Any]) -> None:
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
     for note in found["notes"]:
         print_line(console, f"note: {note}")
-    for problem in found["problems"]:
+    for problem in found["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
     if not found["problems"]:
         print_line(console, "nothing is wrong; a manifest is signed by nobody, and tells damage, not forgery")

@@ -17,6 +17,7 @@ from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.calibration import begins_with_bos
 
 DEFAULT_CONTEXT = 2048
+NOTED = 0.05  # share of a text that may be left out unsaid
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,22 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Windows:
-    """ids: int64 `[windows, ctx]`. first: index of the first scored target in each window, `[windows]`."""
+    """ids: int64 `[windows, ctx]`. first: index of the first scored target in each window, `[windows]`. left:
+    tokens at the end of the text that fill no window."""
 
     ids: Tensor
     first: list[int]
     protocol: Protocol
+    left: int = 0
+
+    @property
+    def note(self) -> str | None:
+        """What to say where much of the text is not measured."""
+        used = self.protocol.tokens + self.left
+        if self.left < NOTED * used:
+            return None
+        tokens, text = count(self.left, "token"), self.protocol.text
+        return f"the last {tokens} of {text} fill no window of {self.protocol.ctx}: not measured"
 
     def shared(self, batch: int) -> Windows:
         """This rank's of them, in whole batches of so many.
@@ -116,7 +128,7 @@ def load(
         bos=bos,
         tokenizer=tokenizer_sha256(tokenizer, checkpoint.text_config.vocab_size),
     )
-    return Windows(ids, first, protocol)
+    return Windows(ids, first, protocol, len(stream) - (starts[-1] + body))
 
 
 def read_text(path: Path) -> str:

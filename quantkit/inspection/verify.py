@@ -44,11 +44,16 @@ def verify(
     contents = open_contents(source)
     made = record.describe(contents)
     found: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
-    found["problems"] += made["integrity"]["problems"]
     manifest = contents.manifest if isinstance(contents.manifest, dict) else {}
     found["made"] = made["provenance"]
     found["files"] = list(_files(contents, manifest, found, listen))
-    found["problems"] += [f"{row['name']} {row['state']}" for row in found["files"] if row["state"] != "same"]
+    odd = [row for row in found["files"] if row["state"] != "same"]
+    found["problems"] += [f"{row['name']} {row['state']}" for row in odd]
+    found["problems"] += [
+        problem
+        for problem in made["integrity"]["problems"]
+        if not any(row["name"] in problem for row in odd)  # what follows from a file that was told
+    ]
     if found["problems"]:  # what is known to be damaged is not decoded
         found["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
         return found | {"linears": []}

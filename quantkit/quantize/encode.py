@@ -32,7 +32,7 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.enter_context(job.staging.opened(job.fingerprint, resume=False))
             stack.callback(job.staging.discard)
         stack.enter_context(unchanged.watched(jobs[0].checkpoint))
-        imatrix = _imatrix(jobs[0], progress, timings)
+        imatrix = _imatrix(jobs, progress, timings)
         return ranks.told(lambda: _written(jobs, imatrix, progress, timings))
 
 
@@ -47,8 +47,9 @@ def _written(
     return [_publish(job, timings) for job in jobs]
 
 
-def _imatrix(job: Job, progress: Progress, timings: Timings) -> Imatrix | None:
+def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatrix | None:
     """How much input columns count, as the user gave it or as calibration text says."""
+    job = next((one for one in jobs if one.method.output.gathers), jobs[0])
     output = job.method.output
     if not output.gathers:
         return output.imatrix

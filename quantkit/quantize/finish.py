@@ -137,7 +137,9 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         copied=job.copied,
         experts=_reached(job, records),
         outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
-        scaled={row["name"]: row["scaled"] for row in records if "scaled" in row},
+        scaled={row["name"]: row["scaled"] for row in records if "scaled" in row}
+        if job.method.transform
+        else None,
         seconds=dict(timings.seconds),
         steps_down=list(timings.notes),
         activations=activations(job.material.config),

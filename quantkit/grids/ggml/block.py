@@ -45,7 +45,8 @@ def join(x: Tensor, blocks: int) -> Tensor:
 class BlockGrid(WholeLevels):
     """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
     bits. exact: search as ggml does, to the bit, or faster. scale_range: the least and the largest scale of
-    a sub-block, for types whose sub-blocks have their own. (What is a field here stands in manifests.)
+    a sub-block, for types whose sub-blocks have their own. weighted: whether importance changes anything.
+    (What is a field here stands in manifests.)
     """
 
     name: str

@@ -69,6 +69,8 @@ class ScaleAndMinGrid(BlockGrid):
 class Q8Grid(BlockGrid):
     """Q8_0: `d * (code - 128)`; no code is chosen by importance."""
 
+    weighted = False
+
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         d = blocks.x.abs().amax(0) / 127
         codes = scaled(blocks.x, d, 0.0)

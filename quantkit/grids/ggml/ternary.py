@@ -15,6 +15,8 @@ from quantkit.grids.ggml.params import Scale, half
 class TernaryGrid(BlockGrid):
     """`d * (code - 1)`; d is the largest magnitude. No code is chosen by importance."""
 
+    weighted = False
+
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         d = blocks.x.abs().amax(0)
         codes = scaled(blocks.x, d, 0.0)

@@ -169,7 +169,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
     tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
-    given = options.imatrix if encoded and not feedback else "none"
+    weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
+    given = options.imatrix if weighted and not feedback else "none"
     weighed = None if given in ("auto", "none") else _imatrix(Path(given), targets)
     if not feedback and given != "auto":
         _check_importance(choices, weighed, given)

@@ -110,8 +110,8 @@ class Summary:
     the blocks that were rounded; copied: bytes of what lies there untouched, by module. steps_down: what it
     did to get along with less memory than planned. scaled: what a transform did to columns of a linear:
     `into`, what was divided, None where nothing can be; `spread`, the largest scale over the smallest;
-    `loss`, what is left of the loss, as estimated. activations: how clients quantize them as the model runs;
-    None where they do not."""
+    `loss`, what is left of the loss, as estimated; None without a transform. activations: how clients
+    quantize them as the model runs; None where they do not."""
 
     source: str
     output: str
@@ -131,7 +131,7 @@ class Summary:
     copied: dict[str, int]
     experts: ExpertTokens | None
     outlier_columns: dict[str, int]
-    scaled: dict[str, dict]
+    scaled: dict[str, dict] | None
     seconds: dict[str, float]
     steps_down: list[str]
     activations: str | None

@@ -211,7 +211,7 @@ class GgufOutput:
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
         """The file's metadata, and how it came to be."""
-        used = imatrix.metadata(self.origin) if imatrix else {}
+        used = imatrix.metadata(self.origin) if imatrix and (self.gathers or self.imatrix) else {}
         return {
             **self.metadata,
             **used,

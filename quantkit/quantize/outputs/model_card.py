@@ -46,7 +46,7 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
         )
     if rotation := manifest["job"].get("rotation"):
         lines.append(_rotated(rotation))
-    if scaled := [name for name, row in summary.scaled.items() if row["into"]]:
+    if scaled := [name for name, row in (summary.scaled or {}).items() if row["into"]]:
         lines.append(
             f"Columns of {count(len(scaled), 'linear')} were scaled before rounding, and what produces their "
             "inputs divided by as much: the same function."
