@@ -12,7 +12,7 @@ from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.evaluation.trial import Trial, data_free
-from quantkit.grids.float8 import FLOAT8, Float8Grid, nearest, to_float8
+from quantkit.grids.float8 import FLOAT8, Float8Grid, from_float8, nearest, to_float8
 from quantkit.inspection import record
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
@@ -40,6 +40,16 @@ def random_weight(out_features: int = OUT, dtype: torch.dtype = torch.bfloat16) 
 
 
 # ---- the grid
+
+
+def test_every_byte_stands_for_what_torch_says():
+    every = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    numbers = every[(every & 127) != 127]
+    for codes in (numbers, every, every.t(), every[:0]):
+        expected = codes.view(FLOAT8).float()
+        assert torch.equal(from_float8(codes).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert from_float8(numbers)[126].item() == 448 and from_float8(every).isnan().sum() == 2
+    assert torch.signbit(from_float8(numbers)).sum() == 127, "-0 keeps its sign"
 
 
 def test_nearest_is_the_conversion_to_float8():

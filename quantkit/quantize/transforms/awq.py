@@ -27,6 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from quantkit.grids.ggml.search import square_root
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 from quantkit.models import held
@@ -322,4 +323,4 @@ def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
 def candidate(magnitude: Tensor, alpha: float) -> Tensor:
     """`s = mean|x|^α`, normalised so that its largest and smallest value are each other's inverse."""
     scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
-    return scale / (scale.max() * scale.min()).sqrt()
+    return scale / square_root((scale.max() * scale.min())[None])
