@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from quantkit import cli
-from quantkit.models import heartbeat, ranks
+from quantkit.models import heartbeat, parcels, ranks
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop, staging
@@ -195,14 +195,21 @@ def test_the_same_number_of_processes_writes_the_same_bytes(done):
 
 
 def test_rows_of_linears_on_both_and_sums_as_they_come(done, tmp_path):
-    """A weight between two codes may tip, and what comes after it in its row; most do not."""
+    """A weight between two codes may tip, with it what comes after it in its row, and all blocks behind: how
+    many do depends on the processor. What comes out is another sample of the same quality."""
     folder = make_folder(tmp_path / "unordered")
     jobs = [[*GPTQ, "-o", name, "--batch-size", "3"] for name in ("out", "again")]
     assert run(folder, 2, *jobs, faulty="unordered") == [0, 0]
-    first, again, one = weights(folder / "out"), weights(folder / "again"), weights(done[0] / "out")
+    first, again = weights(folder / "out"), weights(folder / "again")
     assert all(torch.equal(first[name], again[name]) for name in first)
-    differ = [(first[name] - one[name]).abs().gt(1e-5).float().mean().item() for name in one]
-    assert sum(differ) / len(differ) < 0.2
+    found, alone = ([row["error"] for row in linears(place / "out")] for place in (folder, done[0]))
+    assert found[0] == pytest.approx(alone[0], rel=1e-3), "in the first block few weights tip"
+    assert sum(found) == pytest.approx(sum(alone), rel=0.05)
+
+
+def linears(place: Path) -> list[dict]:
+    """Of a manifest."""
+    return json.loads((place / "quantkit.json").read_text())["linears"]
 
 
 def test_the_manifest_says_how_many_there_were_and_the_fingerprint_does_not(done):
@@ -303,12 +310,8 @@ def test_one_process_is_alone():
 
 def test_tensors_travel_beside_what_holds_them():
     value = {"a": torch.arange(3), "b": [torch.zeros(2, 2, dtype=torch.bfloat16), "text"]}
-    text, tensors = ranks._taken_apart(value)
+    parcel, tensors = parcels.packed(value)
     assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.bfloat16]
-    import io
-    import pickle
-
-    shapes, inner = pickle.loads(text)
-    assert shapes == [((3,), torch.int64, "cpu"), ((2, 2), torch.bfloat16, "cpu")]
-    found = ranks._Parts(io.BytesIO(inner), tensors).load()
+    assert parcels.kinds_of(parcel) == [((3,), torch.int64, "cpu"), ((2, 2), torch.bfloat16, "cpu")]
+    found = parcels.unpacked(parcel, tensors)
     assert found["a"] is value["a"] and found["b"] == value["b"]

@@ -17,7 +17,6 @@ import json
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from typing import Any
 import psutil
 
 from quantkit.errors import INTERRUPTED, RUNTIME, TERMINATED
+from quantkit.models import processes
 
 BEAT = 0.5  # seconds between two signs of life
 SILENT = 20.0
@@ -156,7 +156,7 @@ class Heartbeat:
         try:
             while time.monotonic() < end:
                 records = [json.loads(text) for text in self._store.multi_get(others)]
-                if all(record["left"] or not _lives(record["pid"]) for record in records):
+                if all(record["left"] or self._is_gone(record) for record in records):
                     return
                 time.sleep(0.05)
         except RuntimeError:
@@ -177,7 +177,7 @@ class Heartbeat:
             "idle": 0.0 if since else now - self._got_on,
             "waiting": now - since if since else 0.0,
             "left": self._leaving,
-            "host": socket.gethostname(),
+            "place": processes.place(),
             "pid": os.getpid(),
         }
         try:
@@ -245,15 +245,14 @@ class Heartbeat:
                 continue
             if record["beat"] != self._seen.get(rank, (0, 0.0))[0]:
                 self._seen[rank] = record["beat"], now
-            here = record["host"] == socket.gethostname()
-            if here and not _lives(record["pid"]):
+            if self._is_gone(record):
                 return self._missed(rank)
             silent = now - self._seen[rank][1]
-            if silent > SILENT and not (here and self._busy(record["pid"])):
-                _end_process(record["pid"], here)
+            if silent > SILENT and not self._busy(record):
+                self._end_process(record)
                 return Failure(rank, f"rank {rank} has not been heard of for {silent:.0f} s", gone=True)
             if record["idle"] > STUCK:
-                _end_process(record["pid"], here)
+                self._end_process(record)
                 told = f"rank {rank} hangs: it has done nothing for {record['idle']:.0f} s"
                 return Failure(rank, told, gone=True)
             waiting.append(record["waiting"])
@@ -267,15 +266,25 @@ class Heartbeat:
             return None
         return self._written() or Failure(rank, f"rank {rank} died", gone=True)
 
-    def _busy(self, pid: int) -> bool:
-        """Whether a process of this host that says nothing computes all the same."""
-        try:
-            times = psutil.Process(pid).cpu_times()
-        except psutil.Error:
+    @staticmethod
+    def _is_near(record: dict[str, Any]) -> bool:
+        """Whether its process is seen from here, under the number that it told."""
+        return record["place"] == processes.place()
+
+    def _is_gone(self, record: dict[str, Any]) -> bool:
+        return self._is_near(record) and not processes.lives(record["pid"])
+
+    def _busy(self, record: dict[str, Any]) -> bool:
+        """Whether a process that is seen from here, and says nothing, computes all the same."""
+        used = processes.seconds(record["pid"]) if self._is_near(record) else None
+        if used is None:
             return False
-        used, before = times.user + times.system, self._cpu.get(pid)
-        self._cpu[pid] = used
+        before, self._cpu[record["pid"]] = self._cpu.get(record["pid"]), used
         return before is None or used > before
+
+    def _end_process(self, record: dict[str, Any]) -> None:
+        if self._is_near(record):
+            processes.end(record["pid"])
 
     def _alone(self) -> Failure:
         keeper = 0 if self.rank else None
@@ -293,19 +302,3 @@ class Heartbeat:
             self._say(failure, self.kept)
             self.told()
         os._exit(failure.exit_code)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def _end_process(pid: int, here: bool) -> None:
-    """One that hangs does not end when it is asked to."""
-    if here:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return

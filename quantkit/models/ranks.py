@@ -11,9 +11,7 @@ torch is imported late: plans and help ask for the rank, too.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,6 +28,7 @@ T = TypeVar("T")
 HANDSHAKE = 45  # seconds for all ranks to come
 EVER = timedelta(days=100)  # of an operation: who hangs is the heartbeat's business
 AT_ONCE = 1 << 24  # values of a sum that travel together: a slow network gets somewhere in between
+NO_WAY = "of several hosts, name the network between them: GLOO_SOCKET_IFNAME=eth0, or NCCL_SOCKET_IFNAME"
 _heartbeat: Heartbeat | None = None
 _count, _local = 1, 1  # ranks, and those on this host
 _accelerated = False
@@ -96,7 +95,7 @@ def joined(device: str, say: Callable[[Failure, str], None]) -> Iterator[None]:
         ) from error
     _heartbeat = heartbeat
     heartbeat.start()
-    with _together():
+    with _together(NO_WAY):
         options = {"device_id": torch.device("cuda", 0)} if accelerated else {}
         group = dist.PrefixStore("quantkit/group", store)
         dist.init_process_group(backend, store=group, rank=number, world_size=whole, timeout=EVER, **options)
@@ -163,15 +162,15 @@ def dealt(items: Sequence[T]) -> Sequence[T]:
 
 
 @contextmanager
-def _together() -> Iterator[None]:
-    """Around every operation of all ranks."""
+def _together(hint: str = "") -> Iterator[None]:
+    """Around every operation of all ranks. hint: what to do where it fails."""
     try:
         with _heartbeat.waiting():
             yield
     except RuntimeError as error:  # of the network: another rank has left
         found = _heartbeat.look_for(5)
         message = found.message if found else f"the ranks lost one another: {first_line(error)}"
-        raise QuantkitError(message, exit_code=RUNTIME) from error
+        raise QuantkitError(message, hint, RUNTIME) from error
 
 
 def _finished(tensor: Tensor) -> None:
@@ -272,12 +271,13 @@ def gathered(value: T) -> list[T]:
 
 
 def _from(source: int, value: T) -> T:
-    """A rank's value on all of them: what it is made of pickled (these are our own processes), its tensors as
-    they are."""
+    """A rank's value on all of them."""
     import torch
 
+    from quantkit.models import parcels
+
     dist, own = _group(), rank() == source
-    text, tensors = _taken_apart(value) if own else (b"", [])
+    text, tensors = parcels.packed(value) if own else (b"", [])
     size = torch.tensor([len(text)])
     with _together():
         dist.broadcast(size, source)
@@ -291,45 +291,16 @@ def _from(source: int, value: T) -> T:
     if own:
         received = tensors
     else:
-        shapes, text = pickle.loads(packed.numpy().tobytes())
-        received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in shapes]
+        text = packed.numpy().tobytes()
+        kinds = parcels.kinds_of(text)
+        received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     for tensor in received:
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         for part in flat.split(4 * AT_ONCE):
             with _together():
                 dist.broadcast(part, source)
                 _finished(part)
-    return value if own else _Parts(io.BytesIO(text), received).load()
-
-
-def _taken_apart(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Pickled, but for its tensors, of which it has shapes, types and devices."""
-    import torch
-
-    tensors: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, part: Any) -> int | None:
-            if not isinstance(part, torch.Tensor):
-                return None
-            tensors.append(part)
-            return len(tensors) - 1
-
-    buffer = io.BytesIO()
-    Pickler(buffer, protocol=5).dump(value)
-    shapes = [(tuple(part.shape), part.dtype, part.device.type) for part in tensors]
-    return pickle.dumps((shapes, buffer.getvalue())), tensors
-
-
-class _Parts(pickle.Unpickler):
-    """Puts tensors where they were."""
-
-    def __init__(self, text: io.BytesIO, tensors: list[Tensor]):
-        super().__init__(text)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._tensors[pid]
+    return value if own else parcels.unpacked(text, received)
 
 
 # ---- how it ends
@@ -357,7 +328,8 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     found = _heartbeat.look_for(1.5) if stopped else known
     if found is None:
         found = own if stopped else _heartbeat.blame(own)
-    its_own = (known is None and number == 0) or found.rank is None
+    alike = found.message == error.message  # all ranks had it: whose was the first says nothing
+    its_own = (known is None and number == 0) or found.rank is None or alike
     ending = error if its_own and not found.gone else named(found, _heartbeat.kept or error.hint)
     speaks = number == 0 if its_own else _heartbeat.is_speaker(found)
     if not speaks and found.rank == number:
