@@ -7,8 +7,8 @@ part of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, 
 that an error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
 
 One pass forward through the unquantized model, and one back, a block at a time (`backward`). What enters each
-block lies in a file until it is needed again, so memory does not grow with the number of blocks; pages of
-the file stay in memory anyway while there is room. The curvatures of a block lie in a file of the staging
+block lies in files until it is needed again, so memory does not grow with the number of blocks; their pages
+stay in the system's cache while there is room. The curvatures of a block lie in a file of the staging
 folder until it is quantized; they are read from there even right after they were made, so that a job which is
 resumed computes with the same numbers.
 """
@@ -111,7 +111,8 @@ class _Pass:
         states = embedded(self.batches, skeleton.embed, skeleton.device)
         for index, _ in walk.blocks(skeleton, _source):
             if index >= first:
-                self.scratch.write(_entering(index), _named(states))
+                for k, hidden in enumerate(states):
+                    self.scratch.write(_entering(index, k), {"states": hidden.cpu()})
             states.advance(skeleton.outputs(index, states))
             self._step(1)
         self._back_through_head(states)
@@ -138,7 +139,6 @@ class _Pass:
 
     def _back(self, index: int, block: nn.Module, gradients: States, names: Sequence[str]) -> None:
         """From the gradients of what leaves a block to those of what enters it, which take their place."""
-        entering = self.scratch.lazily(_entering(index))
         linears = {name: block.get_submodule(name) for name in names}
         sums = {
             name: Statistics(linear.out_features, self.skeleton.device) for name, linear in linears.items()
@@ -148,12 +148,14 @@ class _Pass:
             for name, linear in linears.items():
                 stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
             for k, gradient in enumerate(gradients):
-                hidden = entering(str(k)).to(self.skeleton.device)
+                entered = self.scratch.read(_entering(index, k))
+                hidden = entered["states"].to(self.skeleton.device)
                 gradients[k] = _flowing(through_block, run, hidden, gradient, what=type(block).__name__)
         self.scratch.write(
             _file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens}
         )
-        self.scratch.remove(_entering(index))
+        for k in range(len(gradients)):
+            self.scratch.remove(_entering(index, k))
 
 
 def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
@@ -226,9 +228,5 @@ def _file(block: int) -> str:
     return f"curvature-{block:05d}"
 
 
-def _entering(block: int) -> str:
-    return f"entering-{block:05d}"
-
-
-def _named(states: States) -> dict[str, Tensor]:
-    return {str(k): hidden.cpu() for k, hidden in enumerate(states)}
+def _entering(block: int, batch: int) -> str:
+    return f"entering-{block:05d}-{batch:05d}"
