@@ -29,7 +29,7 @@ from quantkit.quantize.backward import chunk_tokens, through_block, through_head
 from quantkit.quantize.capture import PROBE_TOKENS, Statistics
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.scratch import Scratch
-from quantkit.quantize.states import States, embedded
+from quantkit.quantize.states import Place, States, embedded
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # what the progress calls it
@@ -64,9 +64,10 @@ def gather(
     scratch: Scratch,
     timings: Timings,
     progress: Progress,
+    place: Place | None = None,
 ) -> Curvatures:
     """The curvatures of the linears `wanted`, by block, unless an earlier run has made those of all of these
-    blocks. What lies outside the blocks is loaded, and none of them.
+    blocks. What lies outside the blocks is loaded, and none of them. place: where states and gradients wait.
 
     Raises QuantkitError for a model that gradients do not flow back through.
     """
@@ -78,7 +79,7 @@ def gather(
     try:
         with timings(STEPS):
             _refuse_without_gradients(skeleton)
-            _Pass(skeleton, batches, scratch, progress).run(wanted)
+            _Pass(skeleton, batches, scratch, progress, place).run(wanted)
         scratch.complete(map(_file, wanted))
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
@@ -98,8 +99,10 @@ class _Pass:
         batches: Sequence[Tensor],
         scratch: Scratch,
         progress: Progress,
+        place: Place | None,
     ):
         self.skeleton, self.batches, self.scratch, self.progress = skeleton, batches, scratch, progress
+        self.place = place
         self.steps = self.total = 0
 
     def run(self, names: Mapping[int, Sequence[str]]) -> None:
@@ -108,7 +111,7 @@ class _Pass:
         first = min(names)
         self.total = depth + BACK * (depth - first)
         self._step(0)
-        states = embedded(self.batches, skeleton.embed, skeleton.device)
+        states = embedded(self.batches, skeleton.embed, skeleton.device, self.place)
         for index, _ in walk.blocks(skeleton, _source):
             if index >= first:
                 for k, hidden in enumerate(states):
