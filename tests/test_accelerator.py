@@ -420,10 +420,12 @@ def test_a_device_without_float64_or_streams_will_do(both, source, method, devic
     same_tensors(*both(name, source, *rest, **device))
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq repeat", "awq"])
-def test_states_that_wait_on_the_host_change_no_byte(both, source, method):
+@pytest.mark.parametrize(
+    "method, states", [("gptq", "host"), ("gptq repeat", "host"), ("awq", "host"), ("gptq repeat", "disk")]
+)
+def test_states_that_wait_elsewhere_change_no_byte(both, source, method, states):
     name, *rest = METHODS[method]
-    same_tensors(*both(name, source, *rest, "--states", "host"))
+    same_tensors(*both(name, source, *rest, "--states", states))
 
 
 def test_eval_without_float64(far, make, source, text):

@@ -12,7 +12,7 @@ from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.inspection.record import activations
 from quantkit.models import ranks, unchanged
-from quantkit.models.heap import return_freed_pages
+from quantkit.models.heap import mapped, return_freed_pages
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
@@ -83,7 +83,8 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
     return_freed_pages(also_kept=True)
     written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
-    skeleton.load_rest()
+    with mapped():
+        skeleton.load_rest()
     (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
     logits = skeleton.logits(hidden[0, last]), wanted
     for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():

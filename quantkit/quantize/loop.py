@@ -22,7 +22,7 @@ from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.layouts import LinearSpec
 from quantkit.models import ranks, unchanged
 from quantkit.models.device import give_back
-from quantkit.models.heap import keep_freed_pages, map_large_blocks
+from quantkit.models.heap import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize import cache_peaks, capture, curvature, finish, room, sharing, towers, walk
 from quantkit.quantize.beside import Beside
 from quantkit.quantize.cache_peaks import Peaks
@@ -89,7 +89,7 @@ class _Loop:
         self.timings = Timings(job.skeleton.device)
         self.place = Place(self.execution.states, job.staging.folder)
         self._announce()
-        with self.timings("load"):
+        with self.timings("load"), mapped():
             self.skeleton.load_rest()
             self.originals = self._entering() if "drift" in self.method.needs else None
         self.curvatures = self._curvatures() if "curvature" in self.method.needs else None
