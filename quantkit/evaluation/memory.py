@@ -42,6 +42,7 @@ def need(
     most, base, states = 0, 0, 0
     for number, checkpoint in enumerate(checkpoints):
         skeleton = Skeleton(checkpoint, dtype, device)
+        skeleton.names.check_complete()
         rows = linears(skeleton)
         shapes = shapes_of(skeleton, rows, tokens, batch)
         rest = shapes.rest * shapes.element

@@ -91,9 +91,10 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
         need = plan.forward_memory(skeleton, rows, *sizes, spilled=True)
         place = Place("disk", output.absolute().parent)
-        progress.warn("hidden states wait in a file beside the output: they do not fit into memory")
     peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
     rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
+    if place:
+        progress.warn("hidden states wait in a file beside the output: they do not fit into memory")
     names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
 
