@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections import Counter
@@ -150,8 +149,7 @@ def job_memory(
     """Peak bytes above the interpreter of a job on so many tokens of one rank, if it runs so."""
     accelerated = is_accelerator(skeleton.device)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
-        tensors = skeleton.checkpoint.infos.values()
-        encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
+        encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
         spilled = states == "disk"
         forward = (
             forward_memory(skeleton, specs, tokens, batch_tokens, spilled=spilled) if method.needs else 0

@@ -106,6 +106,16 @@ class GgufOutput:
             weights=sum({row.name: row.weights for several in rows for row in several}.values()),
         )
 
+    def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
+        """Bytes of the tensor, or the expert's part of it, that takes most: as read, and its codes twice."""
+        types, most = self.types(checkpoint, specs), 0
+        for target in self.targets:
+            read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
+            read = 4 * math.prod(target.shape) if checkpoint.quantized else read  # decoded to float32
+            codes = Entry(target.name, types[target.name], target.shape).nbytes
+            most = max(most, (read + 2 * codes) // max(1, len(target.parts)))
+        return most
+
     def parameters(self, skeleton: Skeleton) -> int:
         """Those of the language model."""
         written = {name for target in self.targets for name in target.parameters}
