@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from quantkit.errors import USAGE, QuantkitError
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def size_bytes(text: str, flag: str) -> int:
+    """`3.5GiB` in bytes. Raises QuantkitError for what is no size."""
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
+    if not parts or float(parts[1]) == 0:
+        raise QuantkitError(f"{flag} {text!r} is no size", "write 4GB, 700MB or 3.5GiB", USAGE)
+    return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
 
 
 def option(default: Any, help: str, short: str | None = None, names: Iterable[str] = ()) -> Any:
@@ -83,10 +96,15 @@ class RunOptions:
         "Gather statistics in one forward pass suspended at each site (faster), or repeat the pass up to "
         "each site (less memory). auto looks at the memory.",
     )
-    states: Literal["auto", "device", "host"] = option(
+    states: Literal["auto", "device", "host", "disk"] = option(
         "auto",
-        "On a GPU, where the hidden states of the calibration tokens wait: in its memory, or in the host's, "
-        "copied ahead. auto looks at the memory; the output is the same.",
+        "Where the hidden states of the calibration tokens wait: on a GPU in its memory or in the host's, "
+        "copied ahead; or in a file beside the output. auto looks at the memory; the output is the same.",
+    )
+    max_memory: str | None = option(
+        None,
+        "What the whole process may take of the host's memory, such as 6GB. (default: what is free, in a "
+        "container or under ulimit what these leave)",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
     max_shard_gb: float = option(5.0, "Largest weight file, in GB.")

@@ -32,7 +32,7 @@ import json, sys, threading, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from quantkit.quantize import job, methods, loop, plan
+from quantkit.quantize import job, methods, loop, room
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.progress import Progress
 
@@ -56,7 +56,7 @@ def watch():
 method, options, mode, tiny, model, out, samples, seqlen, free = json.loads(sys.argv[1])
 loop.run(prepare(tiny), Progress())  # what is imported on the way
 if free and mode == "repeat":
-    plan.free_memory = lambda device: free << 20
+    room.free_memory = lambda device: free << 20
 baseline, began = anonymous(), time.monotonic()
 watcher = threading.Thread(target=watch)
 watcher.start()

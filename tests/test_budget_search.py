@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.capacity.budget import allocation, curve, engines, streams
 from quantkit.capacity.budget.curve import Divergence, Errors
-from quantkit.capacity.budget.options import AutoOptions, size_bytes
+from quantkit.capacity.budget.options import AutoOptions
 from quantkit.capacity.budget.sensitivities import Sensitivities
 from quantkit.capacity.budget.solving import Pace, Solving
 from quantkit.capacity.budget.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
 from quantkit.errors import QuantkitError
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
+from quantkit.options import size_bytes
 
 CPU = torch.device("cpu")
 
@@ -343,7 +344,7 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     [("4GB", 4 * 10**9), ("3.5GiB", 3.5 * 2**30), ("700 mb", 7 * 10**8), ("12", 12)],
 )
 def test_sizes_are_read(text, size):
-    assert size_bytes(text) == size
+    assert size_bytes(text, "--max-size") == size
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from quantkit import cli
 from quantkit.models.checkpoint import MANIFEST
 from quantkit.models.containers import safetensors_folder
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import methods, plan, recipe, staged_blocks, staging
+from quantkit.quantize import methods, recipe, room, staged_blocks, staging
 from quantkit.quantize.methods.gptq import Options
 
 LINEARS = {  # name inside a block -> shape, of the model that `model` makes
@@ -735,23 +735,28 @@ def test_the_predicted_disk_is_what_a_run_takes(make, model, small, tmp_path, mo
 
 
 def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, small, tmp_path, monkeypatch):
-    def need(mode: str) -> int:
-        return make("gptq", model, *small, "--sequential", mode, "--dry-run")["plan"]["memory_bytes"]
+    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1]
 
-    def chosen(free: int) -> tuple[str, int]:
-        monkeypatch.setattr(plan, "free_memory", lambda device: free)
+    def need(mode: str, states: str = "auto") -> int:
+        asked = "--sequential", mode, "--states", states
+        return make("gptq", model, *small, *asked, "--dry-run")["plan"]["memory_bytes"]
+
+    def chosen(free: int) -> tuple[str, str, int]:
+        monkeypatch.setattr(room, "free_memory", lambda device: free)
         record = make("gptq", model, *small, "--dry-run")["plan"]
-        return record["execution"]["sequential"], record["memory_bytes"]
+        how = record["execution"]
+        return how["sequential"], how["states"], record["memory_bytes"]
 
-    suspend, repeat = need("suspend"), need("repeat")
-    assert repeat < suspend
-    assert chosen(2 * suspend) == ("suspend", suspend)
-    assert chosen(repeat) == ("repeat", repeat)
-    monkeypatch.setattr(plan, "free_memory", lambda device: repeat)
+    suspend, repeat, disk = need("suspend"), need("repeat"), need("repeat", "disk")
+    assert disk < repeat < suspend
+    assert chosen(2 * suspend) == ("suspend", "device", suspend)
+    assert chosen(int(repeat / 0.8) + 1) == ("repeat", "device", repeat)
+    assert chosen(disk) == ("repeat", "disk", disk)
     error, hint = refuse(5, "gptq", model, *small, "--sequential", "suspend")
-    assert "of memory" in error and "--sequential repeat" in hint
-    monkeypatch.setattr(plan, "free_memory", lambda device: repeat - 1)
-    refuse(5, "gptq", model, *small)
+    assert "of memory" in error and hint == "use --sequential repeat --states disk"
+    monkeypatch.setattr(room, "free_memory", lambda device: disk - 1)
+    error, hint = refuse(5, "gptq", model, *small)
+    assert hint == "use --seqlen 32"
     assert not list(tmp_path.glob("tiny-*"))
 
 

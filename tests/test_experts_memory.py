@@ -9,7 +9,7 @@ from quantkit.models import held
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import Keeper
-from quantkit.quantize import loop, parts, plan
+from quantkit.quantize import loop, parts, room
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
 
@@ -145,7 +145,7 @@ def test_a_repeated_forward_takes_as_many_experts_as_the_plan_allows(mixture, tm
 
     def quantize(name: str, free: int) -> tuple[int, int]:
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "free_memory", lambda device: free)
+            patch.setattr(room, "free_memory", lambda device: free)
             run = {"calibration": text, "sequential": "repeat", "batch_size": 2}
             made = jobs.prepare("gptq", folder, tmp_path / name / "out", SMALL, **run)
         passes.append(0)

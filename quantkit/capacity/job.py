@@ -12,7 +12,7 @@ from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.grids import processor
-from quantkit.models import held
+from quantkit.models import held, limits
 from quantkit.quantize import methods
 from quantkit.quantize.memory import (
     BATCH_TOKENS,
@@ -73,7 +73,7 @@ def _of_method(
     whole, samples = samples, -(-samples // ranks)
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
-    memory = device.memory_bytes if on_gpu else _free_memory() // ranks
+    memory = device.memory_bytes if on_gpu else limits.room().nbytes // ranks
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
         shapes = mixture(shapes, settings, memory if on_gpu else None)
@@ -82,8 +82,9 @@ def _of_method(
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         states = "device" if on_gpu else None
         return peak_memory(
-            shapes, needs, needs, transform, suspend, work.tables, states, at_once, sampled=sampled
-        )
+            shapes, needs, needs, transform, suspend, work.tables, states, at_once, sampled=sampled,
+            outside=work.outside,
+        )  # fmt: skip
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     suspend = needs and not transform and (memory is None or peak(True).computing < COMFORT * memory)
@@ -151,10 +152,3 @@ def compute_dtype(stored: str, on_gpu: bool) -> str:
     if on_gpu:
         return stored
     return "bfloat16" if stored == "bfloat16" and processor.has_bfloat16() else "float32"
-
-
-def _free_memory() -> int:
-    """Free bytes of this machine."""
-    import psutil
-
-    return psutil.virtual_memory().available

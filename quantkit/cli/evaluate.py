@@ -111,6 +111,14 @@ def command(
         typer.Option(help="Precision of the forward passes; 16 bit adds noise to small divergences."),
     ] = "float32",
     device: flags.DEVICE = "auto",
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="What the whole process may take of the host's memory, such as 6GB; hidden states that do "
+            "not fit wait in a file of TMPDIR or /var/tmp. (default: what is free)",
+        ),
+    ] = None,
     revision: flags.FIRST_REVISION = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
@@ -122,8 +130,9 @@ def command(
     from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs
     from quantkit.grids import kv_types
+    from quantkit.options import size_bytes
 
-    chosen = metrics_of.select(metrics)
+    chosen, most = metrics_of.select(metrics), max_memory and size_bytes(max_memory, "--max-memory")
     limits = gates.parse(max_ppl_increase, max_kld, min_top1)
     caches = list(dict.fromkeys(map(kv_types.named, kv_dtypes or ())))
     gates.check(limits, chosen, (len(models) + len(trials or ())) * (1 + len(caches)) - 1)
@@ -155,7 +164,7 @@ def command(
         harness = Tasks.prepare(tasks, task_limit) if tasks else None
         measured = evaluate.evaluate(
             checkpoints, windows, precision, place, progress.evaluating, trials or (), chosen, harness,
-            caches, weights_only,
+            caches, weights_only, most,
         )  # fmt: skip
     given = harness.record() if harness else None
     result = record(windows.protocol, precision, place, measured, chosen, limits, given)

@@ -19,7 +19,7 @@ EPILOG = """Examples:
   quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
 
   llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
-FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns a forward pass
+FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # what of a run concerns a forward pass
 OUTPUT = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),

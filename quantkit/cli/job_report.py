@@ -16,6 +16,12 @@ from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
 
+STATES = {
+    "device": "",
+    "host": ", hidden states on the host",
+    "disk": ", hidden states in a file beside the output",
+}
+
 
 def plan_record(job: Job) -> dict:
     """JSON of `--dry-run`: the plan and every linear's spec."""
@@ -72,7 +78,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
         "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
-        f"{execution.sequential} forward" + ", hidden states on the host" * (execution.states == "host"),
+        f"{execution.sequential} forward" + STATES[execution.states],
         "calibration": _calibration(made and made.record()),
     }
     print_facts(console, facts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation import memory
 from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
@@ -28,7 +30,8 @@ from quantkit.models.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.quantize.memory import BATCH_TOKENS
-from quantkit.quantize.states import States
+from quantkit.quantize.staging import disk_errors
+from quantkit.quantize.states import HERE, Place, States
 
 FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight times as long for each
 
@@ -85,10 +88,14 @@ class Floor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results in the order asked for, the base first. floor: None where it was not asked for."""
+    """Results in the order asked for, the base first. floor: None where it was not asked for. states: where
+    hidden states waited, `device`, `host` or `disk`; predicted_bytes: the peak that was expected, above the
+    interpreter."""
 
     results: list[Result]
     floor: Floor | None
+    states: str = "device"
+    predicted_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,14 +114,16 @@ def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
-    weights_only: bool = False,
+    weights_only: bool = False, max_memory: int | None = None,
 ) -> Evaluation:  # fmt: skip
     """Metrics of every checkpoint and its divergence from the first; then those of the first as data-free
     methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as well.
     kv_dtypes: every model, the first included, is measured with keys and values quantized so as well.
-    weights_only: those whose clients quantize activations are measured without that as well.
+    weights_only: those whose clients quantize activations are measured without that as well. max_memory:
+    bytes that the whole process may take; hidden states that do not fit wait in a file.
 
-    Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's.
+    Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's, and (exit code
+    5) before any weight is read where it does not fit.
     """
     check_comparable(checkpoints)
     for checkpoint in checkpoints:
@@ -134,10 +143,13 @@ def evaluate(
         )
     recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
     context, windows, whole = _context(windows), windows.shared(_batch(windows)), windows
+    batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
+    asked = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
+    place, peak = memory.decide(*asked)
     results, base, base_scores, floor = [], None, None, None
     for (checkpoint, trial, kv, alone), layers in zip(candidates, recorded, strict=True):
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
-        measured = _run(model, windows, listen)
+        measured = _run(model, windows, listen, place)
         scores = _score(measured, windows, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
@@ -148,7 +160,7 @@ def evaluate(
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
                 floor = ranks.told(partial(_measure_floor, base, scores, whole, chosen, listen))
-    return Evaluation(results, floor)
+    return Evaluation(results, floor, place.where, peak)
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[bool, ...]:
@@ -195,10 +207,11 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
     return LayerErrors("output" if measured else "weight", errors) if errors else None
 
 
-def _run(model: StreamedModel, windows: Windows, listen: Listener) -> _Measured:
-    """All windows through all blocks."""
-    with unchanged.watched(model.skeleton.checkpoint):
-        return _Measured(model, model.states(windows.ids.split(_batch(windows)), listen))
+def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> _Measured:
+    """All windows through all blocks; their states wait at `place`."""
+    full = disk_errors(place.folder, "run the same command again, or say where with TMPDIR")
+    with unchanged.watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
+        return _Measured(model, model.states(windows.ids.split(_batch(windows)), listen, place))
 
 
 def _batch(windows: Windows) -> int:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from quantkit.evaluation.kv_cache import Kv, KvCache, stored_scales
+from quantkit.evaluation.memory import CHUNK_BYTES
 from quantkit.evaluation.trial import Trial
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
-from quantkit.quantize.states import States
-
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
+from quantkit.quantize.states import Place, States
 
 Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 
@@ -52,8 +51,9 @@ class StreamedModel:
         name = named(checkpoint, trial, kv_dtype, weights_only)
         return StreamedModel(name, skeleton, trial, cache, weights_only)
 
-    def states(self, batches: Sequence[Tensor], listen: Listener) -> States:
-        """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`."""
+    def states(self, batches: Sequence[Tensor], listen: Listener, place: Place | None = None) -> States:
+        """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`; they wait at
+        `place`, if that was planned."""
         count = len(self.skeleton.blocks)
 
         def entered(index: int) -> None:
@@ -63,7 +63,7 @@ class StreamedModel:
             if self.cache:
                 self.cache.attach(index, self.skeleton.blocks[index])
 
-        states = walk.through(self.skeleton, batches, self.weights_only, entered)
+        states = walk.through(self.skeleton, batches, self.weights_only, entered, place)
         listen(self.name, count, count)
         return states
 

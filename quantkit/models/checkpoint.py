@@ -16,12 +16,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models import tokenizing
-from quantkit.models.containers import safetensors_folder, slices
+from quantkit.models.containers import reading, safetensors_folder, slices
 from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.headers import MANIFEST
 from quantkit.models.unchanged import State
@@ -161,11 +160,7 @@ class Checkpoint:
         return list(packed.values()) if packed else [name]
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor's values; a packed linear's weight is decoded to `[out, in]`.
-
-        The file is opened for this tensor alone: mapped pages count as resident memory for as long
-        as a handle lives.
-        """
+        """One tensor's values; a packed linear's weight is decoded to `[out, in]`."""
         if self.is_quantized(name):
             linear = name.removesuffix(".weight")
             parts = self.parts(name)
@@ -188,14 +183,13 @@ class Checkpoint:
         return values if dtype is None else values.to(dtype)
 
     def _load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One stored tensor as it lies on disk, copied out of the file."""
+        """One stored tensor as it lies on disk."""
         info = self.infos[name]
         try:
-            with safe_open(info.file, framework="pt") as file:
-                otherwise = isinstance(info, slices.OTHERWISE)
-                stored = slices.read(file, info) if otherwise else file.get_tensor(name)
-                return stored.to(dtype or stored.dtype, copy=True, memory_format=torch.contiguous_format)
-        except (SafetensorError, OSError) as error:
+            otherwise = isinstance(info, slices.OTHERWISE)
+            stored = slices.read(info) if otherwise else reading.tensor(info)
+            return stored.to(dtype or stored.dtype).contiguous()
+        except OSError as error:
             raise QuantkitError(
                 f"{name} could not be read from {info.file}: {error}", hint="download the file again"
             ) from error

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 from quantkit.grids import processor
-from quantkit.models import ranks
+from quantkit.models import limits
 
 
 def choose_device(asked: str) -> torch.device:
@@ -101,8 +100,8 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
 
 
 def host_memory() -> int:
-    """Free bytes of the host, of several processes on it each one's part."""
-    return psutil.virtual_memory().available // ranks.local()
+    """Bytes of the host that this process may still take: see `limits.room`."""
+    return limits.room().nbytes
 
 
 def synchronize(device: torch.device) -> None:

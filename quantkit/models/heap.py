@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 MAPPED_BYTES = 4 << 20
@@ -38,6 +40,19 @@ def keep_freed_pages() -> None:
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(M_MMAP_MAX, 0)
         _libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+
+
+@contextmanager
+def mapped() -> Iterator[None]:
+    """Meanwhile large blocks are mapped one by one, also in a job that keeps what is freed: for what stays as
+    long as the job does, and what it is made of, which would leave a hole as large."""
+    kept = _keeping
+    map_large_blocks()
+    try:
+        yield
+    finally:
+        if kept:
+            keep_freed_pages()
 
 
 def return_freed_pages(also_kept: bool = False) -> None:

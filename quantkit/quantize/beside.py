@@ -43,7 +43,7 @@ class Beside:
     ):
         self._skeleton, self._index = skeleton, index
         self._original, self._states = original, states
-        self._where = torch.device("cpu") if original.on_host else skeleton.device
+        self._where = torch.device("cpu") if original.on_host or original.spilled else skeleton.device
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {

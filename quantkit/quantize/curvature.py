@@ -7,8 +7,8 @@ part of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, 
 that an error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
 
 One pass forward through the unquantized model, and one back, a block at a time (`backward`). What enters each
-block lies in a file until it is needed again, so memory does not grow with the number of blocks; pages of
-the file stay in memory anyway while there is room. The curvatures of a block lie in a file of the staging
+block lies in files until it is needed again, so memory does not grow with the number of blocks; their pages
+stay in the system's cache while there is room. The curvatures of a block lie in a file of the staging
 folder until it is quantized; they are read from there even right after they were made, so that a job which is
 resumed computes with the same numbers.
 """
@@ -29,7 +29,7 @@ from quantkit.quantize.backward import chunk_tokens, through_block, through_head
 from quantkit.quantize.capture import PROBE_TOKENS, Statistics
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.scratch import Scratch
-from quantkit.quantize.states import States, embedded
+from quantkit.quantize.states import Place, States, embedded
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # what the progress calls it
@@ -64,9 +64,10 @@ def gather(
     scratch: Scratch,
     timings: Timings,
     progress: Progress,
+    place: Place | None = None,
 ) -> Curvatures:
     """The curvatures of the linears `wanted`, by block, unless an earlier run has made those of all of these
-    blocks. What lies outside the blocks is loaded, and none of them.
+    blocks. What lies outside the blocks is loaded, and none of them. place: where states and gradients wait.
 
     Raises QuantkitError for a model that gradients do not flow back through.
     """
@@ -78,7 +79,7 @@ def gather(
     try:
         with timings(STEPS):
             _refuse_without_gradients(skeleton)
-            _Pass(skeleton, batches, scratch, progress).run(wanted)
+            _Pass(skeleton, batches, scratch, progress, place).run(wanted)
         scratch.complete(map(_file, wanted))
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
@@ -98,8 +99,10 @@ class _Pass:
         batches: Sequence[Tensor],
         scratch: Scratch,
         progress: Progress,
+        place: Place | None,
     ):
         self.skeleton, self.batches, self.scratch, self.progress = skeleton, batches, scratch, progress
+        self.place = place
         self.steps = self.total = 0
 
     def run(self, names: Mapping[int, Sequence[str]]) -> None:
@@ -108,10 +111,11 @@ class _Pass:
         first = min(names)
         self.total = depth + BACK * (depth - first)
         self._step(0)
-        states = embedded(self.batches, skeleton.embed, skeleton.device)
+        states = embedded(self.batches, skeleton.embed, skeleton.device, self.place)
         for index, _ in walk.blocks(skeleton, _source):
             if index >= first:
-                self.scratch.write(_entering(index), _named(states))
+                for k, hidden in enumerate(states):
+                    self.scratch.write(_entering(index, k), {"states": hidden.cpu()})
             states.advance(skeleton.outputs(index, states))
             self._step(1)
         self._back_through_head(states)
@@ -138,7 +142,6 @@ class _Pass:
 
     def _back(self, index: int, block: nn.Module, gradients: States, names: Sequence[str]) -> None:
         """From the gradients of what leaves a block to those of what enters it, which take their place."""
-        entering = self.scratch.lazily(_entering(index))
         linears = {name: block.get_submodule(name) for name in names}
         sums = {
             name: Statistics(linear.out_features, self.skeleton.device) for name, linear in linears.items()
@@ -148,12 +151,14 @@ class _Pass:
             for name, linear in linears.items():
                 stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
             for k, gradient in enumerate(gradients):
-                hidden = entering(str(k)).to(self.skeleton.device)
+                entered = self.scratch.read(_entering(index, k))
+                hidden = entered["states"].to(self.skeleton.device)
                 gradients[k] = _flowing(through_block, run, hidden, gradient, what=type(block).__name__)
         self.scratch.write(
             _file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens}
         )
-        self.scratch.remove(_entering(index))
+        for k in range(len(gradients)):
+            self.scratch.remove(_entering(index, k))
 
 
 def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
@@ -226,9 +231,5 @@ def _file(block: int) -> str:
     return f"curvature-{block:05d}"
 
 
-def _entering(block: int) -> str:
-    return f"entering-{block:05d}"
-
-
-def _named(states: States) -> dict[str, Tensor]:
-    return {str(k): hidden.cpu() for k, hidden in enumerate(states)}
+def _entering(block: int, batch: int) -> str:
+    return f"entering-{block:05d}-{batch:05d}"

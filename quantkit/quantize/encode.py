@@ -19,6 +19,7 @@ from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs.gguf import File
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import disk_errors
+from quantkit.quantize.states import Place
 from quantkit.quantize.timings import Timings
 
 
@@ -53,7 +54,9 @@ def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatr
     output = job.method.output
     if not output.gathers:
         return output.imatrix
-    gathered = importance.gather(job.skeleton, job.batches, progress, timings)
+    gathered = importance.gather(
+        job.skeleton, job.batches, progress, timings, Place(job.plan.execution.states, job.staging.folder)
+    )
     job.skeleton.model.to("meta")  # its memory is needed for encoding
     return imatrix_job.as_imatrix(gathered, output.linears, job.calibration)
 

@@ -12,12 +12,14 @@ from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.inspection.record import activations
 from quantkit.models import ranks, unchanged
+from quantkit.models.heap import mapped, return_freed_pages
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.states import HERE
 from quantkit.quantize.timings import Timings
 
 VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states
@@ -29,8 +31,8 @@ VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
     """Assemble the output beside its place, verify it, publish it.
 
-    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. A job killed in
-    here does all of it again when resumed.
+    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. What the job's skeleton
+    has loaded is given up. A job killed in here does all of it again when resumed.
     """
     progress.phase("writing the checkpoint")
     output, material, records = job.method.output, job.material, job.staging.records()
@@ -75,12 +77,16 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
 
 def _verify(job: Job, place: Path, expected: Tensor) -> None:
     """Read it back and run the loop's first batch through it, block by block."""
+    last = slice(-VERIFY_TOKENS, None)
+    wanted = job.skeleton.logits(expected[0, last])
+    job.skeleton.model.to("meta")  # no second embedding beside that of what was written
+    return_freed_pages(also_kept=True)
     written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
-    skeleton.load_rest()
-    (hidden,) = walk.through(skeleton, job.batches[:1])
-    last = slice(-VERIFY_TOKENS, None)
-    logits = skeleton.logits(hidden[0, last]), job.skeleton.logits(expected[0, last])
+    with mapped():
+        skeleton.load_rest()
+    (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
+    logits = skeleton.logits(hidden[0, last]), wanted
     for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():
         difference = (found.float() - wanted.float()).norm() / wanted.float().norm()
         if difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:

@@ -12,23 +12,26 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import ranks, unchanged
 from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory
+from quantkit.models.device import is_accelerator
 from quantkit.models.llamacpp import imatrix, tensors
 from quantkit.models.llamacpp.imatrix import Imatrix
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import importance, linears, plan, replacing
+from quantkit.quantize import importance, linears, plan, replacing, room
 from quantkit.quantize.importance import Importance
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
+from quantkit.quantize.memory import COMFORT, Peak
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import disk_errors
+from quantkit.quantize.states import Place
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import CalibrationSet
 
 
 @dataclass(frozen=True)
 class ImatrixJob:
-    """A checked job. names: stored name of a linear -> name of its weight in a GGUF file."""
+    """A checked job. names: stored name of a linear -> name of its weight in a GGUF file. place: where states
+    wait, None where they have room."""
 
     checkpoint: Checkpoint
     skeleton: Skeleton
@@ -37,6 +40,7 @@ class ImatrixJob:
     batches: list[Tensor]
     memory_bytes: int
     output: Path
+    place: Place | None
 
     def record(self) -> dict:
         """The versioned JSON of what it does; once done, `seconds` are added."""
@@ -81,15 +85,18 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
-    need = plan.forward_memory(skeleton, rows, tokens.numel(), batches[0].numel())
-    plan.check_memory(
-        need,
-        ranks.least(free_memory(skeleton.device)),
-        "fewer --samples, shorter --seqlen or a smaller --batch-size",
-        skeleton.device,
-    )
+    sizes = tokens.numel(), batches[0].numel()
+    rooms = room.Rooms.of(skeleton.device, room.asked(request.run))
+    need, place = plan.forward_memory(skeleton, rows, *sizes), None
+    if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
+        need = plan.forward_memory(skeleton, rows, *sizes, spilled=True)
+        place = Place("disk", output.absolute().parent)
+    peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
+    rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
+    if place:
+        progress.warn("hidden states wait in a file beside the output: they do not fit into memory")
     names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
-    return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output)
+    return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
 
 
 def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
@@ -107,7 +114,7 @@ def run(job: ImatrixJob, progress: Progress) -> dict:
     """Gather and write; the record of what was done. The file appears whole or not at all."""
     timings = Timings(job.skeleton.device)
     with unchanged.watched(job.checkpoint):
-        gathered = importance.gather(job.skeleton, job.batches, progress, timings)
+        gathered = importance.gather(job.skeleton, job.batches, progress, timings, job.place)
     ranks.told(lambda: _write(job, gathered, timings))
     return job.record() | {"seconds": timings.seconds}
 

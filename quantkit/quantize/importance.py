@@ -19,7 +19,7 @@ from quantkit.quantize import capture, walk
 from quantkit.quantize.linears import linears
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics
-from quantkit.quantize.states import States, embedded
+from quantkit.quantize.states import Place, States, embedded
 from quantkit.quantize.timings import Timings
 
 
@@ -37,9 +37,10 @@ def gather(
     batches: Sequence[Tensor],
     progress: Progress | None = None,
     timings: Timings | None = None,
+    place: Place | None = None,
 ) -> Importance:
     """What enters the linears while `batches` of token ids `[batch, tokens]` go through the checkpoint, those
-    of all ranks; each gives its own.
+    of all ranks; each gives its own. place: where states wait, if that was planned.
 
     Loads all of the skeleton but its blocks. Raises QuantkitError for activations that are not finite.
     """
@@ -47,7 +48,7 @@ def gather(
     map_large_blocks()
     with timings("load"):
         skeleton.load_rest()
-    states = embedded(batches, skeleton.embed, skeleton.device)
+    states = embedded(batches, skeleton.embed, skeleton.device, place)
     names = {(row.block, row.local): row.name for row in linears(skeleton)}
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
@@ -77,12 +78,13 @@ def _block(
     return found
 
 
-def of_head(skeleton: Skeleton, batches: Sequence[Tensor]) -> SiteStatistics:
-    """Second moments of what enters the output matrix, from one pass through the blocks as they are.
+def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None = None) -> SiteStatistics:
+    """Second moments of what enters the output matrix, from one pass through the blocks as they are. place:
+    where states wait, if that was planned.
 
     What lies outside the blocks is loaded. Raises QuantkitError for activations that are not finite.
     """
-    states = walk.through(skeleton, batches, decoded=True)
+    states = walk.through(skeleton, batches, decoded=True, place=place)
     head = skeleton.model.get_output_embeddings()
     sums = capture.Statistics(head.in_features, skeleton.device, ("hessian",))
 

@@ -26,8 +26,8 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import composing, linears, methods, plan, replacing, sharing
+from quantkit.options import CalibrationOptions, RunOptions, size_bytes
+from quantkit.quantize import composing, linears, methods, plan, replacing, room, sharing
 from quantkit.quantize.bystander import Bystander
 from quantkit.quantize.linears import Kept
 from quantkit.quantize.methods import Method
@@ -144,7 +144,7 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    execution, peak = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    execution, peak = room.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
     job_plan = plan.plan(skeleton, specs, method, execution, peak, tokens.numel())
     fingerprint = {}
     if not dry_run:
@@ -192,6 +192,8 @@ def check_run(run: RunOptions) -> None:
             raise QuantkitError(
                 f"--{name.replace('_', '-')} {value} makes no sense", "choose 1 or more", USAGE
             )
+    if run.max_memory is not None:
+        size_bytes(run.max_memory, "--max-memory")
     if not 0 < run.max_shard_gb < math.inf:
         raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
 

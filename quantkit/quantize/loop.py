@@ -22,8 +22,8 @@ from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.layouts import LinearSpec
 from quantkit.models import ranks, unchanged
 from quantkit.models.device import give_back
-from quantkit.models.heap import keep_freed_pages, map_large_blocks
-from quantkit.quantize import cache_peaks, capture, curvature, finish, plan, sharing, towers, walk
+from quantkit.models.heap import keep_freed_pages, map_large_blocks, mapped
+from quantkit.quantize import cache_peaks, capture, curvature, finish, room, sharing, towers, walk
 from quantkit.quantize.beside import Beside
 from quantkit.quantize.cache_peaks import Peaks
 from quantkit.quantize.capture import PROBE_TOKENS, Site
@@ -37,7 +37,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.scratch import Scratch
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.staging import disk_errors
-from quantkit.quantize.states import States
+from quantkit.quantize.states import Place, States
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import Transform, Transformed
 from quantkit.quantize.transforms.stored import set_aside
@@ -87,18 +87,29 @@ class _Loop:
         self.skeleton, self.method = job.skeleton, job.method
         self.execution = job.plan.execution
         self.timings = Timings(job.skeleton.device)
-        with self.timings("load"):
+        self.place = Place(self.execution.states, job.staging.folder)
+        self._announce()
+        with self.timings("load"), mapped():
             self.skeleton.load_rest()
             self.originals = self._entering() if "drift" in self.method.needs else None
         self.curvatures = self._curvatures() if "curvature" in self.method.needs else None
         with self.timings("load"):
-            self.method.output.install_rest(job.material, self.method.solver, job.batches, progress)
+            self.method.output.install_rest(
+                job.material, self.method.solver, job.batches, progress, self.place
+            )
         self.states = self._entering()
+
+    def _announce(self) -> None:
+        """Say and record that states wait in a file, where nobody asked for that."""
+        if self.execution.states == "disk" and self.job.request.run.states != "disk":
+            note = "hidden states wait in a file beside the output: they do not fit into memory"
+            self.progress.warn(note)
+            self.timings.notes.append(note)
 
     def _entering(self) -> States:
         """What enters the first block."""
         entering = (self.skeleton.embed(ids) for ids in self.job.batches)
-        return States(entering, self.skeleton.device, self.execution.states == "host")
+        return States(entering, self.skeleton.device, self.place)
 
     def _curvatures(self) -> Curvatures:
         """Of the linears of all blocks that are not done."""
@@ -107,7 +118,9 @@ class _Loop:
             if row.block in left and row.grid:
                 left[row.block].append(row.local)
         job, scratch = self.job, Scratch(self.job.staging.folder)
-        return curvature.gather(self.skeleton, left, job.batches, scratch, self.timings, self.progress)
+        return curvature.gather(
+            self.skeleton, left, job.batches, scratch, self.timings, self.progress, self.place
+        )
 
     def _done(self) -> list[bool]:
         """Which blocks an earlier run has staged."""
@@ -146,7 +159,8 @@ class _Loop:
     def _finished(self) -> Summary:
         with self.timings("hash"):
             self.job.staging.sign(self.job.identity)
-        return finish.finish(self.job, self.states[0], self.timings, self.progress)
+        final, self.states, self.originals = self.states[0], None, None  # the others are not needed any more
+        return finish.finish(self.job, final, self.timings, self.progress)
 
     def _quantize(self, index: int, module: nn.Module) -> None:
         """Quantize one block and stage it; the hidden states become its outputs."""
@@ -355,13 +369,13 @@ class _Loop:
 
         Raises QuantkitError (exit code 5) where that is not enough.
         """
-        less, before = plan.frugal(self.execution), self.states.changes
+        less, before = room.frugal(self.execution), self.states.changes
         try:
             return self._quantize(index, module)
         except torch.OutOfMemoryError as error:
             alone = ranks.count() == 1  # others would wait for what this one does again
             if less is None or self.states.changes != before or not alone:
-                raise plan.out_of_memory(self.execution, index) from error
+                raise room.out_of_memory(self.execution, index) from error
         # out of the handler: its traceback would keep the tensors of the first attempt alive
         note = f"{self.execution.device} ran out of memory in block {index + 1}: goes on with --sequential "
         note += "repeat --states host"

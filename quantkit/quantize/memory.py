@@ -183,6 +183,8 @@ def peak_memory(
     drift: bool = False,
     gradients: bool = False,
     sampled: bool = False,
+    spilled: bool = False,
+    outside: bool = False,
 ) -> Peak:
     """Peak bytes of a job.
 
@@ -192,7 +194,8 @@ def peak_memory(
     `host`, where the hidden states are kept. at_once: statistics of so many sites of experts are gathered by
     one repeated forward. drift: the original model runs beside. gradients: the outputs' curvatures are
     gathered first, and solved with. sampled: a transform had those of `around` before, of some tokens, and
-    has left weights in float32 beside those that the block computes with.
+    has left weights in float32 beside those that the block computes with. spilled: the hidden states lie in
+    a file. outside: embedding and head are encoded before the first block.
     """
     element, hidden = shapes.element, shapes.hidden
     later, rest, block = LOADED_LATER_BYTES[calibrated], shapes.rest * element, shapes.block * element
@@ -200,37 +203,40 @@ def peak_memory(
     held = shapes.tokens * hidden * element if calibrated else 0
     search = _search(shapes.largest_linear) if states else 0  # a CPU takes a cacheful at a time
     tables = 0 if states else tables
-    moving = 3 * shapes.batch_tokens * hidden * element if states == "host" else 0  # there, next and back
+    away = spilled or states == "host"
+    moving = 3 * shapes.batch_tokens * hidden * element if away else 0  # there, next and back
     entering = originals = 0
     if not calibrated:
         copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
-        working = 2 * rest + max(shapes.largest, block + copies, tables)
+        working = rest + max(shapes.largest, block + copies, tables)
         working += shapes.waiting
     else:
         # suspended batches hold the states they began with, wherever those are kept
-        here = moving if states == "host" and not (suspend and not transform) else held + moving
+        here = moving if away and not (suspend and not transform) else held + moving
         running, solving = _steps(shapes, hessian, transform, suspend, search, drift)
         if sampled:
             aside = shapes.block * FLOAT32 if narrow else 0
             looking = _steps(shapes, hessian, True, False, search, False)
             running, solving = (max(a + aside, b) for a, b in zip((running, solving), looking, strict=True))
         verifying = block + _batch(shapes) + shapes.waiting + FLOAT32 * 4 * shapes.largest_linear
-        verifying = rest + max(shapes.largest, verifying)
+        verifying = max(shapes.largest, verifying)
         # of an expert's layer, and of other experts that wait to be solved
         beside = at_once * shapes.moments if hessian and not transform else 0
         entering = shapes.entering if transform else 0
-        originals = shapes.tokens * (hidden + shapes.beside) * element if drift else 0
+        originals = shapes.tokens * (hidden * (not spilled) + shapes.beside) * element if drift else 0
         here += 0 if states == "host" else entering + originals
         if gradients:
             solving += _second_side(shapes)
-        working = rest + max(here + running + beside, here + solving + beside, here + verifying, tables)
+        working = rest + max(here + running + beside, here + solving + beside, verifying, tables)
+        if outside:  # codes wait while the head is measured, and are made of what is read once more
+            working = max(working, rest + max(here + running, shapes.largest + solving) + shapes.largest // 2)
         if gradients:
-            working = max(working, rest + held + moving + _backward(shapes, states is None))
+            working = max(working, rest + (moving if away else held) + _backward(shapes))
     if states is None:
         return Peak(0, int(later + working))
     reading = max(shapes.largest, block) + 2 * shapes.staging
     # the allocator of pinned memory hands out powers of two
-    kept = 2 * held + entering + originals if states == "host" else 0
+    kept = (0 if spilled else 2 * held) + entering + originals if states == "host" else 0
     return Peak(int(MARGIN * working), int(later + reading + kept))
 
 
@@ -281,7 +287,7 @@ def _steps(
     return running, solving + block + live + shapes.staging
 
 
-def _backward(shapes: Shapes, on_host: bool) -> int:
+def _backward(shapes: Shapes) -> int:
     """What the way back through a block takes, besides what lies outside the blocks and the gradients of all
     tokens (`curvature.py`): the block whole, a batch with all that autograd keeps of it, or the logits of
     some tokens; and the curvatures of its linears' outputs."""
@@ -292,8 +298,7 @@ def _backward(shapes: Shapes, on_host: bool) -> int:
     kept = batch * (TRACED * values * element + 8 * shapes.hidden * FLOAT32)
     logits = LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * shapes.vocabulary)
     sums = sum(FLOAT32 * out**2 for out in outs) + 3 * FLOAT32 * max(outs) ** 2
-    writing = shapes.tokens * shapes.hidden * element if on_host else 0  # a copy, on its way to the disk
-    return max(shapes.weights * element + max(kept + sums, writing), logits + writing)
+    return max(shapes.weights * element + kept + sums, logits)
 
 
 def _second_side(shapes: Shapes) -> int:

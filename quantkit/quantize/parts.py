@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
+from quantkit.models.containers import reading, safetensors_folder
 from quantkit.models.heap import return_freed_pages
 from quantkit.quantize.memory import PART_BYTES
 from quantkit.quantize.staging import Staging
@@ -49,8 +49,7 @@ class BlockParts:
         for held in (self._waiting, self._begun):
             if name in held:
                 return held[name]
-        with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name).clone()  # not the mapped file, which is to be closed
+        return reading.tensor(safetensors_folder.read_header(self._files[name])[name])
 
     def finish(self, record: list[dict]) -> None:
         """Begin to stage what is left, and that the block is done; `record` is about its linears."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -16,21 +15,18 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
 from quantkit.models import ranks
-from quantkit.models.device import free_memory, host_memory, is_accelerator
+from quantkit.models.device import is_accelerator
 from quantkit.models.held import ROUTED
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
-from quantkit.options import RunOptions
 from quantkit.quantize.memory import (
     BATCH_TOKENS,
-    COMFORT,
     FLOAT32,
     PART,
     Peak,
     Shapes,
     peak_memory,
     scratch_bytes,
-    sites_at_once,
 )
 from quantkit.quantize.methods import Method
 
@@ -42,8 +38,8 @@ ENCODING = 1 << 24  # temporaries of an encoder
 class Execution:
     """How the job runs; all fields but the last two decide bytes of the output and stand in the fingerprint.
 
-    states: `device` or `host`, where the hidden states of the calibration tokens are kept. at_once: sites of
-    a layer's experts whose statistics a repeated forward gathers in one pass.
+    states: `device`, `host` or `disk`, where the hidden states of the calibration tokens are kept. at_once:
+    sites of a layer's experts whose statistics a repeated forward gathers in one pass.
     """
 
     dtype: str
@@ -82,81 +78,6 @@ class JobPlan:
     ranks: int = 1
 
 
-def decide(
-    skeleton: Skeleton,
-    specs: Sequence[LinearSpec],
-    method: Method,
-    options: RunOptions,
-    shape: tuple[int, int],
-    kept: dict,
-) -> tuple[Execution, Peak]:
-    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that.
-
-    `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
-    Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
-    not even the most frugal fits at all.
-    """
-    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
-    batches, seqlen = -(-shape[0] // batch_size), shape[1]
-    samples = min(shape[0], batch_size * -(-batches // ranks.count()))  # of one rank, at most
-
-    def need(mode: str, states: str, batch_size: int = batch_size, at_once: int = 1) -> Peak:
-        batch_tokens = min(batch_size, samples) * seqlen
-        return _memory(skeleton, specs, method, samples * seqlen, batch_tokens, mode, states, at_once)
-
-    sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
-    accelerated = is_accelerator(skeleton.device)
-    places = ["device", "host"] if options.states == "auto" else [options.states]
-    ways = [
-        (mode, states)
-        for mode in ([sequential] if sequential else _modes(skeleton))
-        for states in (places if accelerated else ["device"])
-    ]
-    free = ranks.least(free_memory(skeleton.device))
-    mode, states = next((way for way in ways if need(*way).computing < COMFORT * free), ways[-1])
-    peak, at_once = need(mode, states), 1
-    if mode == "repeat" and "hessian" in method.needs:
-        at_once = sites_at_once(_shapes(skeleton, specs, samples * seqlen, 0), free, peak.computing)
-        peak = need(mode, states, at_once=at_once)
-    if peak.computing > free:
-        smaller = (size for k in range(1, 12) if (size := batch_size >> k) >= 1)
-        fits = next((size for size in smaller if need("repeat", places[-1], size).computing <= free), None)
-        remedy = "fewer --samples, shorter --seqlen, a smaller --batch-size or --sequential repeat"
-        if fits:
-            remedy = f"--batch-size {fits} --sequential repeat" + " --states host" * accelerated
-        check_memory(peak.computing, free, remedy, skeleton.device)
-    if accelerated:
-        check_memory(peak.host, ranks.least(host_memory()), "fewer --samples or shorter --seqlen")
-    dtype = str(skeleton.dtype).removeprefix("torch.")
-    threads = torch.get_num_threads()
-    return Execution(dtype, str(skeleton.device), batch_size, mode, threads, states, at_once), peak
-
-
-def _modes(skeleton: Skeleton) -> list[str]:
-    """The fastest first. Several ranks solve an expert each where none has to wait for those before it."""
-    return ["repeat"] if skeleton.is_mixture and ranks.count() > 1 else ["suspend", "repeat"]
-
-
-def frugal(execution: Execution) -> Execution | None:
-    """The way of running that takes the least memory for the same bytes; None where that is this one."""
-    least = replace(execution, sequential="repeat", states="host", at_once=1)
-    return least if least != execution else None
-
-
-def out_of_memory(execution: Execution, block: int) -> QuantkitError:
-    """What to tell when the device ran out of memory in a block, and what takes less."""
-    message = f"{execution.device} ran out of memory in block {block + 1}"
-    if frugal(execution):  # it went too far to begin the block again
-        hint = "finished blocks are kept: run the same command with --resume --states host"
-        return QuantkitError(message, hint, RESOURCES)
-    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
-    return QuantkitError(
-        message,
-        hint=f"start again with {less} --sequential {execution.sequential} --overwrite",
-        exit_code=RESOURCES,
-    )
-
-
 def default_batch_size(seqlen: int) -> int:
     """Sequences per forward pass, where the user does not say."""
     return max(1, BATCH_TOKENS // seqlen)
@@ -185,17 +106,6 @@ def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
     return list(ranks.share(tokens.split(size)))
 
 
-def check_memory(need: int, free: int, remedy: str, device: torch.device | None = None) -> None:
-    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`."""
-    if need > free:
-        where = f" on {device}" if device is not None and is_accelerator(device) else ""
-        raise QuantkitError(
-            f"the job needs about {need / GIB:.1f} GiB of memory{where}, {free / GIB:.1f} GiB are free",
-            hint=f"use {remedy}",
-            exit_code=RESOURCES,
-        )
-
-
 def plan(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
@@ -204,17 +114,21 @@ def plan(
     peak: Peak,
     tokens: int,
 ) -> JobPlan:
-    """Sizes of a job over so many `tokens`, exact from shapes; `peak` is what `decide` predicted."""
-    checkpoint, scratch = skeleton.checkpoint, 0
+    """Sizes of a job over so many `tokens`, exact from shapes; `peak` is what `room.decide` predicted."""
+    checkpoint, scratch, spilled = skeleton.checkpoint, 0, 0
     if "curvature" in method.needs and any(spec.grid for spec in specs):
-        scratch = scratch_bytes(len(skeleton.blocks), _shapes(skeleton, specs, tokens, 0))
+        scratch = scratch_bytes(len(skeleton.blocks), shapes_of(skeleton, specs, tokens, 0))
+    if execution.states == "disk":
+        streams = 2 if "drift" in method.needs else 1
+        spilled = streams * tokens * shapes_of(skeleton, specs, tokens, 0).hidden * skeleton.dtype.itemsize
     sizes = method.output.sizes(checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,
         memory_bytes=peak.computing,
         host_bytes=peak.host,
-        disk_bytes=max(staged + sizes.total, scratch),  # staged blocks, then the merged files beside them
+        # staged blocks, then the merged files beside them
+        disk_bytes=max(staged + sizes.total, scratch) + spilled,
         output_bytes=sizes.total,
         source_bytes=checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
@@ -222,7 +136,7 @@ def plan(
     )
 
 
-def _memory(
+def job_memory(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
     method: Method,
@@ -230,16 +144,18 @@ def _memory(
     batch_tokens: int,
     mode: str,
     states: str,
-    at_once: int,
+    at_once: int = 1,
 ) -> Peak:
-    """Peak bytes above the interpreter."""
+    """Peak bytes above the interpreter of a job on so many tokens of one rank, if it runs so."""
     accelerated = is_accelerator(skeleton.device)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
-        tensors = skeleton.checkpoint.infos.values()
-        encode = ENCODING + max(6 * math.prod(info.shape) for info in tensors)  # as read, and its codes
-        forward = forward_memory(skeleton, specs, tokens, batch_tokens) if method.needs else 0
+        encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
+        spilled = states == "disk"
+        forward = (
+            forward_memory(skeleton, specs, tokens, batch_tokens, spilled=spilled) if method.needs else 0
+        )
         return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
-    shapes = _shapes(skeleton, specs, tokens, batch_tokens)
+    shapes = shapes_of(skeleton, specs, tokens, batch_tokens)
     peak = peak_memory(
         shapes,
         calibrated=bool(method.needs),
@@ -247,11 +163,13 @@ def _memory(
         transform=method.transform is not None and method.transform.sample == 1,
         suspend=mode == "suspend",
         tables=method.tables,
-        states=states if accelerated else None,
+        states=("device" if states == "device" else "host") if accelerated else None,
         at_once=at_once,
         drift="drift" in method.needs,
         gradients="curvature" in method.needs,
         sampled=method.transform is not None and method.transform.sample < 1,
+        spilled=states == "disk",
+        outside=method.outside,
     )
     if ranks.in_order() and mode == "repeat" and method.needs:  # inputs of a site wait until it is their turn
         routed = shapes.active * shapes.hidden if shapes.experts else 0
@@ -268,7 +186,7 @@ def _memory(
     return Peak(0, max(peak.host, solving + staged))
 
 
-def _shapes(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
+def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
     """Of a job, as far as memory goes."""
     largest = _largest_block(specs)
     config = skeleton.checkpoint.text_config
@@ -315,11 +233,14 @@ def _largest_outside(skeleton: Skeleton) -> int:
     return max((info.nbytes for info in infos if not inside.search(info.name)), default=0)
 
 
-def forward_memory(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> int:
-    """Peak bytes of running the blocks: rest of the model, one block, the states, a batch's activations."""
-    element, shapes = skeleton.dtype.itemsize, _shapes(skeleton, specs, tokens, batch_tokens)
+def forward_memory(
+    skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int, spilled: bool = False
+) -> int:
+    """Peak bytes of running the blocks: rest of the model, one block, the states, unless they are `spilled`,
+    a batch's activations."""
+    element, shapes = skeleton.dtype.itemsize, shapes_of(skeleton, specs, tokens, batch_tokens)
     everywhere = sum(row[1] for row in shapes.linears if row[0] not in shapes.experts)
-    states = tokens * shapes.hidden * element
+    states = (3 * batch_tokens if spilled else tokens) * shapes.hidden * element
     batch = batch_tokens * (everywhere + 3 * shapes.spread * bool(shapes.experts)) * element
     batch += batch_tokens * shapes.widest * 4 + shapes.waiting
     return (shapes.rest + 2 * shapes.block) * element + states + batch

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from quantkit.models.containers import reading, safetensors_folder
 
 LIST = "scratch.json"
 
@@ -36,17 +37,10 @@ class Scratch:
 
     def read(self, name: str) -> dict[str, Tensor]:
         """All tensors of a file."""
-        with safe_open(self._path(name), framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-
-    def lazily(self, name: str) -> Callable[[str], Tensor]:
-        """Reads tensors of a file one by one; nothing of it stays in memory."""
-
-        def read(key: str) -> Tensor:
-            with safe_open(self._path(name), framework="pt") as file:  # an open one's pages are resident
-                return file.get_tensor(key).clone()
-
-        return read
+        return {
+            key: reading.tensor(info)
+            for key, info in safetensors_folder.read_header(self._path(name)).items()
+        }
 
     def remove(self, name: str) -> None:
         """It is needed no more."""

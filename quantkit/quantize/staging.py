@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
-from quantkit.models.containers import bounded, safetensors_folder
+from quantkit.models.containers import bounded, reading, safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.quantize import replacing
 from quantkit.quantize.fingerprint import differences
@@ -266,8 +265,7 @@ def _remove(path: Path) -> None:
 
 def load(info: TensorInfo) -> Tensor:
     """A staged tensor."""
-    with safe_open(info.file, framework="pt") as file:
-        return file.get_tensor(info.name)
+    return reading.tensor(info)
 
 
 def _sync_all(place: Path) -> None:

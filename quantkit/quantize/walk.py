@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import is_accelerator
 from quantkit.models.skeleton import FetchedBlock, Skeleton
-from quantkit.quantize.states import States, embedded
+from quantkit.quantize.states import Place, States, embedded
 from quantkit.quantize.timings import Timings
 
 # Where a block is read from (None: the skeleton's own checkpoint), and `decoded`: see `Skeleton.load_block`.
@@ -47,12 +47,14 @@ def through(
     batches: Sequence[Tensor],
     decoded: bool = False,
     entered: Callable[[int], None] = lambda index: None,
+    place: Place | None = None,
 ) -> States:
     """Final hidden states of every batch of ids `[batch, tokens]`; what lies outside the blocks is loaded.
 
-    entered: may change a block, by its index, once it is loaded. decoded: see `Skeleton.load_block`.
+    entered: may change a block, by its index, once it is loaded. decoded: see `Skeleton.load_block`. place:
+    where states wait, if that was planned.
     """
-    states = embedded(batches, skeleton.embed, skeleton.device)
+    states = embedded(batches, skeleton.embed, skeleton.device, place)
     for index, _ in blocks(skeleton, lambda index: (None, decoded)):
         entered(index)
         states.advance(skeleton.outputs(index, states))

@@ -14,13 +14,13 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.capacity.budget import allocation, engines, made
 from quantkit.capacity.budget.engines import Space
-from quantkit.capacity.budget.options import AutoOptions, AutoRequest, size_bytes
+from quantkit.capacity.budget.options import AutoOptions, AutoRequest
 from quantkit.capacity.budget.units import Preset, Unit, nbytes
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Protocol, Windows
 from quantkit.models.tokenizer_hash import tokenizer_sha256
-from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import job, replacing
 from quantkit.quantize.job import Job
 from quantkit.quantize.progress import Progress
@@ -87,7 +87,7 @@ class Auto:
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)
         if options.max_size is not None:
-            return size_bytes(options.max_size) - self.fixed_bytes
+            return size_bytes(options.max_size, "--max-size") - self.fixed_bytes
         return None
 
     @cached_property

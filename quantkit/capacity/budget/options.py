@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.options import option
+from quantkit.options import option, size_bytes
 from quantkit.quantize import composing
 
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,7 @@ class AutoOptions:
                 what = f"--{name} {getattr(self, name)} cannot be searched for"
                 raise QuantkitError(what, f"choose {' or '.join(names)}", USAGE)
         if self.max_size is not None:
-            size_bytes(self.max_size)
-
-
-def size_bytes(text: str) -> int:
-    """`3.5GiB` in bytes. Raises QuantkitError for what is no size."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
-    if not parts or float(parts[1]) == 0:
-        raise QuantkitError(f"--max-size {text!r} is no size", "write 4GB, 700MB or 3.5GiB", USAGE)
-    return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
+            size_bytes(self.max_size, "--max-size")
 
 
 @dataclass(frozen=True)

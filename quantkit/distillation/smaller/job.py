@@ -24,7 +24,7 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import plan, replacing
+from quantkit.quantize import plan, replacing, room
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import Staging
@@ -171,7 +171,7 @@ def prepare(
     logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
     disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
-    plan.check_memory(
+    room.check_memory(
         need, free_memory(skeleton.device), "fewer --blocks or a shorter --seqlen", skeleton.device
     )
     if not dry_run:

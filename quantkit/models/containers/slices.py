@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.layouts._mxfp4 import BLOCK, decode
+from quantkit.models.containers import reading
+from quantkit.models.containers.reading import Index
 from quantkit.models.containers.safetensors_folder import TensorInfo
-
-Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,9 @@ class Mxfp4(TensorInfo):
 
     def rows(self, expert: int, outputs: slice) -> Tensor:
         """`[out, in]` of one expert, of these outputs."""
-        with safe_open(self.blocks.file, framework="pt") as file:
-            blocks = file.get_slice(self.blocks.name)[expert]
-        with safe_open(self.scales.file, framework="pt") as file:
-            scales = file.get_slice(self.scales.name)[expert]
-        return decode(blocks[outputs], scales[outputs])
+        return decode(
+            reading.part(self.blocks, (expert, outputs)), reading.part(self.scales, (expert, outputs))
+        )
 
 
 def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -61,30 +58,25 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 @dataclass(frozen=True)
 class Slice(TensorInfo):
     """The part `index` of the stored tensor `source`, which begins at `offset`, for matrices transposed if so
-    told. Shape and bytes are the part's own, as it is once read. packed: how the source is coded."""
+    told. Shape and bytes are the part's own, as it is once read. whole: the source's shape; packed: how it is
+    coded."""
 
     source: str = ""
     index: Index = ()
     transposed: bool = False
     packed: Mxfp4 | None = None
+    whole: tuple[int, ...] = ()
 
 
-def read(file, info: Slice | Mxfp4) -> Tensor:
-    """The slice, a view of no more of the `file` (of safetensors' `safe_open`) than it takes."""
+def read(info: Slice | Mxfp4) -> Tensor:
+    """Its values, for which no more is read than lies together."""
     if isinstance(info, Mxfp4):
         return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
     if info.packed:
         expert, *_, outputs = info.index
         return info.packed.rows(expert, outputs)
-    steps = tuple(part for part in info.index if isinstance(part, slice) and part.step)
-    if not steps:
-        found = file.get_slice(info.source)[info.index]
-    else:  # safetensors knows no steps: every second row is picked from all
-        dense = tuple(part if part not in steps else slice(None) for part in info.index)
-        picked = tuple(
-            part if part in steps else slice(None) for part in info.index if isinstance(part, slice)
-        )
-        found = file.get_slice(info.source)[dense][picked]
+    source = TensorInfo(info.source, info.dtype, info.whole, info.file, info.offset, 0)
+    found = reading.part(source, info.index)
     return found.t() if info.transposed else found
 
 

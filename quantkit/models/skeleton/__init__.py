@@ -90,7 +90,7 @@ class Skeleton:
         tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
         state = {
             name: self.read(name, tensor).to(self.device)
-            for name, tensor in tensors.items()
+            for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.place(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)

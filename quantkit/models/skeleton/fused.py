@@ -135,9 +135,8 @@ class Fused:
             index = (*index, slice(None)) if matrices and not transposed else index
             name = f"{directory}.{expert}.{part}"
             packed = info if isinstance(info, Mxfp4) else None
-            found[name] = Slice(
-                name, info.dtype, shape, info.file, info.offset, nbytes, info.name, index, transposed, packed
-            )
+            where = info.file, info.offset, nbytes, info.name, index, transposed, packed, info.shape
+            found[name] = Slice(name, info.dtype, shape, *where)
         return found
 
 

@@ -62,13 +62,21 @@ class Reader:
         full = {name: self.names.of_block(index, name) for name in expected}
         stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
         packed = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and not decoded}
+        order = sorted(expected, key=lambda name: self.place(full[name]))
         tensors = {
-            name: pinned(self.read(full[name], tensor), self.device)
-            for name, tensor in expected.items()
+            name: pinned(self.read(full[name], expected[name]), self.device)
+            for name in order
             if (name in stored and name not in packed) or full[name] in self.names.joined
         }
-        parts = {name: self.checkpoint.parts(key) for name, key in packed.items()}
+        parts = {name: self.checkpoint.parts(packed[name]) for name in order if name in packed}
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
+
+    def place(self, name: str) -> tuple[str, int]:
+        """Where the model's tensor `name` begins: file and byte. In this order a disk reads on."""
+        names = self.names.joined.get(name) or filter(None, [self.names.stored.get(name)])
+        parts = [part for stored in names for part in self.checkpoint.stored_as(stored)]
+        infos = [self.checkpoint.infos[part] for part in parts if part in self.checkpoint.infos]
+        return min(((str(info.file), info.offset) for info in infos), default=("", 0))
 
     def stored_dtype(self, stored: str) -> torch.dtype:
         """The precision in which a parameter is stored; if packed, the model's own."""

@@ -46,6 +46,7 @@ class Method:
     """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`.
 
     notes: what the user should know before the job runs. tables: bytes to make look-up tables for a moment.
+    outside: embedding and head are encoded before the first block.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Method:
     output: Output = field(default_factory=_folder)
     notes: tuple[str, ...] = ()
     tables: int = 0
+    outside: bool = False
 
     @property
     def needs(self) -> frozenset[str]:

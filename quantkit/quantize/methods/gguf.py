@@ -207,7 +207,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
 
     chosen = composing.solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")
     transform = composing.block_transform(options.transform, chosen) if feedback and encoded else None
-    return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes))
+    return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes), outside=True)
 
 
 def _check_feedback(choices: Sequence[Choice]) -> None:

@@ -19,6 +19,7 @@ from quantkit.quantize.linears import kept_parameters
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.staging import Staging
+from quantkit.quantize.states import Place
 
 Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
 
@@ -159,8 +160,11 @@ class Output(Protocol):
     def copied(self, material: Material) -> dict[str, int]:
         """Modules beside the language model that are copied byte for byte: name -> bytes."""
 
-    def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
-        """Let what lies outside the blocks compute as it will be stored, before the first block runs."""
+    def install_rest(
+        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+    ) -> None:
+        """Let what lies outside the blocks compute as it will be stored, before the first block runs; states
+        that this takes wait at `place`."""
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
         """Write it all at `place`, where nothing is yet; the manifest says how it came to be."""

@@ -20,6 +20,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card, within
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
+from quantkit.quantize.states import Place
 
 TIMINGS = "quantkit-timings.json"
 
@@ -61,7 +62,9 @@ class FolderOutput:
         found = {one.name: [info for info in left if within(info.name, one.name)] for one in material.beside}
         return {name: sum(info.nbytes for info in infos) for name, infos in found.items() if infos}
 
-    def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
+    def install_rest(
+        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+    ) -> None:
         """It is stored as it was read; says so of what is no part of the language model."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")

@@ -37,7 +37,9 @@ from quantkit.quantize.importance import of_head
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
+from quantkit.quantize.states import Place
 
+DECODED = 1 << 24  # values that are decoded at a time
 TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
 
 
@@ -104,6 +106,16 @@ class GgufOutput:
             weights=sum({row.name: row.weights for several in rows for row in several}.values()),
         )
 
+    def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
+        """Bytes of the tensor, or the expert's part of it, that takes most: as read, and its codes twice."""
+        types, most = self.types(checkpoint, specs), 0
+        for target in self.targets:
+            read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
+            read = 4 * math.prod(target.shape) if checkpoint.quantized else read  # decoded to float32
+            codes = Entry(target.name, types[target.name], target.shape).nbytes
+            most = max(most, (read + 2 * codes) // max(1, len(target.parts)))
+        return most
+
     def parameters(self, skeleton: Skeleton) -> int:
         """Those of the language model."""
         written = {name for target in self.targets for name in target.parameters}
@@ -124,7 +136,9 @@ class GgufOutput:
         """None: the file holds the language model alone."""
         return {}
 
-    def install_rest(self, material: Material, solver: Solver, batches: Batches, progress: Progress) -> None:
+    def install_rest(
+        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+    ) -> None:
         """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
         types, model = self.types(checkpoint, material.specs), skeleton.model
@@ -135,19 +149,21 @@ class GgufOutput:
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring what enters the output matrix")
-                statistics = of_head(skeleton, batches)
+                statistics = of_head(skeleton, batches, place)
                 blobs[head.name] = solved_head(head, types[head.name], statistics, material, solver, progress)
             staged.write_rest(blobs)
         ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
         for target in rest:
             blob = ranks.told(lambda target=target: staging.load(staged.rest()[target.name]))
-            values = decode_rows(types[target.name], blob, target.shape[1])
-            values = nn.Parameter(values.to(skeleton.device, skeleton.dtype), requires_grad=False)
             (name,) = target.parameters
             twins = {a for pair in ties.items() if name in pair for a in pair} - own
-            for place in (name, *twins):
-                owner, _, leaf = place.rpartition(".")
+            places = [where.rpartition(".")[::2] for where in (name, *twins)]
+            for owner, leaf in places:  # what was read is let go of before what takes its place is made
+                setattr(model.get_submodule(owner), leaf, None)
+            values = _decoded(types[target.name], blob, target.shape[1], skeleton.dtype).to(skeleton.device)
+            values = nn.Parameter(values, requires_grad=False)
+            for owner, leaf in places:
                 setattr(model.get_submodule(owner), leaf, values)
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
@@ -243,6 +259,15 @@ class GgufOutput:
             if part == wanted:
                 infos[f"{linear}.weight"] = info
         return infos
+
+
+def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Values `[rows, width]` of encoded rows, some at a time: in float32 a whole embedding may not fit."""
+    values = torch.empty(len(blob), width, dtype=dtype)
+    step = max(1, DECODED // width)
+    for start in range(0, len(blob), step):
+        values[start : start + step] = decode_rows(type_name, blob[start : start + step], width)
+    return values
 
 
 class Encoded(NamedTuple):

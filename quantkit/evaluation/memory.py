@@ -1,0 +1,92 @@
+"""What an evaluation takes in memory, from shapes alone, and where its hidden states wait."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantkit.models import limits, ranks
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.device import free_memory, host_memory, is_accelerator
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.linears import linears
+from quantkit.quantize.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES
+from quantkit.quantize.plan import check_disk, forward_memory, shapes_of
+from quantkit.quantize.room import TENTH, check_memory
+from quantkit.quantize.states import HERE, Place
+
+CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
+CHUNKS = 5  # of them: logits of one model as they are and normed, the other's, and what they differ by
+
+
+@dataclass(frozen=True)
+class Need:
+    """Peak bytes above the interpreter where it computes; states: bytes of all tokens' in one model."""
+
+    nbytes: int
+    states: int
+
+
+def need(
+    checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
+    compared: bool, spilled: bool = False,
+) -> Need:  # fmt: skip
+    """Of models that are run one after another over `tokens` tokens, `batch` of them at a time; compared:
+    there is more than one, of which the first keeps its head and its states. spilled: states are in a file.
+    """
+    most, base, states = 0, 0, 0
+    for number, checkpoint in enumerate(checkpoints):
+        skeleton = Skeleton(checkpoint, dtype, device)
+        skeleton.names.check_complete()
+        rows = linears(skeleton)
+        shapes = shapes_of(skeleton, rows, tokens, batch)
+        rest = shapes.rest * shapes.element
+        own = (3 * batch if spilled else tokens) * shapes.hidden * shapes.element
+        running = max(forward_memory(skeleton, rows, tokens, batch, spilled), rest + shapes.largest)
+        running += FLOAT32 * 4 * shapes.largest_linear if checkpoint.quantized else 0
+        scoring = rest + own + CHUNKS * CHUNK_BYTES
+        most = max(most, (base if number else 0) + max(running, scoring))
+        if not number:
+            base, states = rest + (0 if spilled else own), tokens * shapes.hidden * shapes.element
+            most = max(most, base + max(running, scoring)) if compared else most
+    return Need(LOADED_LATER_BYTES[False] + most, states)
+
+
+def decide(
+    checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
+    compared: bool, max_memory: int | None,
+) -> tuple[Place, int]:  # fmt: skip
+    """Where states are to wait, and the peak that is expected then. Raises QuantkitError (exit code 5) where
+    an evaluation does not fit, before any weight is read."""
+    asked = checkpoints, dtype, device, tokens, batch, compared
+    own = [] if max_memory is None else [max(0, max_memory - limits.resident())]
+    accelerated = is_accelerator(device)
+    free = ranks.least(min([free_memory(device), *([] if accelerated else own)]))
+    here, there = need(*asked), need(*asked, spilled=True)
+    kept = (2 if compared else 1) * here.states
+    host = ranks.least(min([host_memory(), *own]))
+    if here.nbytes <= COMFORT * free:
+        return HERE, here.nbytes
+    if accelerated and there.nbytes <= free and kept <= COMFORT * host:
+        return Place("host"), there.nbytes
+    remedy = "a --device with more memory"
+    if dtype == torch.float32:
+        remedy = "--dtype bfloat16, which halves it" + f", or {remedy}"
+    elif max_memory is not None and not accelerated:
+        remedy = f"--max-memory {-(-(limits.resident() + there.nbytes) // TENTH) / 10:g}GB"
+    check_memory(there.nbytes, free, remedy, device, max_memory, "the evaluation")
+    folder = scratch_folder()
+    check_disk(folder, kept)
+    return Place("disk", folder), there.nbytes
+
+
+def scratch_folder() -> Path:
+    """Where a file of states may lie: as TMPDIR says, or in /var/tmp, as /tmp is memory on many machines."""
+    if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
+        return Path("/var/tmp")
+    return Path(tempfile.gettempdir())

@@ -1,0 +1,390 @@
+"""Models larger than memory: what a process may take, states in a file, how often and in which order weights
+are read, and the refusal of what does not fit."""
+
+import json
+import resource
+import shlex
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import jobs
+import psutil
+import pytest
+import torch
+
+from quantkit.models import limits
+from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.containers import reading, safetensors_folder
+from quantkit.models.limits import Room
+from quantkit.models.open import open_checkpoint
+from quantkit.quantize import finish, job, loop, room
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.spill import Spill
+from quantkit.quantize.states import Place, States
+
+CPU = torch.device("cpu")
+SMALL = {"group_size": 32}
+
+# ---- what a process may take
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A host with 100 GB free and no limits; returns where its control groups lie."""
+    memory = type("memory", (), {"available": 100 * 10**9})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    own = limits.containers
+    monkeypatch.setattr(limits, "containers", lambda: own(tmp_path))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    return tmp_path
+
+
+def group(folder: Path, **files: int | str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def test_a_host_without_limits_gives_what_is_free(machine):
+    assert limits.room() == Room(100 * 10**9, "free")
+    (machine / "proc/self/cgroup").write_text("0::/\n")
+    assert limits.room() == Room(100 * 10**9, "free")
+
+
+def test_the_least_of_a_container_and_those_around_it_counts(machine):
+    (machine / "proc/self/cgroup").write_text("0::/outer/inner\n")
+    root = machine / "sys/fs/cgroup"
+    stat = "anon 5\ninactive_file 200\nactive_file 30\n"
+    group(root / "outer/inner", memory__max="max", memory__current=700, memory__stat=stat)
+    assert limits.room().nbytes == 100 * 10**9
+    group(root / "outer", memory__max=1000, memory__current=900, memory__stat=stat)
+    assert limits.room() == Room(1000 - 900 + 230, "left in its container")
+    group(root / "outer/inner", memory__max=800, memory__current=760, memory__stat=stat)
+    assert limits.room() == Room(800 - 760 + 230, "left in its container")
+
+
+def test_control_groups_of_the_first_version(machine):
+    (machine / "proc/self/cgroup").write_text("5:cpu:/a\n4:memory:/not/here\n0::/\n")
+    stat = "total_inactive_file 10\ninactive_file 1\ntotal_active_file 5\n"
+    files = {"memory.usage_in_bytes": 300, "memory.limit_in_bytes": 1000, "memory.stat": stat}
+    folder = machine / "sys/fs/cgroup/memory"  # as a container sees its own
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(str(content))
+    assert limits.room() == Room(1000 - 300 + 15, "left in its container")
+
+
+@pytest.mark.parametrize("kind, flag", [(resource.RLIMIT_AS, "-v"), (resource.RLIMIT_DATA, "-d")])
+def test_what_ulimit_leaves(machine, monkeypatch, kind, flag):
+    taken = psutil.Process().memory_info()
+    already = taken.vms if flag == "-v" else taken.data
+    limit = already + limits.RESERVE + 50 * 10**6
+    found = {kind: (limit, limit)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: found.get(kind, (resource.RLIM_INFINITY,) * 2))
+    left = limits.room()
+    assert left.whose == f"left by ulimit {flag}" and abs(left.nbytes - 50 * 10**6) < 10 * 10**6
+
+
+def test_max_memory_is_of_the_whole_process(machine):
+    left = limits.room(10**9 * 50)
+    assert left.whose == "left of --max-memory"
+    assert abs(left.nbytes - (50 * 10**9 - limits.resident())) < 10**8
+    assert limits.room(1) == Room(0, "left of --max-memory")
+
+
+# ---- states in a file
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_spilled_comes_back(tmp_path, dtype):
+    spill, kept = Spill(tmp_path / "not" / "there"), []
+    for rows in (3, 5, 2):
+        kept.append(torch.randn(rows, 7, 4).to(dtype))
+        spill.append(kept[-1])
+    assert list(tmp_path.iterdir()) == []  # the file has no name
+    kept[0], kept[1] = torch.randn(40, 70, 4).to(dtype), torch.randn(1, 7, 4).to(dtype)
+    spill[0], spill[1] = kept[0], kept[1]  # one that no longer fits its place, one that needs less
+    for k, tensor in enumerate(kept):
+        assert torch.equal(spill[k], tensor) and spill.shape(k) == tensor.shape
+    spill[2].zero_()
+    assert torch.equal(spill[2], kept[2])
+
+
+def test_states_in_a_file_are_those_in_memory(tmp_path):
+    batches = [torch.randn(2, 3, 4) for _ in range(3)]
+    states = States(batches, CPU, Place("disk", tmp_path))
+    assert states.spilled and len(states) == 3 and states.changes == 0
+    states.advance(hidden + 1 for hidden in states)
+    assert states.changes == 3
+    assert all(torch.equal(one, other + 1) for one, other in zip(states, batches, strict=True))
+    states[1] = torch.zeros(2, 9, 4)
+    assert states[1].shape == (2, 9, 4) and torch.equal(states[2], batches[2] + 1)
+
+
+JOBS = {
+    "gptq": ("gptq", SMALL, {}),
+    "original": ("gptq", SMALL | {"target": "original"}, {}),
+    "yaqa": ("gptq", SMALL | {"solver": "yaqa"}, {}),
+    "suspend": ("gptq", SMALL, {"sequential": "suspend"}),
+    "awq": ("awq", SMALL, {}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
+    model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
+    method, options, run = JOBS[name]
+    run = {"sequential": "repeat", "calibration": jobs.calibration(tmp_path), "batch_size": 2} | run
+    for states in ("device", "disk"):
+        jobs.quantize(method, model, tmp_path / states / "out", options, states=states, **run)
+    one, other = (jobs.contents(tmp_path / states / "out") for states in ("device", "disk"))
+    assert one == other and "model.safetensors" in one
+
+
+@pytest.mark.parametrize("options", [{}, {"solver": "rtn"}])
+def test_states_of_a_gguf_job_in_a_file_change_no_byte(options, tiny_model, tmp_path):
+    model = tiny_model("llama", tokenizer=True, hidden_size=256, intermediate_size=256)
+    found = []
+    for states in ("device", "disk"):
+        output = tmp_path / states / "out.gguf"
+        output.parent.mkdir()
+        run = {"sequential": "repeat", "calibration": jobs.calibration(tmp_path), "batch_size": 2}
+        jobs.quantize("gguf", model, output, {"type": ("Q4_K_M",), **options}, states=states, **run)
+        found.append(output.read_bytes())
+    assert found[0] == found[1]
+
+
+def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, monkeypatch):
+    model, listener = tiny_model("llama", tokenizer=True), jobs.Listener()
+    run = {"calibration": jobs.calibration(tmp_path), "batch_size": 1}
+    plans = {
+        states: jobs.prepare(
+            "gptq", model, tmp_path / states, SMALL, sequential="repeat", states=states, **run
+        )
+        for states in ("device", "disk")
+    }
+    here, there = (plans[states].plan for states in ("device", "disk"))
+    states = 6 * 32 * 64 * 4
+    assert here.memory_bytes - there.memory_bytes == states - 3 * states // 6
+    assert there.disk_bytes - here.disk_bytes == states
+    monkeypatch.setattr(room, "free_memory", lambda device: there.memory_bytes)
+    made = jobs.prepare("gptq", model, tmp_path / "out", SMALL, listener, **run)
+    assert made.plan.execution.states == "disk"
+    summary = loop.run(made, listener)
+    assert summary.steps_down == [
+        "hidden states wait in a file beside the output: they do not fit into memory"
+    ]
+    assert summary.steps_down[0] in listener.warnings
+    timings = json.loads((tmp_path / "out" / "quantkit-timings.json").read_text())
+    assert timings["steps_down"] == summary.steps_down
+
+
+def test_an_evaluation_whose_states_are_in_a_file_measures_the_same(
+    quantkit, tiny_model, tmp_path, monkeypatch
+):
+    from quantkit.evaluation import memory
+
+    model = tiny_model("llama", tokenizer="bos")
+    (tmp_path / "text.txt").write_text(Path(jobs.calibration(tmp_path).calibration).read_text() * 3)
+    asked = [
+        "eval",
+        model,
+        "--as",
+        "nf4",
+        "--text",
+        tmp_path / "text.txt",
+        "--ctx",
+        32,
+        "--limit",
+        640,
+        "--json",
+    ]
+    here = json.loads(quantkit(*asked).out)
+    places = []
+    run = memory.decide
+
+    def decide(*arguments):
+        places.append(run(*arguments)[0])
+        return places[-1], 0
+
+    monkeypatch.setattr(memory, "decide", decide)
+    monkeypatch.setattr(memory, "COMFORT", 0.0)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(memory.tempfile, "tempdir", None)
+    there = json.loads(quantkit(*asked).out)
+    assert places == [Place("disk", tmp_path / "scratch")]
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert here == there
+
+
+# ---- what is read
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Every piece of a file that is read or copied: (file, offset, bytes), in order."""
+    found, octets, raw = [], reading.octets, safetensors_folder.raw
+
+    def counted(file, offset, nbytes, name):
+        found.append((file, offset, nbytes))
+        return octets(file, offset, nbytes, name)
+
+    def copied(info):
+        found.append((info.file, info.offset, info.nbytes))
+        return raw(info)
+
+    monkeypatch.setattr(reading, "octets", counted)
+    monkeypatch.setattr(safetensors_folder, "raw", copied)
+    return found
+
+
+def times(read, checkpoint: Checkpoint) -> dict[str, int]:
+    """How often each tensor of a checkpoint was read: all its bytes alike."""
+    found = defaultdict(int)
+    for info in checkpoint.infos.values():
+        for file, offset, nbytes in read:
+            if file == info.file and offset < info.offset + info.nbytes and info.offset < offset + nbytes:
+                assert offset == info.offset and nbytes == info.nbytes
+                found[info.name] += 1
+    return found
+
+
+METHODS = {
+    "nf4": ("nf4", {}, {}),
+    "int8": ("int8", {}, {}),
+    "gptq": ("gptq", SMALL, {"sequential": "repeat", "batch_size": 1}),
+    "gptq suspend": ("gptq", SMALL, {"batch_size": 1}),
+    "awq": ("awq", SMALL, {"batch_size": 1}),
+    "gguf rtn": ("gguf", {"type": ("Q8_0",), "solver": "rtn", "imatrix": "none"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_are_loaded_once_and_in_the_order_of_the_file(name, tiny_model, tmp_path, read):
+    """And once more for the model's hash; what is not quantized is copied besides, byte for byte."""
+    method, options, run = METHODS[name]
+    model = tiny_model("llama", tokenizer=True, num_hidden_layers=3, tie_word_embeddings=False)
+    run = run | ({"calibration": jobs.calibration(tmp_path)} if "batch_size" in run else {})
+    out = tmp_path / ("out.gguf" if method == "gguf" else "out")
+    jobs.quantize(method, model, out, options, **run)
+    source = open_checkpoint(str(model))
+    counts = times(read, source)
+    kept = {name for name in source.infos if "_proj" not in name} if method != "gguf" else set()
+    if "calibration" in run:  # scales were folded into some norms, which are written as they have become
+        kept -= {name for name in kept if "layernorm" in name and counts[name] == 1}
+    assert counts == {name: 2 if name in kept else 1 for name in source.infos}
+    if method == "gguf":
+        return
+    for block in range(3):
+        offsets = [offset for file, offset, _ in read if file in {i.file for i in source.infos.values()}]
+        own = {i.offset for i in source.infos.values() if f"layers.{block}." in i.name}
+        first = [offset for offset in offsets if offset in own][: len(own)]
+        assert first == sorted(own)
+
+
+def test_a_tensor_of_a_large_file_needs_no_more_memory_than_its_own(tmp_path):
+    """Under `ulimit -v`: the file is larger than the address space that is left, most of it a hole."""
+    path, gigabytes = tmp_path / "model.safetensors", 4 << 30
+    header = {
+        "small": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+        "large": {"dtype": "U8", "shape": [gigabytes], "data_offsets": [16, 16 + gigabytes]},
+    }
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + torch.arange(4.0).numpy().tobytes())
+        file.truncate(8 + len(text) + 16 + gigabytes)
+    code = """
+import resource, sys
+from pathlib import Path
+import psutil, torch
+from quantkit.models.containers import reading, safetensors_folder
+most = psutil.Process().memory_info().vms + (1 << 29)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+print(reading.tensor(safetensors_folder.read_header(Path(sys.argv[1]))["small"]).tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.stdout == "[0.0, 1.0, 2.0, 3.0]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (2,), (1, slice(None)), (0, slice(1, 3)), (2, slice(0, None, 2)), (1, slice(None), slice(2, 5)),
+        (1, slice(1, None, 2), slice(None)), (slice(1, 3),), (2, 3), (0, slice(4, 4)),
+    ],
+)  # fmt: skip
+def test_a_part_is_what_indexing_gives_and_no_more_is_read(index, tmp_path, read):
+    values = torch.randn(3, 4, 5).bfloat16()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(6) + values.view(torch.uint8).numpy().tobytes())
+    info = safetensors_folder.TensorInfo("experts", "BF16", (3, 4, 5), path, 6, values.nbytes)
+    assert torch.equal(reading.part(info, index), values[index])
+    rows = values[index[0]][index[1]] if len(index) > 1 else values[index[0]]
+    steps = len(index) > 1 and isinstance(index[1], slice) and index[1].step
+    most = values[0].nbytes if steps else rows.nbytes
+    assert sum(nbytes for *_, nbytes in read) <= most
+
+
+# ---- what does not fit
+
+
+def test_verification_holds_no_second_embedding(tiny_model, tmp_path, monkeypatch):
+    model, places = tiny_model("llama", tokenizer=True), []
+    made = jobs.prepare("nf4", model, tmp_path / "out")
+    through = finish.walk.through
+
+    def looked(skeleton, *arguments, **options):
+        places.append({parameter.device.type for parameter in made.skeleton.model.parameters()})
+        return through(skeleton, *arguments, **options)
+
+    monkeypatch.setattr(finish.walk, "through", looked)
+    loop.run(made, Progress())
+    assert places == [{"meta"}]
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_read_with_what_would(
+    quantkit, tiny_model, tmp_path, read, monkeypatch
+):
+    model = tiny_model("llama", tokenizer=True)
+    text = jobs.calibration(tmp_path, 16, 64).calibration
+    asked = ["gptq", model, "--group-size", 32, "--calibration", text, "--samples", 16, "--seqlen", 64, "-q"]
+    monkeypatch.setattr(job.Staging, "check", lambda *_: None)
+    least = json.loads(
+        quantkit(
+            *asked, "--json", "--dry-run", "--sequential", "repeat", "--states", "disk", "--batch-size", 1
+        ).out
+    )["plan"]["memory_bytes"]
+    for free in (least, least - 10_000):
+        monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
+        done = quantkit(*asked, "--batch-size", 16)
+        error, hint = done.err.splitlines()[-2:]
+        assert done.code == 5 and "the job needs about 0.1 GiB of memory" in error and not read
+        found = shlex.split(hint.removeprefix("hint: use "))
+        assert found[:2] == ["--batch-size", "1"] and (("--seqlen" in found) or free == least)
+        assert quantkit(*asked, *found, "--dry-run").code == 0
+
+
+def test_a_limit_that_nothing_fits_names_the_one_that_would(quantkit, tiny_model, tmp_path, read):
+    model = tiny_model("llama", tokenizer=True)
+    done = quantkit("nf4", model, "--max-memory", "64MB", "-q")
+    error, hint = done.err.splitlines()
+    assert done.code == 5 and error.endswith(" GiB are left of --max-memory") and not read
+    assert hint.startswith("hint: use --max-memory ")
+    assert quantkit("nf4", model, *shlex.split(hint.removeprefix("hint: use ")), "-q").code == 0
+    assert quantkit("nf4", model, "--max-memory", "lots", "-q").code == 2
+
+
+def test_an_evaluation_that_cannot_fit_is_refused_before_anything_is_read(
+    quantkit, tiny_model, tmp_path, read
+):
+    model = tiny_model("llama", tokenizer="bos")
+    text = jobs.calibration(tmp_path).calibration
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "64MB", "-q")
+    assert done.code == 5 and "the evaluation needs about" in done.err and not read
+    assert "hint: use --dtype bfloat16" in done.err
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "0", "-q")
+    assert done.code == 2
