@@ -91,6 +91,15 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         _check_folder(output)
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which file or folder lies there, if any; it stays the same when it is renamed."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def check_source(output: Path, source: Path, what: str = "source") -> None:
     """Raise QuantkitError if the output is what the job reads, or a folder around it. what: its name."""
     if output.resolve() in (place := source.resolve(), *place.parents):

@@ -47,6 +47,7 @@ class Staging:
         self._signed: dict = {}
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
         self._writing: Future[None] | None = None
+        self._made: tuple[int, int] | None = None  # what is to be renamed into place, whatever its name
 
     def stored_fingerprint(self) -> dict | None:
         """The fingerprint of the job that was staged here; None when there is none, or half of one."""
@@ -213,7 +214,14 @@ class Staging:
     def discard(self) -> None:
         """Remove the staging folder, if it is there: nothing in it is worth keeping."""
         if self.folder.exists():
-            shutil.rmtree(self.folder)
+            _remove_staged(self.folder)
+
+    def finished(self) -> bool:
+        """Whether the output is in place; then nothing is left of its making, wherever it was interrupted."""
+        there = self._made is not None and replacing.identity(self.output) == self._made
+        if there:
+            self.discard()
+        return there
 
     @property
     def place(self) -> Path:
@@ -243,9 +251,10 @@ class Staging:
             replacing.check(self.output, self.one_file, self._replaces)
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
+        self._made = replacing.identity(self.place)
         os.rename(self.place, self.output)
         sync(self.output.parent)
-        shutil.rmtree(self.folder)
+        self.discard()
 
 
 def _runs(execution: Any) -> bool:
@@ -255,6 +264,15 @@ def _runs(execution: Any) -> bool:
     counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
     words = [execution[name] for name in ("dtype", "device", "sequential", "states") if name in execution]
     return all(type(n) is int and 0 < n <= MOST for n in counts) and all(isinstance(w, str) for w in words)
+
+
+def _remove_staged(folder: Path) -> None:
+    """Killed in between, it leaves what a later job may remove: what says whose it is goes last."""
+    for path in folder.iterdir():
+        if path.name not in ("fingerprint.json", "lock"):
+            _remove(path)
+    _remove(folder / "fingerprint.json")
+    shutil.rmtree(folder)
 
 
 def _remove(path: Path) -> None:
