@@ -8,6 +8,7 @@ answers are lines of JSON on its stdin and stdout; it ends, with all that runs, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -17,14 +18,17 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON", "VECLIB", "NUMEXPR")}
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCHDYNAMO_DISABLE": "1"}
+KNOWN = ("quantkit.cli", "quantkit.cli.job_report", "quantkit.quantize.loop", "quantkit.evaluation.of_job")
+KNOWN += ("transformers.models.llama.modeling_llama",)  # imported at once; more is learnt
 PATIENCE = 300  # seconds for a job of less than one
 
 
@@ -65,7 +69,8 @@ class Server:
         """A command in `folder`, its output in `folder/log`.
 
         stop: (`module:Kind.function`, the n-th call, a signal) - which it sends itself just before that call,
-        and says so in `folder/reached`. call: (`module:function`, arguments) before it begins. modules: where
+        and says so in `folder/reached`. after: calls count from just before another call, (function, n-th).
+        call: (`module:function`, arguments) before it begins. modules: where
         to say what was imported.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,19 +205,28 @@ def named(place: str) -> tuple[Any, str]:
     return whose, name
 
 
-def stop_at(place: str, call: int, number: int) -> None:
-    """The process sends itself a signal just before the `call`-th call of a function."""
+def before(place: str, call: int, do: Callable[[], None]) -> None:
+    """`do` something just before the `call`-th call of a function."""
     whose, name = named(place)
     whole, calls = getattr(whose, name), []
 
     def replaced(*arguments: Any, **options: Any) -> Any:
         calls.append(name)
         if len(calls) == call:
-            Path("reached").touch()
-            os.kill(os.getpid(), number)
+            do()
         return whole(*arguments, **options)
 
     setattr(whose, name, replaced)
+
+
+def stop_at(place: str, call: int, number: int) -> None:
+    """The process sends itself a signal just before the `call`-th call of a function."""
+
+    def stop() -> None:
+        Path("reached").touch()
+        os.kill(os.getpid(), number)
+
+    before(place, call, stop)
 
 
 def become(request: dict) -> None:
@@ -229,19 +243,27 @@ def become(request: dict) -> None:
         place, arguments = request["call"]
         whose, name = named(place)
         getattr(whose, name)(*arguments)
-    if "stop" in request:
+    if "stop" in request and "after" in request:
+        before(*request["after"], lambda: stop_at(*request["stop"]))
+    elif "stop" in request:
         stop_at(*request["stop"])
     from quantkit import __main__ as script
 
     try:
         script.main()
-    finally:
+    except SystemExit as ended:
         if "modules" in request:
             imported = (name for name, module in sys.modules.items() if getattr(module, "__file__", None))
             Path(request["modules"]).write_text("\n".join(imported))
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(ended.code or 0)  # else the interpreter takes apart, page by page, what it shares
 
 
 if __name__ == "__main__":
+    learn(KNOWN)
     asked = serve()
     if asked is not None:
-        become(asked)  # ends as a console script ends
+        become(asked)

@@ -108,7 +108,7 @@ STAGED = [
     ("solving", "quantkit.quantize.loop:_Loop._measured", 3),
     ("staging", "quantkit.quantize.staged_blocks:save_file", 1),
     ("resuming", "quantkit.quantize.staging:Staging.done", 1),
-    ("staging", "os:replace", 4),
+    ("staging", "os:replace", 2),
 ]
 WRITTEN = {
     "out": ("assembling", "quantkit.models.containers.safetensors_folder:write_file", 1),
