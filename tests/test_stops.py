@@ -55,25 +55,39 @@ def test_stopped_at_every_moment(server, workplace, name, shift):
     assert stops.left(name, folder) == []
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("name", ["gptq", "gguf"])
-@pytest.mark.parametrize("place", ["os:unlink", "os:rmdir", "quantkit.cli.job_report:print_summary"])
-def test_stopped_behind_the_end(server, workplace, tmp_path, name, number, place):
+@pytest.mark.parametrize(
+    "name, place, call, number",
+    [
+        ("nf4", "os:unlink", 3, signal.SIGKILL),
+        ("nf4", "os:unlink", 3, signal.SIGTERM),
+        ("nf4", "os:rmdir", 1, signal.SIGKILL),
+        ("nf4", "os:rmdir", 1, signal.SIGINT),
+        ("nf4", "quantkit.cli.job_report:print_summary", 1, signal.SIGTERM),
+        ("nf4", "quantkit.cli.job_report:print_summary", 1, signal.SIGINT),
+        ("gguf rtn", "os:rmdir", 1, signal.SIGINT),
+        ("imatrix", "quantkit.cli.job_report:print_imatrix", 1, signal.SIGINT),
+    ],
+)
+def test_stopped_behind_the_end(server, workplace, tmp_path, name, place, call, number):
     """Once the output is in place, that is what is said; and nothing is in the way of the next job."""
-    folder = tmp_path / "job"
+    folder, made = tmp_path / "job", stops.output(name)
     for part in ("model", "text.txt"):
         (tmp_path / part).symlink_to(workplace / part)
-    calls = {"os:unlink": 3}.get(place, 1)
-    typed = [*stops.command(name), "--samples", "2"]
-    code = server.run(folder, typed, stop=(place, calls, number), after=("os:rename", 1))
-    assert (folder / "reached").exists() and (folder / stops.output(name)).exists()
-    assert code in stops.STOPS[number]
-    made = stops.contents(folder / stops.output(name))
-    if number != signal.SIGKILL:
-        error, hint = (folder / "log").read_text().splitlines()[-2:]
-        assert error == f"error: {stops.WORDS[number]}; {stops.output(name)} finished"
-        assert hint == "hint: measure with: quantkit eval"
+    after = ("os:replace" if name == "imatrix" else "os:rename", 1)
+    code = server.run(folder, stops.command(name), stop=(place, call, number), after=after)
+    log = (folder / "log").read_text()
+    assert (folder / "reached").exists() and code in stops.STOPS[number], log
+    whole = stops.contents(folder / made)
+    if number == signal.SIGKILL:
+        assert stops.left(name, folder) == [f"{made}.partial"]
+    else:
+        error, hint = log.splitlines()[-2:]
+        assert error == f"error: {stops.WORDS[number]}; {made} finished"
+        assert (
+            hint == f"hint: {'give it to --imatrix' if name == 'imatrix' else 'measure with: quantkit eval'}"
+        )
         assert stops.left(name, folder) == []
-    assert server.run(folder, [*typed, "--overwrite"]) == 0, (folder / "log").read_text()
-    assert stops.contents(folder / stops.output(name)) == made
+        return
+    assert server.run(folder, [*stops.command(name), "--overwrite"]) == 0, (folder / "log").read_text()
+    assert stops.contents(folder / made) == whole
     assert stops.left(name, folder) == []
