@@ -17,7 +17,7 @@ static char kind;
 static long target, code;
 static long count;
 
-/* From now on: kind 'w' or 'r'; target 0 only counts; code: the errno. */
+/* From now on: kind 'w' or 'r'; target 0 only counts, -1: all fail; code: the errno. */
 void fault_set(const char *place, int what, long number, long error) {
     kind = (char)what, target = number, code = error, count = 0;
     strncpy(folder, place, sizeof folder - 1);
@@ -44,7 +44,7 @@ static int below(int descriptor) {
 static int fails(char what) {
     if (what != kind) return 0;
     long number = __sync_add_and_fetch(&count, 1);
-    if (number != target) return 0;
+    if (target >= 0 && number != target) return 0;
     errno = (int)code;
     return 1;
 }

@@ -14,15 +14,15 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 TEXT = ["--calibration", "../text.txt", "--samples", "4", "--seqlen", "16", "--batch-size", "2"]
 METHODS = {
     "gptq": [*TEXT, "--group-size", "64"],
-    "gptq yaqa": ["--solver", "yaqa", *TEXT, "--group-size", "64"],
+    "gptq yaqa": ["--solver", "yaqa", "--transform", "none", *TEXT, "--group-size", "64"],
     "awq": [*TEXT, "--group-size", "64"],
     "nf4": [],
-    "nf4 gptq": ["--solver", "gptq", *TEXT],
+    "nf4 gptq": ["--solver", "gptq", "--transform", "none", *TEXT],
     "int8": [],
     "fp8": TEXT,
     "fp4": TEXT,
     "w8a8": TEXT,
-    "gguf": ["-t", "Q4_0", *TEXT],
+    "gguf": ["-t", "Q4_0", "--transform", "none", *TEXT],
     "gguf rtn": ["-t", "Q8_0", "--solver", "rtn", "--imatrix", "none"],
     "imatrix": TEXT,
 }
@@ -95,7 +95,7 @@ def wrong(name: str, folder: Path, number: signal.Signals, code: int, replaces: 
 
 def left(name: str, folder: Path) -> list[str]:
     """What lies beside a finished output, and should not."""
-    return sorted({path.name for path in folder.iterdir()} - {output(name), "log", "reached"})
+    return sorted({path.name for path in folder.iterdir()} - {output(name), "log", "reached", "count"})
 
 
 # ---- moments: (what, the function just before which it is, the n-th call)
