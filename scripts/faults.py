@@ -39,7 +39,7 @@ class Method:
         self.calls = {}
         for kind in "wr":
             reference = where / f"reference {kind}"
-            assert self._run(reference, stops.command(name), kind) == 0, (reference / "log").read_text()
+            assert self._run(reference, stops.command(name), kind) == 0, forked.said(reference)
             self.calls[kind] = int((reference / "count").read_text())
         self.wanted = stops.contents(reference / self.output)
         self.codes, self.wrong = Counter(), []
@@ -54,7 +54,7 @@ class Method:
         """One call of a job."""
         folder, what = self.where / "job", f"{kind}{number} {failing}"
         code = self._run(folder, stops.command(self.name), kind, number, getattr(errno, failing))
-        log = (folder / "log").read_text(errors="replace")
+        log = forked.said(folder)
         self.codes[str(code)] += 1
         if code < 0:
             self.wrong.append(f"{what}: ended by {code}")
@@ -69,7 +69,7 @@ class Method:
             again = stops.again(self.name)
             after = self._run(folder, [*again, "--overwrite"] if there else again)
             if after != 0 or stops.contents(folder / self.output) != self.wanted:
-                self.wrong.append(f"{what}: not resumed: {(folder / 'log').read_text()[-300:]}")
+                self.wrong.append(f"{what}: not resumed: {forked.said(folder)[-300:]}")
         shutil.rmtree(folder)
 
     def record(self) -> dict:

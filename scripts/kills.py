@@ -59,7 +59,7 @@ class Method:
         self.name, self.where, self.server, self.chance = name, where, server, chance
         self.output = stops.output(name)
         self.stopped, self.at, self.wrong, self.ends = Counter(), Counter(), [], 0
-        assert server.learn(where / "first", stops.command(name)) == 0, (where / "first/log").read_text()
+        assert server.learn(where / "first", stops.command(name)) == 0, forked.said(where / "first")
         began = time.monotonic()
         assert server.run(where / "reference", stops.command(name)) == 0
         self.took = time.monotonic() - began

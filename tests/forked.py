@@ -66,11 +66,11 @@ class Server:
         return code
 
     def start(self, folder: Path, arguments: list, **more: Any) -> Job:
-        """A command in `folder`, its output in `folder/log`.
+        """A command in `folder`, its output in the file `log_of(folder)`.
 
         stop: (`module:Kind.function`, the n-th call, a signal) - which it sends itself just before that call,
         and says so in `folder/reached`. after: calls count from just before another call, (function, n-th).
-        call: (`module:function`, arguments) before it begins. modules: where
+        call: (`module:function`, arguments) before it begins. environment: added. modules: where
         to say what was imported.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,6 +117,16 @@ class Server:
         found = [json.loads(line) for line in lines]
         self._codes |= {one["ended"]: one["code"] for one in found if "ended" in one}
         return [one for one in found if "ended" not in one]
+
+
+def log_of(folder: Path) -> Path:
+    """Beside it, so that a folder that takes no more still lets a command speak."""
+    return folder.with_name(f"{folder.name}-log")
+
+
+def said(folder: Path) -> str:
+    """What the last command there said."""
+    return log_of(folder).read_text(errors="replace")
 
 
 class Job:
@@ -232,13 +242,14 @@ def stop_at(place: str, call: int, number: int) -> None:
 def become(request: dict) -> None:
     """The console script, in a fork."""
     os.chdir(request["folder"])
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log = os.open(log_of(Path.cwd()), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for theirs, ours in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(theirs, ours)
     os.close(nothing), os.close(log)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all this runs in the background
     sys.argv = ["quantkit", *request["arguments"]]
+    os.environ |= request.get("environment", {})
     if "call" in request:
         place, arguments = request["call"]
         whose, name = named(place)

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import families
+import forked
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = ["--calibration", "../text.txt", "--samples", "4", "--seqlen", "16", "--batch-size", "2"]
@@ -65,7 +66,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 def wrong(name: str, folder: Path, number: signal.Signals, code: int, replaces: bool = False) -> str | None:
     """What is wrong with the last words of a job that was sent a signal. replaces: there was an output."""
-    log = (folder / "log").read_text(errors="replace")
+    log = forked.said(folder)
     if code not in STOPS[number]:
         return f"exit code {code}: {log[-600:]}"
     if code < 0:
@@ -95,7 +96,7 @@ def wrong(name: str, folder: Path, number: signal.Signals, code: int, replaces: 
 
 def left(name: str, folder: Path) -> list[str]:
     """What lies beside a finished output, and should not."""
-    return sorted({path.name for path in folder.iterdir()} - {output(name), "log", "reached", "count"})
+    return sorted({path.name for path in folder.iterdir()} - {output(name), "reached", "count"})
 
 
 # ---- moments: (what, the function just before which it is, the n-th call)

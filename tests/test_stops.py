@@ -41,7 +41,7 @@ def test_the_chains_are_many_and_of_all_kinds():
 @pytest.mark.parametrize("name, shift", CHAINS)
 def test_stopped_at_every_moment(server, workplace, name, shift):
     reference, folder = workplace / f"{name} whole", workplace / name
-    assert server.learn(reference, stops.command(name)) == 0, (reference / "log").read_text()
+    assert server.learn(reference, stops.command(name)) == 0, forked.said(reference)
     typed = stops.command(name)
     for (what, place, call), number in CHAINS[name, shift]:
         code = server.run(folder, typed, stop=(place, call, number))
@@ -50,7 +50,7 @@ def test_stopped_at_every_moment(server, workplace, name, shift):
         assert stops.wrong(name, folder, number, code) is None, what
         assert not (folder / stops.output(name)).exists(), what
         typed = stops.again(name)
-    assert server.run(folder, typed) == 0, (folder / "log").read_text()
+    assert server.run(folder, typed) == 0, forked.said(folder)
     assert stops.contents(folder / stops.output(name)) == stops.contents(reference / stops.output(name))
     assert stops.left(name, folder) == []
 
@@ -75,7 +75,7 @@ def test_stopped_behind_the_end(server, workplace, tmp_path, name, place, call, 
         (tmp_path / part).symlink_to(workplace / part)
     after = ("os:replace" if name == "imatrix" else "os:rename", 1)
     code = server.run(folder, stops.command(name), stop=(place, call, number), after=after)
-    log = (folder / "log").read_text()
+    log = forked.said(folder)
     assert (folder / "reached").exists() and code in stops.STOPS[number], log
     whole = stops.contents(folder / made)
     if number == signal.SIGKILL:
@@ -88,6 +88,6 @@ def test_stopped_behind_the_end(server, workplace, tmp_path, name, place, call, 
         )
         assert stops.left(name, folder) == []
         return
-    assert server.run(folder, [*stops.command(name), "--overwrite"]) == 0, (folder / "log").read_text()
+    assert server.run(folder, [*stops.command(name), "--overwrite"]) == 0, forked.said(folder)
     assert stops.contents(folder / made) == whole
     assert stops.left(name, folder) == []

@@ -7,6 +7,7 @@ checkpoint's.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -62,7 +63,7 @@ def check_place(output: Path) -> None:
             with tempfile.TemporaryFile(dir=above):
                 pass
     except OSError as error:
-        if full_disk(error):
+        if full_disk(error) and error.errno != errno.EROFS:
             return  # how much is needed and free is said elsewhere
         raise QuantkitError(f"{output} cannot be written: {error.strerror}", ELSEWHERE, USAGE) from error
 

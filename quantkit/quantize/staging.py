@@ -7,6 +7,7 @@ been hashed by then are made again, too: nobody can tell whether they are of the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -297,10 +298,15 @@ def _sync_all(place: Path) -> None:
 def disk_errors(
     folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
 ) -> Iterator[None]:
-    """Turn a full disk into the error that says so; staged blocks stay. then: what to do about it."""
+    """Turn a full disk, or a folder that may not be written any more, into the error that says so; staged
+    blocks stay. then: what to do about it."""
     try:
         yield
     except Exception as error:
+        if _denied(error, folder):
+            raise QuantkitError(
+                f"{folder} cannot be written any more: permission denied", f"allow it; then {then}", RUNTIME
+            ) from error
         full = full_disk(error)
         if full is None:
             raise
@@ -309,3 +315,13 @@ def disk_errors(
             hint=f"{full[1]}; then {then}",
             exit_code=RESOURCES,
         ) from error
+
+
+def _denied(error: Exception, folder: Path) -> bool:
+    """Whether what was denied is the folder; safetensors wraps the PermissionError in words of its own."""
+    if isinstance(error, PermissionError):
+        return error.filename is None or folder.absolute() in (
+            Path(os.fsdecode(error.filename)).absolute(),
+            *Path(os.fsdecode(error.filename)).absolute().parents,
+        )
+    return f"(os error {errno.EACCES})" in str(error) and folder.name in str(error)
