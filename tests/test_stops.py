@@ -91,3 +91,20 @@ def test_stopped_behind_the_end(server, workplace, tmp_path, name, place, call, 
     assert server.run(folder, [*stops.command(name), "--overwrite"]) == 0, forked.said(folder)
     assert stops.contents(folder / made) == whole
     assert stops.left(name, folder) == []
+
+
+def test_killed_while_what_another_job_left_is_removed(server, workplace):
+    """Whatever is gone by then, the folder is still known for a job's."""
+    folder = workplace / "cleared"
+    kill = ("os:rename", 1, int(signal.SIGKILL))
+    assert server.run(folder, stops.command("nf4"), stop=kill) == -signal.SIGKILL
+    typed = [*stops.command("nf4"), "--overwrite"]
+    kill = ("shutil:rmtree", 1, int(signal.SIGKILL))
+    assert server.run(folder, typed, stop=kill) == -signal.SIGKILL
+    for call in range(1, 8):
+        kill = ("os:unlink", call, int(signal.SIGKILL))
+        if server.run(folder, typed, stop=kill) == 0:
+            break
+        assert "is no unfinished job" not in forked.said(folder)
+    assert server.run(folder, typed) == 0, forked.said(folder)
+    assert stops.left("nf4", folder) == []

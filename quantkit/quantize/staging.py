@@ -126,7 +126,7 @@ class Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not stored:
-            self._clear()
+            _clear(self.folder)  # of what another job left
         self.sign(fingerprint)
 
     def sign(self, fingerprint: dict) -> None:
@@ -144,14 +144,6 @@ class Staging:
             raise QuantkitError(
                 f"{self.folder} is in use by another process", "wait until it is done", RUNTIME
             ) from error
-
-    def _clear(self) -> None:
-        """Remove what another job left, the lock excepted: this process holds it."""
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
@@ -267,12 +259,16 @@ def _runs(execution: Any) -> bool:
     return all(type(n) is int and 0 < n <= MOST for n in counts) and all(isinstance(w, str) for w in words)
 
 
-def _remove_staged(folder: Path) -> None:
-    """Killed in between, it leaves what a later job may remove: what says whose it is goes last."""
+def _clear(folder: Path) -> None:
+    """Remove all but the lock. What says whose it is goes last: a kill in between leaves no stranger."""
     for path in folder.iterdir():
         if path.name not in ("fingerprint.json", "lock"):
             _remove(path)
     _remove(folder / "fingerprint.json")
+
+
+def _remove_staged(folder: Path) -> None:
+    _clear(folder)
     shutil.rmtree(folder)
 
 
