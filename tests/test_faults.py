@@ -25,15 +25,14 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def library(workplace):
-    return failing.build(workplace) if failing.compiler() else ""
+def library(forker):
+    return forker.library
 
 
 @pytest.fixture(scope="module")
-def server(library, workplace):
-    with forked.Server(LD_PRELOAD=library) as server:
-        assert server.learn(workplace / "reference", stops.command(NAME)) == 0
-        yield server
+def server(forker, workplace):
+    assert forker.learn(workplace / "reference", stops.command(NAME)) == 0
+    return forker
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,9 @@ CHAINS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    with forked.Server() as server:
-        yield server
+@pytest.fixture
+def server(forker):
+    return forker
 
 
 @pytest.fixture(scope="module")
