@@ -13,7 +13,13 @@ def main() -> None:
 
     if hears:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    cli.main()
+    try:
+        cli.main()
+    except KeyboardInterrupt:  # between a command's end and this one
+        _end()
+    finally:
+        if hears:  # all is said and done: an interrupt could only disturb the interpreter's end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _end(*_: object) -> None:

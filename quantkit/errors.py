@@ -33,6 +33,7 @@ DISK = {  # what a disk says that takes or gives no more, and what to do about i
     errno.ENOSPC: ("is full", ROOM),
     errno.EDQUOT: ("is full: the quota is used up", ROOM),
     errno.EFBIG: ("takes no file of that size (ulimit -f says how large)", ROOM),
+    errno.EROFS: ("is read-only by now", "see in the system's log why, and let it be written"),
     errno.EIO: (
         "fails, or that of what was read (input/output error)",
         "see in the system's log which one, and mend or leave it",

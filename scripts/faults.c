@@ -17,7 +17,7 @@ static char kind;
 static long target, code;
 static long count;
 
-/* From now on: kind 'w' or 'r'; target 0 only counts; code: the errno. */
+/* From now on: kind 'w' or 'r'; target 0 only counts; -n: all fail from the n-th on; code: the errno. */
 void fault_set(const char *place, int what, long number, long error) {
     kind = (char)what, target = number, code = error, count = 0;
     strncpy(folder, place, sizeof folder - 1);
@@ -29,7 +29,16 @@ long fault_count(void) {
     return count;
 }
 
-static int inside(const char *path) { return *folder && path && !strncmp(path, folder, strlen(folder)); }
+static int inside(const char *path) {
+    char whole[8192];
+    size_t size = strlen(folder);
+    if (!size || !path) return 0;
+    if (*path != '/') { /* what lies in a folder that is the current one is named without it */
+        if (!getcwd(whole, 4096) || strlen(path) > 4000) return 0;
+        path = strcat(strcat(whole, "/"), path);
+    }
+    return !strncmp(path, folder, size) && (!path[size] || path[size] == '/');
+}
 
 static int below(int descriptor) {
     char link[64], path[4096];
@@ -44,7 +53,7 @@ static int below(int descriptor) {
 static int fails(char what) {
     if (what != kind) return 0;
     long number = __sync_add_and_fetch(&count, 1);
-    if (number != target) return 0;
+    if (target < 0 ? number < -target : number != target) return 0;
     errno = (int)code;
     return 1;
 }

@@ -2,9 +2,10 @@
 
     python scripts/kills.py [--kills 1000] [--seed 0] [--methods gptq nf4 ...]
 
-A job runs on a tiny model in a process forked from one that has torch already, is stopped by SIGKILL, SIGTERM
-or SIGINT after a random time, and resumed, again and again until it ends. Each end must have the bytes of an
-undisturbed run, leave nothing beside it, and every stop but SIGKILL must say one clear line and how to go on.
+A job runs on a tiny model in a process forked from one that has everything imported (tests/forked.py), is
+stopped by SIGKILL, SIGTERM or SIGINT after a random time or just before a random call of os.replace and its
+like, and resumed, again and again until it ends. Each end must have the bytes of an undisturbed run, leave
+nothing beside it, and every stop but SIGKILL must say one clear line and how to go on (tests/stops.py).
 Prints a line of JSON by method, and the stops by what the job was at. Exit code 1 if anything was wrong.
 """
 
@@ -12,92 +13,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
-from random_llama import DEMO, make
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-SERVER = multiprocessing.get_context("forkserver")
-TEXT = ["--samples", "6", "--seqlen", "32", "--batch-size", "2"]
-METHODS = {
-    "gptq": [*TEXT, "--group-size", "64"],
-    "awq": [*TEXT, "--group-size", "64"],
-    "nf4": [],
-    "nf4 gptq": ["--solver", "gptq", *TEXT],
-    "int8": [],
-    "fp8": [],
-    "fp4": TEXT,
-    "w8a8": TEXT,
-    "gguf": ["-t", "Q4_0", *TEXT],
-    "gguf rtn": ["-t", "Q8_0", "--solver", "rtn", "--imatrix", "none"],
-    "imatrix": TEXT,
+import forked  # noqa: E402
+import stops  # noqa: E402
+
+MINUTE = 60  # after which a job that was asked to stop does not hear
+CALLS = {  # what a random call is of, and of how many
+    "os:replace": 6,
+    "os:rename": 1,
+    "os:fsync": 12,
+    "os:unlink": 6,
+    "quantkit.models.checkpoint:Checkpoint.read": 10,
+    "quantkit.quantize.loop:_Loop._measured": 14,
+    "quantkit.quantize.finish:_verify": 1,
 }
-STOPS = {  # and the exit codes: before there is anything to keep, SIGTERM simply ends a process
-    signal.SIGKILL: (-9,),
-    signal.SIGTERM: (143, -15),
-    signal.SIGINT: (130,),
-}
-TIMINGS = "quantkit-timings.json"
-
-
-def child(folder: str, arguments: list[str]) -> None:
-    """The command line in a process of its own, its output in a file."""
-    os.chdir(folder)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    import torch
-
-    from quantkit import cli
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where this runs in the background
-    Path("begun").touch()
-    sys.argv = ["quantkit", *arguments]
-    cli.main()
-
-
-def start(folder: Path, arguments: list[str]):
-    (folder / "begun").unlink(missing_ok=True)
-    process = SERVER.Process(target=child, args=(str(folder), arguments), daemon=True)
-    process.start()
-    while process.is_alive() and not (folder / "begun").exists():
-        time.sleep(0.001)
-    return process
-
-
-def contents(place: Path) -> dict[str, bytes]:
-    """Every file of an output, timings aside."""
-    files = [place] if place.is_file() else [path for path in place.iterdir() if path.name != TIMINGS]
-    return {path.name: path.read_bytes() for path in files}
-
-
-def command(name: str, model: Path) -> tuple[list[str], str]:
-    """Arguments and the name of the output."""
-    method = name.partition(" ")[0]
-    output = "out.gguf" if method in ("gguf", "imatrix") else "out"
-    threads = [] if method == "imatrix" else ["--threads", "1"]
-    return [method, str(model), "-o", output, *METHODS[name], *threads], output
-
-
-def said_so(log: str, number: int) -> str | None:
-    """What is wrong with the last words of a job that was stopped."""
-    if "Traceback" in log:
-        return "a traceback"
-    lines = log.splitlines()
-    word = "interrupted" if number == signal.SIGINT else "terminated"
-    errors = [line for line in lines if line.startswith("error: ")]
-    if len(errors) != 1 or not errors[0].startswith(f"error: {word}"):
-        return f"no line that says {word}: {lines[-2:]}"
-    return None
+EVERY = 4  # of these calls every job has
 
 
 def stage(folder: Path, output: str) -> str:
@@ -105,7 +44,7 @@ def stage(folder: Path, output: str) -> str:
     partial = folder / f"{output}.partial"
     if (folder / output).exists():
         return "published"
-    if (partial / "output").exists():
+    if list(partial.glob("output*")):
         return "assembling"
     if partial.is_dir():
         blocks = len(list(partial.glob("block-*.safetensors")))
@@ -113,82 +52,96 @@ def stage(folder: Path, output: str) -> str:
     return "loading"
 
 
-def run_method(name: str, model: Path, kills: int, chance: random.Random, where: Path) -> dict:
-    """Stop jobs of one method so many times."""
-    arguments, output = command(name, model)
-    again = [*arguments, "--resume"] if name.partition(" ")[0] != "imatrix" else arguments
-    reference = where / "reference"
-    reference.mkdir(parents=True)
-    began = time.monotonic()
-    process = start(reference, arguments)
-    process.join()
-    took = time.monotonic() - began
-    assert process.exitcode == 0, (reference / "log").read_text()
-    wanted = contents(reference / output)
-    stopped, ends, wrong, at = Counter(), 0, [], Counter()
-    while sum(stopped.values()) < kills:
-        folder = where / f"{ends}"
-        folder.mkdir()
-        first = True
+class Method:
+    """Jobs of one method, and what became of them."""
+
+    def __init__(self, name: str, where: Path, server: forked.Server, chance: random.Random):
+        self.name, self.where, self.server, self.chance = name, where, server, chance
+        self.output = stops.output(name)
+        self.stopped, self.at, self.wrong, self.ends = Counter(), Counter(), [], 0
+        assert server.learn(where / "first", stops.command(name)) == 0, forked.said(where / "first")
+        began = time.monotonic()
+        assert server.run(where / "reference", stops.command(name)) == 0
+        self.took = time.monotonic() - began
+        self.wanted = stops.contents(where / "reference" / self.output)
+
+    def run(self, kills: int) -> None:
+        while sum(self.stopped.values()) < kills:
+            folder = self.where / "job"
+            self._until_it_ends(folder)
+            self.ends += 1
+            if not (folder / self.output).exists():
+                self.wrong.append("no output")
+            elif stops.contents(folder / self.output) != self.wanted:
+                self.wrong.append("other bytes")
+            if left := stops.left(self.name, folder):
+                self.wrong.append(f"left behind: {left}")
+            shutil.rmtree(folder)
+
+    def _until_it_ends(self, folder: Path) -> None:
+        typed, times = stops.command(self.name), 0
         while True:
-            process = start(folder, arguments if first else again)
-            first = False
-            number = chance.choice(list(STOPS))
-            process.join(chance.uniform(0, 1) * took)
-            if process.is_alive():
-                os.kill(process.pid, number)
-                process.join(60)
-                if process.is_alive():
-                    wrong.append(f"{number.name}: goes on for a minute")
-                    process.kill()
-                    process.join()
-            log = (folder / "log").read_text(errors="replace")
-            if process.exitcode == 0:
-                break
-            stopped[number.name] += 1
-            at[stage(folder, output)] += 1
-            if process.exitcode not in STOPS[number]:
-                wrong.append(f"{number.name}: exit code {process.exitcode}: {log[-300:]}")
-                break
-            if process.exitcode > 0 and (said := said_so(log, number)):
-                wrong.append(f"{number.name}: {said}")
-        ends += 1
-        if (folder / output).exists():
-            if contents(folder / output) != wanted:
-                wrong.append(f"other bytes in {folder}")
-            left = {path.name for path in folder.iterdir()} - {output, "log", "begun"}
-            if left:
-                wrong.append(f"left behind: {sorted(left)}")
-        else:
-            wrong.append(f"no output in {folder}")
-        shutil.rmtree(folder)
-    return {
-        "method": name,
-        "stops": dict(stopped),
-        "at": dict(at),
-        "ends": ends,
-        "wrong": len(wrong),
-        "first": wrong[:3],
-    }
+            number = self.chance.choice(list(stops.STOPS))
+            code = self._once(folder, typed, number, times)
+            times += 1
+            if code == 0:
+                return
+            self.stopped[number.name] += 1
+            self.at[stage(folder, self.output)] += 1
+            if said := stops.wrong(self.name, folder, number, code, "--overwrite" in typed):
+                self.wrong.append(f"{number.name}: {said}")
+                if code not in stops.STOPS[number]:
+                    return
+            if (folder / self.output).exists():  # what is left goes with a run that may replace it
+                typed = [*stops.again(self.name), "--overwrite"]
+            else:
+                typed = stops.again(self.name)
+
+    def _once(self, folder: Path, typed: list[str], number: int, times: int) -> int:
+        """Its exit code. With each time a job has longer, so that it ends."""
+        if self.chance.random() < 0.4:
+            met = list(CALLS)[:EVERY] if self.name in ("gguf rtn", "imatrix") else list(CALLS)
+            place = self.chance.choice(met)
+            return self.server.run(
+                folder, typed, stop=(place, self.chance.randint(1, CALLS[place]) + times // 4, int(number))
+            )
+        job = self.server.start(folder, typed)
+        code = job.wait(self.chance.uniform(0, 1.1) * self.took * 1.1**times)
+        if code is None:
+            job.send(number)
+            code = job.wait(MINUTE)
+        if code is None:
+            self.wrong.append(f"{number.name}: goes on for a minute")
+            job.send(9)
+            code = job.wait(MINUTE)
+        return code
+
+    def record(self) -> dict:
+        return {
+            "method": self.name,
+            "stops": dict(self.stopped),
+            "at": dict(self.at),
+            "ends": self.ends,
+            "wrong": len(self.wrong),
+            "first": self.wrong[:8],
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(stops.METHODS), default=list(stops.METHODS))
     args = parser.parse_args()
-    SERVER.set_forkserver_preload(["torch", "transformers", "quantkit.cli", "quantkit.quantize.loop"])
     share, bad = -(-args.kills // len(args.methods)), 0
-    with tempfile.TemporaryDirectory() as place:
-        model = Path(place) / "model"
-        make(model, 64, 128, 4, 4, 256, "bfloat16")
-        assert DEMO.is_dir()
+    with tempfile.TemporaryDirectory() as place, forked.Server() as server:
         for name in args.methods:
             where = Path(place) / name.replace(" ", "-")
-            found = run_method(name, model, share, random.Random(f"{args.seed} {name}"), where)
-            print(json.dumps(found), flush=True)
-            bad += found["wrong"]
+            where.mkdir()
+            method = Method(name, stops.workplace(where), server, random.Random(f"{args.seed} {name}"))
+            method.run(share)
+            print(json.dumps(method.record()), flush=True)
+            bad += len(method.wrong)
     sys.exit(bool(bad))
 
 

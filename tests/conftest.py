@@ -15,7 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import chats
+import failing
 import families
+import forked
 import pytest
 import torch
 from stand_in_hub import StandInHub
@@ -109,6 +111,15 @@ def refuse(quantkit):
         return lines.groups()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def forker(tmp_path_factory):
+    """Starts commands in no time, whose calls can be let fail where there is a C compiler (see forked.py)."""
+    library = failing.build(tmp_path_factory.mktemp("library")) if failing.compiler() else ""
+    with forked.Server(LD_PRELOAD=library) as server:
+        server.library = library
+        yield server
 
 
 @pytest.fixture

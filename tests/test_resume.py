@@ -121,7 +121,7 @@ FAULTS = {
     "publish": lambda: before(staging.Staging, "publish", die),
     "first rename": lambda: before(os, "rename", die),
     "second rename": lambda: before(os, "rename", die, 2),
-    "clean": lambda: before(staging.shutil, "rmtree", die),
+    "clean": lambda: before(staging, "_remove_staged", die),
 }
 
 

@@ -89,7 +89,7 @@ def _command() -> Callable[..., None]:
             if values["dry_run"]:
                 record = run.plan_record(prepared)
             else:
-                with manners.resumable(prepared.folder, lambda: run.kept(prepared)):
+                with manners.resumable([prepared.folder], lambda: run.kept(prepared)):
                     record = run.run(prepared, progress)
         if values["as_json"]:
             print(json.dumps(record, indent=2))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -15,6 +16,9 @@ from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.smaller.options import Options as SmallerOptions
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
+
+if TYPE_CHECKING:
+    from quantkit.quantize.staging import Staging
 
 EPILOG = """Examples:
 
@@ -174,7 +178,7 @@ def _smaller(typed: dict[str, Any], values: dict[str, Any]) -> None:
         prepared = job.prepare(request, progress, text, values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
-            with manners.resumable(prepared.staging.folder, lambda: "what was learned is"):
+            with _resumable(prepared.staging):
                 record = run.run(prepared, progress)
     if values["as_json"]:
         print(json.dumps(record, indent=2))
@@ -207,7 +211,7 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
         else:
             if text:  # one that does not serve is noticed here
                 windows = windows_of.load(prepared.teacher.checkpoint, text, None, None, None)
-            with manners.resumable(prepared.staging.folder, lambda: "what was learned is"):
+            with _resumable(prepared.staging):
                 record = run.run(prepared, progress)
             if text:
                 made, device = [request.student, prepared.staging.output], prepared.teacher.device
@@ -217,6 +221,13 @@ def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
         print(json.dumps(record | ({"eval": evaluation} if evaluation else {}), indent=2))
     else:
         distill_report.print_record(record, evaluation)
+
+
+def _resumable(staging: Staging) -> AbstractContextManager[None]:
+    def made() -> list[Path]:
+        return [staging.output] if staging.finished() else []
+
+    return manners.resumable([staging.folder], lambda: "what was learned is", made)
 
 
 def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:

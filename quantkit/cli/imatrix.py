@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, manners
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -39,11 +39,13 @@ def _command() -> Callable[..., None]:
                 from quantkit.quantize import imatrix_job
 
             prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
-            record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
-        if values["as_json"]:
-            print(json.dumps(record, indent=2))
-        else:
-            job_report.print_imatrix(record)
+            with manners.done_already(prepared.output, "give it to --imatrix"):
+                record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
+                progress.close()
+                if values["as_json"]:
+                    print(json.dumps(record, indent=2))
+                else:
+                    job_report.print_imatrix(record)
 
     model = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
     parameters = [flags.parameter("model", model), flags.parameter("output", OUTPUT, None)]

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -141,29 +141,43 @@ def stopping() -> Iterator[list[int]]:
 
 
 @contextmanager
-def resumable(folder: Path, kept: Callable[[], str] = lambda: "finished blocks are") -> Iterator[None]:
-    """Answer what asks to stop with the way to go on. kept: what is, in `folder`, by then."""
-    with stopping() as asked, several.resumable(f"{kept()} kept in {folder}", _again()):
+def resumable(
+    folders: Sequence[Path],
+    kept: Callable[[], str] = lambda: "finished blocks are",
+    made: Callable[[], Sequence[Path]] = tuple,
+) -> Iterator[None]:
+    """Answer what asks to stop with the way to go on. folders: in which `kept` is by then, one an output;
+    made: the outputs that are finished by then."""
+    with stopping() as asked, several.resumable(f"{kept()} kept in {folders[0]}", _again()):
         try:
             yield
         except BaseException as error:
             if not asked:
                 raise
-            there = folder.exists()
+            finished, word = made(), EXIT_CODES[asked[0]]
+            if len(finished) == len(folders):
+                told = f"{word}; {' and '.join(map(str, finished))} finished"
+                raise QuantkitError(told, "measure with: quantkit eval", asked[0]) from error
+            there = [folder for folder in folders if folder.exists()]
             raise QuantkitError(
-                f"{EXIT_CODES[asked[0]]}; {kept()} kept in {folder}" if there else EXIT_CODES[asked[0]],
-                hint=f"continue with: {_again()}" if there else f"begin again with: {_typed()}",
-                exit_code=asked[0],
+                f"{word}; {kept()} kept in {there[0]}" if there else word,
+                f"continue with: {_again()}" if there or finished else f"begin again with: {_typed()}",
+                asked[0],
             ) from error
 
 
 @contextmanager
-def done_already(what: str, hint: str) -> Iterator[None]:
-    """Answer an interrupt by what is done by then."""
+def done_already(output: Path, hint: str) -> Iterator[None]:
+    """Answer an interrupt by the output, if it is there by then and was not before."""
+    from quantkit.quantize import replacing  # which takes seconds
+
+    before = replacing.identity(output)
     try:
         yield
     except KeyboardInterrupt as error:
-        raise QuantkitError(f"interrupted; {what}", hint, INTERRUPTED) from error
+        if replacing.identity(output) in (None, before):
+            raise
+        raise QuantkitError(f"interrupted; {output} finished", hint, INTERRUPTED) from error
 
 
 def _again() -> str:

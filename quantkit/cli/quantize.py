@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, manners
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.quantize import methods, recipe
+
+if TYPE_CHECKING:
+    from quantkit.quantize.outputs import Summary
 
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
@@ -114,18 +118,27 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         windows = None
         if text := values["eval_text"]:  # one that does not serve is noticed here
             windows = windows_of.load(jobs[0].checkpoint, text, None, None, None)
-        with manners.resumable(jobs[0].staging.folder):
-            summaries = loop.run_all(jobs, progress)
-        results = None
-        if windows:
-            made = [one.staging.output for one in jobs]
-            device = jobs[0].plan.execution.torch_device
-            finished = f"{' and '.join(map(str, made))} finished"
-            with manners.done_already(finished, "measure with: quantkit eval"):
-                results = of_job.measure(jobs[0].checkpoint, made, windows, device, progress.evaluating)
-    if values["as_json"]:
+        stages = [one.staging for one in jobs]
+
+        def made() -> list[Path]:
+            return [stage.output for stage in stages if stage.finished()]
+
+        with manners.resumable([stage.folder for stage in stages], made=made):
+            summaries, results = loop.run_all(jobs, progress), None
+            if windows:
+                outputs = [stage.output for stage in stages]
+                device = jobs[0].plan.execution.torch_device
+                results = of_job.measure(jobs[0].checkpoint, outputs, windows, device, progress.evaluating)
+            progress.close()
+            _print_summaries(summaries, results, values["as_json"])
+
+
+def _print_summaries(summaries: list[Summary], results: dict | None, as_json: bool) -> None:
+    from quantkit.cli import job_report
+
+    if as_json:
         _print_json([job_report.summary_record(summary, results) for summary in summaries])
-    for summary in () if values["as_json"] else summaries:
+    for summary in () if as_json else summaries:
         job_report.print_summary(summary, results if summary is summaries[-1] else None)
 
 

@@ -7,6 +7,7 @@ checkpoint's.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -62,7 +63,7 @@ def check_place(output: Path) -> None:
             with tempfile.TemporaryFile(dir=above):
                 pass
     except OSError as error:
-        if full_disk(error):
+        if full_disk(error) and error.errno != errno.EROFS:
             return  # how much is needed and free is said elsewhere
         raise QuantkitError(f"{output} cannot be written: {error.strerror}", ELSEWHERE, USAGE) from error
 
@@ -89,6 +90,15 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         _check_file(output)
     else:
         _check_folder(output)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which file or folder lies there, if any; it stays the same when it is renamed."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def check_source(output: Path, source: Path, what: str = "source") -> None:

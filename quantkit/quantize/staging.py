@@ -7,6 +7,7 @@ been hashed by then are made again, too: nobody can tell whether they are of the
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -46,6 +47,7 @@ class Staging:
         self._signed: dict = {}
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
         self._writing: Future[None] | None = None
+        self._made: tuple[int, int] | None = None  # what is to be renamed into place, whatever its name
 
     def stored_fingerprint(self) -> dict | None:
         """The fingerprint of the job that was staged here; None when there is none, or half of one."""
@@ -123,7 +125,7 @@ class Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not stored:
-            self._clear()
+            _clear(self.folder)  # of what another job left
         self.sign(fingerprint)
 
     def sign(self, fingerprint: dict) -> None:
@@ -141,14 +143,6 @@ class Staging:
             raise QuantkitError(
                 f"{self.folder} is in use by another process", "wait until it is done", RUNTIME
             ) from error
-
-    def _clear(self) -> None:
-        """Remove what another job left, the lock excepted: this process holds it."""
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
@@ -212,7 +206,14 @@ class Staging:
     def discard(self) -> None:
         """Remove the staging folder, if it is there: nothing in it is worth keeping."""
         if self.folder.exists():
-            shutil.rmtree(self.folder)
+            _remove_staged(self.folder)
+
+    def finished(self) -> bool:
+        """Whether the output is in place; then nothing is left of its making, wherever it was interrupted."""
+        there = self._made is not None and replacing.identity(self.output) == self._made
+        if there:
+            self.discard()
+        return there
 
     @property
     def place(self) -> Path:
@@ -242,9 +243,10 @@ class Staging:
             replacing.check(self.output, self.one_file, self._replaces)
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
+        self._made = replacing.identity(self.place)
         os.rename(self.place, self.output)
         sync(self.output.parent)
-        shutil.rmtree(self.folder)
+        self.discard()
 
 
 def _runs(execution: Any) -> bool:
@@ -254,6 +256,19 @@ def _runs(execution: Any) -> bool:
     counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
     words = [execution[name] for name in ("dtype", "device", "sequential", "states") if name in execution]
     return all(type(n) is int and 0 < n <= MOST for n in counts) and all(isinstance(w, str) for w in words)
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the lock. What says whose it is goes last: a kill in between leaves no stranger."""
+    for path in folder.iterdir():
+        if path.name not in ("fingerprint.json", "lock"):
+            _remove(path)
+    _remove(folder / "fingerprint.json")
+
+
+def _remove_staged(folder: Path) -> None:
+    _clear(folder)
+    shutil.rmtree(folder)
 
 
 def _remove(path: Path) -> None:
@@ -277,10 +292,15 @@ def _sync_all(place: Path) -> None:
 def disk_errors(
     folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
 ) -> Iterator[None]:
-    """Turn a full disk into the error that says so; staged blocks stay. then: what to do about it."""
+    """Turn a full disk, or a folder that may not be written any more, into the error that says so; staged
+    blocks stay. then: what to do about it."""
     try:
         yield
     except Exception as error:
+        if _denied(error, folder):
+            raise QuantkitError(
+                f"{folder} cannot be written any more: permission denied", f"allow it; then {then}", RUNTIME
+            ) from error
         full = full_disk(error)
         if full is None:
             raise
@@ -289,3 +309,13 @@ def disk_errors(
             hint=f"{full[1]}; then {then}",
             exit_code=RESOURCES,
         ) from error
+
+
+def _denied(error: Exception, folder: Path) -> bool:
+    """Whether what was denied is the folder; safetensors wraps the PermissionError in words of its own."""
+    if isinstance(error, PermissionError):
+        return error.filename is None or folder.absolute() in (
+            Path(os.fsdecode(error.filename)).absolute(),
+            *Path(os.fsdecode(error.filename)).absolute().parents,
+        )
+    return f"(os error {errno.EACCES})" in str(error) and folder.name in str(error)
