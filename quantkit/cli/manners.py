@@ -152,6 +152,8 @@ def resumable(
         try:
             yield
         except BaseException as error:
+            if not asked and isinstance(error, KeyboardInterrupt):
+                asked.append(INTERRUPTED)
             if not asked:
                 raise
             finished, word = made(), EXIT_CODES[asked[0]]
