@@ -100,11 +100,12 @@ def run(app: typer.Typer) -> NoReturn:
         if not error.format_message():  # no arguments: the help is the answer, and is printed
             sys.exit(error.exit_code)
         _fail(_parser_error(error))
-    except BrokenPipeError:  # the reader of our stdout went away: not an error of ours
-        _give_up_stdout()
+    except BrokenPipeError:  # the reader of what we print went away: not an error of ours
+        _give_up_unread()
         sys.exit(CLOSED_PIPE)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # Rich's answer to it
+            _give_up_unread()
             sys.exit(CLOSED_PIPE)
         raise
     except Exception as error:
@@ -193,9 +194,13 @@ def _typed() -> str:
     return shlex.join(["quantkit", *sys.argv[1:]])
 
 
-def _give_up_stdout() -> None:
-    """Let Python's last flush succeed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _give_up_unread() -> None:
+    """Let Python's last flush succeed: what cannot be written goes nowhere, and the exit code stays."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # its reader went away, or its disk is full
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
@@ -204,10 +209,7 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
         traceback.print_exception(traced)
     several.end(error, print_error)
     print_error(error)
-    try:
-        sys.stdout.flush()
-    except OSError:  # its disk is full, or its reader went away
-        _give_up_stdout()
+    _give_up_unread()
     sys.exit(error.exit_code)
 
 
