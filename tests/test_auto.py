@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import jobs
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantkit.capacity.budget import run, streams
+from quantkit.capacity.budget import printed, run, streams
 from quantkit.quantize import plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -161,6 +162,20 @@ def test_little_evidence_and_a_full_disk_are_said_before_the_search(
 def _linears(source: Path) -> list[Tensor]:
     tensors = load_file(source / "model.safetensors")
     return [tensor for name, tensor in tensors.items() if name.endswith("proj.weight")]
+
+
+def test_a_choice_of_many_types_is_read_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    kinds = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q5_K"]
+    choice = {f"blk.{k}.attn_k.weight": kind for k, kind in enumerate(reversed(kinds))}
+    choice |= {"token_embd.weight": "Q5_K", "blk.9.attn_k.weight": "Q2_K"}
+    printed._print_choice(Console(highlight=False, markup=False, width=80), choice)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    told = " ".join(" ".join(lines).split())
+    assert "IQ2_XXS 8; IQ2_XS 7; IQ2_S 6; Q2_K 5,9; IQ3_XXS 4; IQ3_S 3; Q3_K 2; IQ4_XS 1; Q5_K 0" in told
+    assert "token_embd.weight Q5_K" in told
+    assert printed._order({"a": "4,32", "b": "3,32", "c": "4,128"}) == ["3,32", "4,128", "4,32"]
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):

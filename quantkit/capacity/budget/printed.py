@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any
 
 from rich.console import Console
 
 from quantkit.errors import count
+from quantkit.models.llamacpp.file_types import BLOCKS
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
 
 
@@ -79,16 +79,28 @@ def _print_choice(console: Console, choice: dict[str, str]) -> None:
         number = re.search(r"\.(\d+)\.", name)
         kind = re.sub(r"^.*?\.\d+\.", "", name) if number else name
         alike.setdefault(kind, {}).setdefault(candidate, []).append(int(number[1]) if number else -1)
-    table = make_table("stored as", *_order(choice))
+    table = make_table("linear", "stored as, by block")
+    words = table.columns[1]
+    words.justify, words.no_wrap = "left", False
     for kind, found in alike.items():
-        cells = [found.get(candidate) for candidate in _order(choice)]
-        table.add_row(kind, *("" if c is None else "yes" if c == [-1] else ranges(sorted(c)) for c in cells))
+        blocks = [(one, sorted(found[one])) for one in _order(choice) if one in found]
+        told = (one if numbers == [-1] else f"{one} {ranges(numbers)}" for one, numbers in blocks)
+        table.add_row(kind, "; ".join(told))
     console.print(table)
 
 
 def _order(choice: dict[str, str]) -> list[str]:
     """Candidates from the fewest bits to the most."""
-    return sorted(Counter(choice.values()), key=lambda name: (re.sub(r"^\D*", "", name), name))
+    return sorted(set(choice.values()), key=lambda name: (_bits(name), name))
+
+
+def _bits(candidate: str) -> float:
+    """Of a weight: of ggml's type, or of `3,128`, whose groups have a scale of 16 bits."""
+    if candidate in BLOCKS:
+        weights, nbytes = BLOCKS[candidate]
+        return 8 * nbytes / weights
+    bits, group_size = map(int, candidate.split(","))
+    return bits + 16 / group_size
 
 
 def _verdict(record: dict[str, Any]) -> str:
