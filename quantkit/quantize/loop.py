@@ -186,7 +186,7 @@ class _Loop:
                     solved = measured.transformed.amend(row.local, solved)
                     if found[site] and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
-                    records.append(_record(row, solved, tokens.get(site)))
+                    records.append(solved.record(row.name, tokens.get(site)))
                     self.progress.linear(row, solved)
             self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
@@ -388,19 +388,3 @@ class _Loop:
         give_back(self.skeleton.device)
         self.execution = less
         self._quantize_with_room(index, self.skeleton.load_block(index, decoded=True))
-
-
-def _record(row: LinearSpec, solved: Solved, tokens: int | None = None) -> dict:
-    """What the manifest says about a linear; tokens: that were routed to it, if it is an expert's."""
-    return {
-        "name": row.name,
-        "error": solved.error,
-        "rtn_error": solved.rtn_error,
-        **({} if solved.weight_error is None else {"weight_error": solved.weight_error}),
-        **({} if solved.scaled_error is None else {"weight_error_up_to_scales": solved.scaled_error}),
-        "fallback": solved.fallback,
-        "notes": list(solved.notes),
-        **({} if tokens is None else {"tokens": tokens}),
-        **({} if solved.outlier_columns is None else {"outlier_columns": solved.outlier_columns}),
-        **({} if solved.scaled is None else {"scaled": solved.scaled}),
-    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -82,6 +82,23 @@ class Solved:
     def with_input_peak(self, peak: Tensor) -> Solved:
         """With the largest of the peaks `[in]` of its inputs, for layouts that store a scale of it."""
         return replace(self, weight=replace(self.weight, input_peak=peak.amax()))
+
+    def record(self, name: str, tokens: int | None = None) -> dict[str, Any]:
+        """What a manifest says of linear `name`; tokens: that were routed to it, if it is an expert's."""
+        told = {
+            "weight_error": self.weight_error,
+            "weight_error_up_to_scales": self.scaled_error,
+            "tokens": tokens,
+            "outlier_columns": self.outlier_columns,
+            "scaled": self.scaled,
+        }
+        return {
+            "name": name,
+            "error": self.error,
+            "rtn_error": self.rtn_error,
+            "fallback": self.fallback,
+            "notes": list(self.notes),
+        } | {key: value for key, value in told.items() if value is not None}
 
 
 def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
