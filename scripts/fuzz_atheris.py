@@ -7,36 +7,41 @@ What follows the kind goes to libFuzzer. It ends at the first finding, with the 
 without one its last line says how many inputs were tried.
 """
 
+import argparse
 import json
 import os
 import sys
 from pathlib import Path
 
-import atheris
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-with atheris.instrument_imports(include=["quantkit", "gguf", "yaml"]):
-    from quantkit.errors import QuantkitError
-    from quantkit.evaluation.comparison import merge
-    from quantkit.models.containers import gguf_file, safetensors_folder
-    from quantkit.models.llamacpp import imatrix
-    from quantkit.quantize import recipe
-
-READERS = {
-    "header": ("model.safetensors", safetensors_folder.read_header),
-    "imatrix": ("imatrix", imatrix.read),
-    "gguf": ("model.gguf", gguf_file.read_header),
-    "recipe": ("mine.yaml", lambda path: recipe.load(str(path))),
-    "result": ("result.json", merge.read),
-}
+KINDS = ("header", "imatrix", "gguf", "recipe", "result")
 LONGEST = 4000  # characters of a message
 LIMITS = ["-timeout=10", "-rss_limit_mb=2000", "-max_len=4096", "-print_final_stats=1"]
 
 
 def main() -> None:
-    kind = sys.argv.pop(1)
-    name, read = READERS[kind]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=KINDS)
+    asked, rest = parser.parse_known_args()
+    kind = asked.kind
+    import atheris  # in an environment of its own
+
+    with atheris.instrument_imports(include=["quantkit", "gguf", "yaml"]):
+        from quantkit.errors import QuantkitError
+        from quantkit.evaluation.comparison import merge
+        from quantkit.models.containers import gguf_file, safetensors_folder
+        from quantkit.models.llamacpp import imatrix
+        from quantkit.quantize import recipe
+
+    readers = {
+        "header": ("model.safetensors", safetensors_folder.read_header),
+        "imatrix": ("imatrix", imatrix.read),
+        "gguf": ("model.gguf", gguf_file.read_header),
+        "recipe": ("mine.yaml", lambda path: recipe.load(str(path))),
+        "result": ("result.json", merge.read),
+    }
+    name, read = readers[kind]
     memory = Path("/dev/shm")
     place = (memory if memory.is_dir() else Path("/tmp")) / f"quantkit-atheris-{os.getpid()}-{name}"
 
@@ -51,7 +56,7 @@ def main() -> None:
         except QuantkitError as error:
             assert len(error.message) < LONGEST, json.dumps(error.message)[:200]
 
-    atheris.Setup([*sys.argv, *LIMITS], one)
+    atheris.Setup([sys.argv[0], *rest, *LIMITS], one)
     atheris.Fuzz()
 
 

@@ -250,6 +250,6 @@ def test_eval_runs_the_language_model_and_counts_the_tower(quantkit, make, tmp_p
     folder = save("qwen2_5_vl", "bfloat16")
     for name, extra in (("plain", ()), ("all", ("--towers",))):
         assert quantkit("nf4", folder, *extra, "-o", name, "-q").code == 0
-    scored = make("eval", folder, "plain", "all", "--text", "text.txt", "--limit", 640)["models"]
+    scored = make("eval", folder, "plain", "all", "--text", "text.txt", "--limit", 512)["models"]
     assert scored[1]["metrics"] == scored[2]["metrics"]
     assert scored[2]["size"]["bits_per_weight"] < scored[1]["size"]["bits_per_weight"] - 1
