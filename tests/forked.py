@@ -247,7 +247,9 @@ def become(request: dict) -> None:
     for theirs, ours in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(theirs, ours)
     os.close(nothing), os.close(log)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all this runs in the background
+    from quantkit import __main__ as script
+
+    signal.signal(signal.SIGINT, script._end)  # as the script answers before it has a command
     sys.argv = ["quantkit", *request["arguments"]]
     os.environ |= request.get("environment", {})
     if "call" in request:
@@ -258,10 +260,11 @@ def become(request: dict) -> None:
         before(*request["after"], lambda: stop_at(*request["stop"]))
     elif "stop" in request:
         stop_at(*request["stop"])
-    from quantkit import __main__ as script
-
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # else the script takes it for ignored
         script.main()
+    except KeyboardInterrupt:  # between these two
+        script._end()
     except SystemExit as ended:
         if "modules" in request:
             imported = (name for name, module in sys.modules.items() if getattr(module, "__file__", None))

@@ -28,7 +28,7 @@ FOUND = {  # kind -> numbers of inputs that once ended in a traceback, an abort 
     "recipe": [96],
     "calibration": [5900],
     "template": [22, 80, 241],
-    "result": [5848, 5915],
+    "result": [2257, 5848, 5915],
     "manifest": [884, 101561],
 }
 

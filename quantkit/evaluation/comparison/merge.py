@@ -51,7 +51,8 @@ def _number(text: str) -> int | float:
         raise ValueError(f"{text[:40]} is no number to be expected here")
     if abs(value) > LARGEST or 0 < abs(value) < 1 / LARGEST:
         raise ValueError(f"{text} is no number to be expected here")
-    return value if any(character in text for character in ".eE") else int(text)
+    whole = abs(value) < 2**63 and not any(character in text for character in ".eE")
+    return int(text) if whole else value  # what 64 bits do not hold no plot can draw
 
 
 def _fault(record: Any) -> str | None:
