@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids import processor
-from quantkit.grids.grid import by_rows
+from quantkit.grids.grid import by_rows, fill_rows
 from quantkit.grids.levels import WholeLevels, usable
 
 LEVELS = 127
@@ -71,8 +71,8 @@ class Int8Grid(WholeLevels):
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
         """Values, float32 `[rows, in]`."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        return by_rows(
-            lambda rows, absmax: (rows ^ 128).view(torch.int8).float().mul_(absmax[:, None]).mul_(INVERSE),
+        return fill_rows(
+            lambda rows, absmax, out: _restore((rows ^ 128).view(torch.int8), absmax, out),
             values,
             codes,
             params.absmax,
@@ -97,6 +97,16 @@ class Int8Grid(WholeLevels):
     def traced(self, codes: Tensor, params: Int8Params) -> Tensor:
         """Values, float32 `[rows, in]`."""
         return (codes.float() - 128) * params.absmax[:, None] * INVERSE
+
+
+def restored(codes: Tensor, absmax: Tensor) -> Tensor:
+    """Values, float32 `[rows, in]`, of codes as they are stored, int8, and absmax `[rows]`."""
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    return fill_rows(_restore, values, codes, absmax)
+
+
+def _restore(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(codes).mul_(absmax[:, None]).mul_(INVERSE)
 
 
 def _codes(rows: Tensor, absmax: Tensor) -> Tensor:

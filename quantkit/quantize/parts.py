@@ -11,6 +11,8 @@ from quantkit.models.heap import return_freed_pages
 from quantkit.quantize.memory import PART_BYTES
 from quantkit.quantize.staging import Staging
 
+HOLES = 64 << 20  # bytes that are staged before the heap gives its free pages back, each of which comes anew
+
 
 class BlockParts:
     """Tensors of a block that is being made, by stored name. No more than `PART_BYTES` of them wait in
@@ -24,6 +26,7 @@ class BlockParts:
         self._files: dict[str, Path] = {}
         self._linears: dict[str, list[str]] = {}
         self._count = 0
+        self._since = 0  # bytes, since pages were given back
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Stage these when enough of them have come together."""
@@ -32,8 +35,11 @@ class BlockParts:
             return
         path = self._staging.write_part(self._index, self._count, self._waiting)
         self._files |= dict.fromkeys(self._waiting, path)
+        self._since += sum(tensor.nbytes for tensor in self._waiting.values())
         self._begun, self._waiting, self._count = self._waiting, {}, self._count + 1
-        return_freed_pages(also_kept=True)
+        if self._since > HOLES:
+            self._since = 0
+            return_freed_pages(also_kept=True)
 
     def add_linear(self, name: str, parts: dict[str, Tensor]) -> None:
         """`add` what linear `name` was packed into."""

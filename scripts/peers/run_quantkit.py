@@ -10,7 +10,7 @@ from pathlib import Path
 import job as jobs
 
 job = jobs.start()
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
+os.environ |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line does
 
 from quantkit import __version__  # noqa: E402
 from quantkit.models.open import open_checkpoint  # noqa: E402

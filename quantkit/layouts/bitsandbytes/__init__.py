@@ -73,6 +73,20 @@ class Int8Layout(Layout):
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.grids.int8 import Int8Grid, Int8Params
 
+        codes, absmax = self._stored(tensors)
+        params = Int8Params(absmax[:, None])
+        return QuantizedWeight(Int8Grid(codes.shape[1]), codes.view(torch.uint8) ^ 128, params)
+
+    def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`decode(tensors).values()` from the codes as they lie there."""
+        from quantkit.grids.int8 import restored
+
+        return restored(*self._stored(tensors))
+
+    def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
+        import torch
+
         codes, absmax = tensors["weight"], tensors["SCB"]
         layout = tensors.get("weight_format", torch.zeros((), dtype=torch.uint8))
         if codes.dtype != torch.int8 or codes.ndim != 2 or absmax.shape != codes.shape[:1] or layout.any():
@@ -82,9 +96,7 @@ class Int8Layout(Layout):
                 hint="save it again with a current bitsandbytes",
                 exit_code=UNSUPPORTED,
             )
-        return QuantizedWeight(
-            Int8Grid(codes.shape[1]), codes.view(torch.uint8) ^ 128, Int8Params(absmax.float()[:, None])
-        )
+        return codes, absmax.float()
 
     def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module:
         """A linear that rounds its inputs to int8 as it runs."""
