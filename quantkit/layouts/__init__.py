@@ -125,9 +125,15 @@ class Layout(Protocol):
         """The dequantized weight, float32 `[out, in]`: `decode(tensors).values()`, or the same faster."""
         return self.decode(tensors).values()
 
-    def module(self, tensors: Mapping[str, torch.Tensor], bias: torch.Tensor | None) -> nn.Module | None:
+    def module(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        values: torch.Tensor | None = None,
+    ) -> nn.Module | None:
         """A module that computes as clients do where the result is more than the decoded weight times
-        the input, because activations are quantized too; None elsewhere."""
+        the input, because activations are quantized too; None elsewhere. values: of these tensors, in the
+        precision of the input, where they have been decoded already."""
         return None
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:

@@ -87,12 +87,14 @@ class Fp8Layout(Layout):
         grid = Float8Grid(columns, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group)
 
-    def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module:
+    def module(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None
+    ) -> nn.Module:
         """A linear that rounds its inputs to e4m3 as it runs."""
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
         from quantkit.layouts.compressed_tensors.schemes import Numbers as InputNumbers
 
-        weight = self.decode(tensors).values()
+        weight = self.values(tensors) if values is None else values
         if self.activations == "static":
             numbers = InputNumbers(8, "float", True, "tensor")
             scale = tensors["activation_scale"].float().view(1)

@@ -98,7 +98,9 @@ class Int8Layout(Layout):
             )
         return codes, absmax.float()
 
-    def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module:
+    def module(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None
+    ) -> nn.Module:
         """A linear that rounds its inputs to int8 as it runs."""
         from quantkit.layouts.bitsandbytes.linear import Int8Linear
 

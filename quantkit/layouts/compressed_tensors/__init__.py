@@ -103,7 +103,9 @@ class CompressedTensorsLayout(Layout):
         """
         return self._stored(tensors).decode()
 
-    def module(self, tensors: Mapping[str, Tensor], bias: Tensor | None) -> nn.Module | None:
+    def module(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None
+    ) -> nn.Module | None:
         """A linear that quantizes its input, where the scheme says so."""
         numbers = self._scheme(tensors).activations
         if numbers is None:
@@ -116,7 +118,7 @@ class CompressedTensorsLayout(Layout):
             scale = stored.number("input_global_scale")
         has_zero = not (numbers.dynamic or numbers.symmetric)
         zero = stored.number("input_zero_point") if has_zero else None
-        weight = stored.decode().values()
+        weight = self.values(tensors) if values is None else values
         if numbers.group_size and weight.shape[1] % numbers.group_size:
             raise stored.broken(
                 "weight", f"has rows that groups of {numbers.group_size} inputs do not divide"

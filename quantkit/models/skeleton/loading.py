@@ -119,7 +119,7 @@ class Installer:
         layout = layout.at(stored.removesuffix(".weight"))
         values = layout.values(parts).to(self._dtype)
         values = checked(values, linear.weight.shape, stored).to(self._device)
-        module = layout.module(parts, linear.bias)
+        module = layout.module(parts, linear.bias, values)
         if module is None:
             linear.weight = nn.Parameter(values, requires_grad=False)
         else:
