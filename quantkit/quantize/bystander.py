@@ -30,7 +30,7 @@ class Bystander(Staging):
         """The first rank does."""
 
     @contextmanager
-    def opened(self, fingerprint: dict, resume: bool) -> Iterator[None]:
+    def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
         """A temporary folder."""
         folder = Path(tempfile.mkdtemp(prefix="quantkit-"))
         self._own = StagedBlocks(folder)

@@ -55,7 +55,7 @@ def run(job: Job, progress: Progress) -> Summary:
     (map_large_blocks if job.method.needs else keep_freed_pages)()
     with (
         disk_errors(job.staging.folder),
-        job.staging.opened(job.fingerprint, job.request.resume),
+        job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
         unchanged.watched(job.checkpoint),
     ):
         return _Loop(job, progress).run()

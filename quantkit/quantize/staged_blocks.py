@@ -22,7 +22,11 @@ RECORD_BYTES = 1 << 30  # of a block of any number of experts
 
 
 class StagedBlocks:
-    """Those in a folder. What is written is on the disk, under its name, when the call returns."""
+    """Those in a folder. What is written is on the disk, under its name, when the call returns; unless
+    `lasting` is unset, for blocks made again as fast as they are written: what a lost power supply takes of
+    those is known by their sums."""
+
+    lasting = True
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -73,18 +77,18 @@ class StagedBlocks:
 
     def save_part(self, path: Path, tensors: dict[str, Tensor]) -> None:
         """Some of the tensors of a block."""
-        temporary = _saved(path, tensors)
+        temporary = _saved(path, tensors, self.lasting)
         self._sums[path] = _sha256(temporary)
-        _rename(temporary, path)
+        _rename(temporary, path, self.lasting)
 
     def save(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
         """The others, and a block is there."""
         path = self.path(index)
-        temporary = _saved(path, tensors)
+        temporary = _saved(path, tensors, self.lasting)
         files = {part.name: self._sums.pop(part) for part in self._parts(index)}
         files[path.name] = _sha256(temporary)
-        write_text(path.with_suffix(".json"), json.dumps({"files": files, "linears": record}))
-        _rename(temporary, path)
+        write_text(path.with_suffix(".json"), json.dumps({"files": files, "linears": record}), self.lasting)
+        _rename(temporary, path, self.lasting)
         self._whole.add(index)
 
 
@@ -93,11 +97,12 @@ def save(path: Path, tensors: dict[str, Tensor]) -> None:
     _rename(_saved(path, tensors), path)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, lasting: bool = True) -> None:
     """The same for a text."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(text)
-    sync(temporary)
+    if lasting:
+        sync(temporary)
     os.replace(temporary, path)
 
 
@@ -110,17 +115,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _saved(path: Path, tensors: dict[str, Tensor]) -> Path:
+def _saved(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> Path:
     """A file of tensors that is to be renamed to `path`, on the disk."""
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
-    sync(temporary)
+    if lasting:
+        sync(temporary)
     return temporary
 
 
-def _rename(temporary: Path, path: Path) -> None:
+def _rename(temporary: Path, path: Path, lasting: bool = True) -> None:
     os.replace(temporary, path)
-    sync(path.parent)
+    if lasting:
+        sync(path.parent)
 
 
 def _record(path: Path) -> dict | None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
@@ -90,11 +91,13 @@ class Staging:
             )
 
     @contextmanager
-    def opened(self, fingerprint: dict, resume: bool) -> Iterator[None]:
+    def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
         """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use.
 
-        The fingerprint's source_sha256 may be None until `sign` is given the whole one.
+        The fingerprint's source_sha256 may be None until `sign` is given the whole one. lasting: see
+        `StagedBlocks`.
         """
+        self._blocks.lasting = lasting
         self._open(fingerprint, resume)
         try:
             yield
@@ -318,4 +321,5 @@ def _denied(error: Exception, folder: Path) -> bool:
             Path(os.fsdecode(error.filename)).absolute(),
             *Path(os.fsdecode(error.filename)).absolute().parents,
         )
-    return f"(os error {errno.EACCES})" in str(error) and folder.name in str(error)
+    named = folder.name in str(error) or isinstance(error, SafetensorError)  # a write of it names no file
+    return f"(os error {errno.EACCES})" in str(error) and named
