@@ -160,7 +160,9 @@ def test_layouts_are_read_as_they_were_written(name):
         again = one.refilled(tensors, {"scale": weight.floats()["scale"] * 2})
         assert torch.equal(one.decode(again).values(), 2 * weight.values())
         inputs = torch.randn(3, IN, generator=torch.Generator().manual_seed(2)) * 3
-        assert torch.equal(one.module(tensors, None)(inputs), literal(name, inputs) @ weight.values().T)
+        wanted = literal(name, inputs) @ weight.values().T
+        assert torch.equal(one.module(tensors, None)(inputs), wanted)
+        assert torch.equal(one.module(tensors, None, 2 * one.values(tensors))(inputs), 2 * wanted)
     if name == "static":
         assert tensors["input_scale"].tolist() == [torch.tensor(7 / 448).bfloat16()]
 

@@ -518,3 +518,18 @@ def test_both_ways_to_gather_statistics_write_the_same_weights(workplace, refere
     manifests = [json.loads(content["quantkit.json"]) for content in (made, reference)]
     assert [manifest["job"]["execution"].pop("sequential") for manifest in manifests] == ["repeat", "suspend"]
     assert manifests[0] == manifests[1]
+
+
+# ---- the disk
+
+
+@pytest.mark.parametrize("method", ["gptq", "nf4"])
+def test_only_blocks_that_took_a_while_wait_for_the_disk(workplace, quantkit, monkeypatch, method):
+    """Others are made again as fast; what the disk has of them their sums tell."""
+    waited: list[str] = []
+    sync = staged_blocks.sync
+    monkeypatch.setattr(staged_blocks, "sync", lambda path: (waited.append(path.name), sync(path)))
+    arguments = job(workplace)[1:] if method == "gptq" else [workplace / "model", "-o", "out"]
+    assert quantkit(method, *arguments) == (0, "")
+    wanted = [f"block-{index:05d}.{kind}" for index in range(BLOCKS) for kind in ("tmp", "json.tmp")]
+    assert sorted(name for name in waited if "block" in name) == (sorted(wanted) if method == "gptq" else [])

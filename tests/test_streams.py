@@ -69,6 +69,12 @@ def test_a_disk_that_takes_no_more_says_why(error, said):
     assert raised.value.exit_code == errors.RESOURCES
 
 
+def test_a_write_that_is_denied_is_told_as_the_folders_though_it_names_none():
+    with pytest.raises(QuantkitError, match="^place cannot be written any more: permission denied$"):
+        with disk_errors(Path("place")):
+            raise SafetensorError("Error while serializing: I/O error: Permission denied (os error 13)")
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), SafetensorError("(os error 2)")])
 def test_other_errors_are_none_of_the_disk(error):
     assert full_disk(error) is None
