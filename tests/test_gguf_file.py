@@ -76,6 +76,21 @@ def test_the_header_read_back_is_the_one_written(file):
             assert stream.read(info.nbytes) == values.tobytes()
 
 
+def test_no_more_is_mapped_than_a_header_takes(file, monkeypatch):
+    """A file may be larger than the address space that `ulimit -v` leaves."""
+    wanted, (_, header, _), mapped = read_header(file), gguf_file.spans(file), []
+    monkeypatch.setattr(gguf_file, "MAX_HEADER_BYTES", header)
+    real = gguf_file.mmap.mmap
+
+    def recorded(number: int, length: int, **how):
+        mapped.append(length)
+        return real(number, length, **how)
+
+    monkeypatch.setattr(gguf_file.mmap, "mmap", recorded)
+    assert str(read_header(file)) == str(wanted) and file.stat().st_size > header
+    assert gguf_file.spans(file)[1] == header and set(mapped) == {header}
+
+
 def test_the_same_arguments_make_the_same_bytes_however_they_are_cut(tmp_path, file):
     with GgufWriter(tmp_path / "again.gguf", METADATA, ENTRIES) as writer:
         for entry, tensor in zip(ENTRIES, BYTES, strict=True):

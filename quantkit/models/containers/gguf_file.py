@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,21 +51,17 @@ def spans(path: Path) -> tuple[dict[str, tuple[int, int]], int, int]:
     """Where the key and value of every entry of the metadata lie in the file; where the header ends, and
     where the tensors begin. For a file that `read_header` has read."""
     metadata, _ = read_header(path)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        cursor = _Cursor(path, memoryview(mapped)[:MAX_HEADER_BYTES], len(mapped))
-        try:
-            cursor.take(8)
-            tensors, pairs = cursor.unpack("<QQ")
-            found = {}
-            for _ in range(pairs):
-                start = cursor.place
-                key = cursor.text()
-                cursor.value()
-                found[key] = start, cursor.place
-            for _ in range(tensors):
-                _info(cursor)
-        finally:
-            cursor.data.release()
+    with _opened(path) as cursor:
+        cursor.take(8)
+        tensors, pairs = cursor.unpack("<QQ")
+        found = {}
+        for _ in range(pairs):
+            start = cursor.place
+            key = cursor.text()
+            cursor.value()
+            found[key] = start, cursor.place
+        for _ in range(tensors):
+            _info(cursor)
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     return found, cursor.place, cursor.place + -cursor.place % alignment
 
@@ -76,19 +74,29 @@ def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
     """
     try:
         refuse_pointer(path)
-        file_bytes = path.stat().st_size
-        if not file_bytes:
+        if not path.stat().st_size:
             raise _broken(path, "it is empty")
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            cursor = _Cursor(path, memoryview(mapped)[:MAX_HEADER_BYTES], file_bytes)
-            try:
-                return _parse(cursor)
-            finally:
-                cursor.data.release()
+        with _opened(path) as cursor:
+            return _parse(cursor)
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "check the path", exit_code=NOT_FOUND
         ) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Cursor]:
+    """The beginning of a file. No more is mapped than a header takes: under `ulimit -v` a model larger than
+    the limit could not be opened."""
+    with open(path, "rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        most = min(file_bytes, MAX_HEADER_BYTES)
+        with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as mapped:
+            cursor = _Cursor(path, memoryview(mapped), file_bytes)
+            try:
+                yield cursor
+            finally:
+                cursor.data.release()
 
 
 @dataclass
