@@ -11,7 +11,7 @@ from quantkit.models.heap import return_freed_pages
 from quantkit.quantize.memory import PART_BYTES
 from quantkit.quantize.staging import Staging
 
-HOLES = 64 << 20  # bytes that are staged before the heap gives its free pages back, each of which comes anew
+HOLES = 32 << 20  # bytes that are staged before the heap gives its free pages back, each of which comes anew
 
 
 class BlockParts:
