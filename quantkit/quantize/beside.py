@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from quantkit.models import ranks
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.capture import PROBE_TOKENS, Meant, Site
+from quantkit.quantize.capture import Meant
 from quantkit.quantize.residual import find_writers
+from quantkit.quantize.sites import PROBE_TOKENS, Site
 from quantkit.quantize.states import States
 
 Batches = dict[int, Tensor]

@@ -26,9 +26,10 @@ from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import walk
 from quantkit.quantize.backward import chunk_tokens, through_block, through_head
-from quantkit.quantize.capture import PROBE_TOKENS, Statistics
+from quantkit.quantize.capture import Statistics
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.scratch import Scratch
+from quantkit.quantize.sites import PROBE_TOKENS
 from quantkit.quantize.states import Place, States, embedded
 from quantkit.quantize.timings import Timings
 

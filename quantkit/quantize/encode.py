@@ -45,6 +45,7 @@ def _written(
     with timings("write"):
         _write(jobs, (), imatrix, progress)
     unchanged.check(jobs[0].checkpoint)
+    progress.phase("verifying what was written")
     return [_publish(job, timings) for job in jobs]
 
 

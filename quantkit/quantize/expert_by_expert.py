@@ -20,9 +20,10 @@ from torch import Tensor
 from quantkit.models.held import expert_of
 from quantkit.models.skeleton.experts import Experts, Routed
 from quantkit.quantize import experts
-from quantkit.quantize.capture import Site, Statistics
+from quantkit.quantize.capture import Statistics
 from quantkit.quantize.measure import Block, Measured, Measuring
 from quantkit.quantize.parts import BlockParts
+from quantkit.quantize.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms import BlockView, Transform
 

@@ -17,7 +17,8 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantize.capture import Site, Statistics
+from quantkit.quantize.capture import Statistics
+from quantkit.quantize.sites import Site
 
 Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `run(count - 1)` are called
 

@@ -18,6 +18,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, walk
 from quantkit.quantize.linears import linears
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.sites import PROBE_TOKENS, find_sites
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.states import Place, States, embedded
 from quantkit.quantize.timings import Timings
@@ -64,8 +65,8 @@ def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
 ) -> dict[str, tuple[Tensor, int]]:
     """Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
-    probe = ranks.told(lambda: states[0][:1, : capture.PROBE_TOKENS].clone())
-    sites = capture.find_sites(block, lambda: skeleton.run_block(index, probe))
+    probe = ranks.told(lambda: states[0][:1, :PROBE_TOKENS].clone())
+    sites = find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
     outputs = skeleton.outputs(index, states)
     with timings("forward"):

@@ -10,7 +10,7 @@ read back from disk, checked against the loop's own final hidden states, and ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantkit.grids.distance import error_up_to_scales, weight_error
-from quantkit.layouts import LinearSpec
 from quantkit.models import ranks, unchanged
 from quantkit.models.device import give_back
 from quantkit.models.heap import keep_freed_pages, map_large_blocks, mapped
-from quantkit.quantize import cache_peaks, capture, curvature, finish, room, sharing, towers, walk
+from quantkit.quantize import cache_peaks, curvature, finish, room, sharing, towers, walk
 from quantkit.quantize.beside import Beside
 from quantkit.quantize.cache_peaks import Peaks
-from quantkit.quantize.capture import PROBE_TOKENS, Site
 from quantkit.quantize.curvature import Curvatures
 from quantkit.quantize.expert_by_expert import ExpertByExpert
 from quantkit.quantize.job import Job
@@ -35,7 +32,8 @@ from quantkit.quantize.outputs import Summary
 from quantkit.quantize.parts import BlockParts
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.scratch import Scratch
-from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.quantize.sites import PROBE_TOKENS, find_sites, fused_sites
+from quantkit.quantize.solving import Solving
 from quantkit.quantize.staging import disk_errors
 from quantkit.quantize.states import Place, States
 from quantkit.quantize.timings import Timings
@@ -172,18 +170,15 @@ class _Loop:
             closing(self._measure(block, parts, beside)) as measured,
             self._watched(block) as caches,
         ):
+            solving = Solving(
+                self.skeleton, self.method, self.timings, block, parts, measured.transformed, self.curvatures
+            )
             for sites in sharing.groups(measured.order or block.wanted, measured.independent):
                 found = {site: measured.statistics(site) for site in sites}
                 tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
                 if not sites[0].linears:
                     continue
-                found = {
-                    site: self._with_curvatures(block, site, known, measured.transformed)
-                    for site, known in found.items()
-                }
-                exact = measured.transformed.exact
-                for site, row, solved in self._solve(block, found, parts, exact):
-                    solved = measured.transformed.amend(row.local, solved)
+                for site, row, solved in solving.linears(found):
                     if found[site] and not site.calls:
                         solved = replace(solved, fallback=UNREACHED)
                     records.append(solved.record(row.name, tokens.get(site)))
@@ -206,9 +201,9 @@ class _Loop:
         """What is to be done to a block."""
         rows = {row.local: row for row in self.job.specs if row.block == index}
         if not self.method.needs:  # no inputs are gathered
-            return Block(index, module, rows, capture.fused_sites(rows))
+            return Block(index, module, rows, fused_sites(rows))
         probe = ranks.told(lambda: self.states[0][:1, :PROBE_TOKENS].clone())
-        sites = capture.find_sites(module, lambda: self.skeleton.run_block(index, probe))
+        sites = find_sites(module, lambda: self.skeleton.run_block(index, probe))
         return Block(index, module, rows, sites, probe)
 
     def _beside(self, block: Block) -> AbstractContextManager[Beside | None]:
@@ -269,83 +264,6 @@ class _Loop:
         if measuring.beside:
             measuring.beside.divide(transformed.divided_by)
         return replace(measuring.in_order(block), transformed=transformed)
-
-    def _with_curvatures(
-        self, block: Block, site: Site, statistics: SiteStatistics | None, transformed: Transformed
-    ) -> SiteStatistics | None:
-        """A site's statistics with the curvatures at the outputs of its linears, if they were gathered."""
-        if self.curvatures is None or statistics is None:
-            return statistics
-        names = [name for name in site.linears if block.rows[name].grid]
-        found = [transformed.curvature(name, self.curvatures.of(block.index, name)) for name in names]
-        return replace(statistics, curvatures=tuple(found))
-
-    def _solve(
-        self,
-        block: Block,
-        found: Mapping[Site, SiteStatistics | None],
-        parts: BlockParts,
-        exact: dict[str, Tensor],
-    ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
-        """Solve ▶ encode ▶ install the linears of a site, or of several that do not depend on one another:
-        what was found of each; what is to be written goes to `parts`, and is read there again where an expert
-        comes back into memory."""
-        layout = self.method.layout
-        weights: dict[str, Tensor] = {}
-        with self.timings("solve"):
-            solved = sharing.each(
-                list(found),
-                lambda site, solve: self._solved(block, site, found[site], exact, weights, solve),
-            )
-        for site, results in zip(found, solved, strict=True):
-            for row, result in zip(self._rows(block, site), results, strict=True):
-                weight = weights.pop(row.local, None)
-                if weight is None:  # another rank solved it
-                    weight = self._weight(block, row, exact)
-                with self.timings("pack"):
-                    packed, stored = layout.encode(result.weight), f"{row.name}.weight"
-                    again = partial(parts.parts, row.name)
-                    values = self.skeleton.install(block.index, row.local, layout, packed, stored, again)
-                    parts.add_linear(row.name, packed)
-                yield site, row, self._measured(result, weight, values)
-
-    def _weight(self, block: Block, row: LinearSpec, exact: dict[str, Tensor]) -> Tensor:
-        """What is to be quantized, float32 `[out, in]`."""
-        return exact.pop(row.local, self.skeleton.part(block.index, row.local).weight).float()
-
-    @staticmethod
-    def _rows(block: Block, site: Site) -> list[LinearSpec]:
-        """Of its linears, those that are quantized."""
-        return [block.rows[name] for name in site.linears if block.rows[name].grid]
-
-    def _solved(
-        self,
-        block: Block,
-        site: Site,
-        statistics: SiteStatistics | None,
-        exact: dict[str, Tensor],
-        weights: dict[str, Tensor],
-        solve: sharing.Solve,
-    ) -> list[Solved]:
-        """A site's linears, solved; `weights` becomes what they were."""
-        rows = self._rows(block, site)
-        own = [self._weight(block, row, exact) for row in rows]
-        weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
-        grids = [row.grid.together(own) for row in rows]
-        solved = solve(self.method.solver, own, grids, statistics)
-        if statistics and "peak" in self.method.layout.needs:
-            solved = [result.with_input_peak(statistics.peak) for result in solved]
-        return solved
-
-    def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
-        """With the error of what was stored, by which a checkpoint can be verified against its source."""
-        if solved.error is None or self.method.transform is None:
-            plain = weight_error(weight, values)
-            error = plain if solved.error is None else solved.error
-            solved = replace(solved, error=error, weight_error=plain)
-        if self.method.transform is not None:
-            solved = replace(solved, weight_error=None, scaled_error=error_up_to_scales(weight, values))
-        return solved
 
     def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
         """Parameters that are not quantized but not the source's any more, either, as they are stored."""

@@ -15,9 +15,10 @@ from quantkit.models.heap import return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, experts
 from quantkit.quantize.beside import Beside
-from quantkit.quantize.capture import Site, Statistics
+from quantkit.quantize.capture import Statistics
 from quantkit.quantize.forwards import RepeatedForward, SuspendedForward, gather_beside
 from quantkit.quantize.plan import Execution
+from quantkit.quantize.sites import PROBE_TOKENS, Site
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.states import States
 from quantkit.quantize.timings import Timings
@@ -92,7 +93,7 @@ class Measuring:
     def view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
         """The block as a transform sees it."""
         index, skeleton = block.index, self.skeleton
-        probe = self.states[0][:1, : capture.PROBE_TOKENS] if block.probe is None else block.probe
+        probe = self.states[0][:1, :PROBE_TOKENS] if block.probe is None else block.probe
         return BlockView(
             block=block.module,
             sites=[site for site in block.sites if site.linears],

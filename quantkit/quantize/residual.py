@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantize.capture import Site
+from quantkit.quantize.sites import Site
 
 ROUNDINGS = 8  # of the precision that a block computes in, by which sums may differ
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantize.capture import Site
 from quantkit.quantize.measure import Block, Measuring
+from quantkit.quantize.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms import Transform
 

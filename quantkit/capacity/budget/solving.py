@@ -24,10 +24,9 @@ from quantkit.capacity.budget.streams import States, Values
 from quantkit.capacity.budget.units import ANCHORS, Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
-from quantkit.quantize import capture
-from quantkit.quantize.capture import Site
 from quantkit.quantize.job import Job
 from quantkit.quantize.measure import Block, Measuring
+from quantkit.quantize.sites import PROBE_TOKENS, Site, find_sites
 from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.loss import loss
 from quantkit.quantize.timings import Timings
@@ -185,8 +184,8 @@ class Solving:
     def _block(self, index: int, entering: States, measuring: Measuring) -> _Known:
         """A block whose linears are all stored as is usual: the transform goes by all of them."""
         skeleton = self._job.skeleton
-        module, probe = skeleton.blocks[index], entering[0][:1, : capture.PROBE_TOKENS]
-        sites = capture.find_sites(module, lambda: skeleton.run_block(index, probe))
+        module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
+        sites = find_sites(module, lambda: skeleton.run_block(index, probe))
         rows = {row.local: self._stored(row) for row in self._job.specs if row.block == index}
         block = Block(index, module, rows, sites)
         scales = scaling.of_block(block, measuring, self._job.method.transform)

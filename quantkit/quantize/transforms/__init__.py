@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
-from quantkit.quantize.capture import Site
+from quantkit.quantize.sites import Site
 from quantkit.quantize.solvers import SiteStatistics, Solved
 
 

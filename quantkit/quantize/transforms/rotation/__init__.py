@@ -26,8 +26,8 @@ from quantkit.models.checkpoint import Checkpoint, Rewrite
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.names import Names
 from quantkit.quantize import walk
-from quantkit.quantize.capture import find_sites
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.sites import find_sites
 from quantkit.quantize.transforms import BlockView
 from quantkit.quantize.transforms.fold import find_folds
 from quantkit.quantize.transforms.probe import Probe, probing

@@ -1,0 +1,114 @@
+"""Sites of a block: which of its linears share an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from quantkit.layouts import FUSIONS, LinearSpec
+from quantkit.models.skeleton.experts import Experts
+
+MATES = (*FUSIONS.values(), ("w1", "w3"))  # of which engines make one linear; the last as Mixtral calls them
+PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
+
+
+@dataclass(frozen=True)
+class Site:
+    """Linears of a block that read the same input tensor, by their names inside the block, in call order.
+
+    Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
+    module's own, reached before those of its experts. in_features: width of the inputs. calls: how often a
+    forward calls the linears; inputs of several calls add up, and where there is none they are rounded to
+    nearest. whole: a forward must not be left in such a call, because others follow, or because the block has
+    changed the linear until it is over.
+    """
+
+    linears: tuple[str, ...]
+    pool: str | None = None
+    in_features: int = field(default=0, compare=False)
+    calls: int = 1
+    whole: bool = False
+
+    @property
+    def place(self) -> str:
+        """The module at which its inputs are seen."""
+        return self.linears[0] if self.linears else self.pool
+
+
+def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
+    """Sites of a block whose inputs nobody asks for; `rows` by their names inside it. Linears that engines
+    make one of stand together where their grids are to have something in common, every other one alone."""
+    sites: dict[tuple[str, ...], None] = {}
+    for name, row in rows.items():
+        owner, dot, leaf = name.rpartition(".")
+        mates = next((mates for mates in MATES if leaf in mates), ())
+        names = tuple(f"{owner}{dot}{mate}" for mate in mates)
+        together = tuple(mate for mate in names if mate in rows and rows[mate].grid and rows[mate].grid.joint)
+        sites[together if row.grid and row.grid.joint and together else (name,)] = None
+    return [Site(names) for names in sites]
+
+
+def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
+    """The block's sites in the order a forward reaches them, from one probing call of `run`.
+
+    Linears whose input is the same memory, unchanged in between, form a site, at every call if there are
+    several. Those that are never called come first: a forward may use their weights all the same.
+    """
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    pools = pools_of(block)
+    widths: dict[str, int] = {name: module.in_features for name, module in linears.items()}
+    calls: dict[str, list[tuple]] = {}
+    at_rest = {name: _memory(module) for name, module in linears.items()}
+    whole = set()  # Jamba takes the bias of a linear away while it calls it
+    alive = []  # freed inputs could hand their address to another site's
+
+    def hook(name: str):
+        def record(module: nn.Module, args: tuple) -> None:
+            (hidden,) = args
+            alive.append(hidden)
+            widths[name] = hidden.shape[-1]
+            memory = hidden.data_ptr() if hidden.numel() else id(hidden)  # no tokens reached this expert
+            key = (memory, hidden._version, hidden.shape, hidden.stride())
+            calls.setdefault(name, []).append((name,) if name in pooling else key)
+            if name in linears and (len(calls[name]) > 1 or _memory(module) != at_rest[name]):
+                whole.add(name)
+
+        return record
+
+    pooling = set(pools.values())
+    watched = linears | {name: block.get_submodule(name) for name in pooling}
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in watched.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups: dict[tuple, list[str]] = {}
+    for name, keys in calls.items():
+        groups.setdefault(tuple(keys), []).append(name)
+    never = [Site((name,), in_features=widths[name], calls=0) for name in linears if name not in calls]
+    return never + [
+        Site((), names[0], widths[names[0]])
+        if names[0] in pooling
+        else Site(tuple(names), pools.get(names[0]), widths[names[0]], len(keys), not whole.isdisjoint(names))
+        for keys, names in groups.items()
+    ]
+
+
+def _memory(linear: nn.Module) -> list[int]:
+    """Where its parameters lie."""
+    return [parameter.data_ptr() for parameter in linear.parameters(recurse=False)]
+
+
+def pools_of(block: nn.Module) -> dict[str, str]:
+    """Linear of an expert -> the module that sees the inputs of all experts of its layer in that place."""
+    found = {}
+    for place, layer in block.named_modules():
+        if isinstance(layer, Experts):
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and name.partition(".")[0].isdigit():
+                    last = name.rpartition(".")[2] == layer.down
+                    found[f"{place}.{name}"] = f"{place}.{'between' if last else 'entering'}"
+    return found

@@ -1,0 +1,107 @@
+"""What becomes of a block's linears once their inputs are known: solve ▶ encode ▶ install ▶ measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor
+
+from quantkit.grids.distance import error_up_to_scales, weight_error
+from quantkit.layouts import LinearSpec
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import sharing
+from quantkit.quantize.curvature import Curvatures
+from quantkit.quantize.measure import Block
+from quantkit.quantize.methods import Method
+from quantkit.quantize.parts import BlockParts
+from quantkit.quantize.sites import Site
+from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.quantize.timings import Timings
+from quantkit.quantize.transforms import Transformed
+
+
+@dataclass(frozen=True)
+class Solving:
+    """The linears of one block on their way. parts: takes what is to be written; transformed: what was done
+    to the block before; curvatures: at the outputs of its linears, if they were gathered."""
+
+    skeleton: Skeleton
+    method: Method
+    timings: Timings
+    block: Block
+    parts: BlockParts
+    transformed: Transformed
+    curvatures: Curvatures | None = None
+
+    def linears(
+        self, found: Mapping[Site, SiteStatistics | None]
+    ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
+        """Those of a site, or of several that do not depend on one another, with what is known of each. An
+        expert that comes back into memory is read from `parts` again."""
+        layout, index = self.method.layout, self.block.index
+        known = {site: self._with_curvatures(site, statistics) for site, statistics in found.items()}
+        weights: dict[str, Tensor] = {}
+        with self.timings("solve"):
+            solved = sharing.each(
+                list(known), lambda site, solve: self._solved(site, known[site], weights, solve)
+            )
+        for site, results in zip(known, solved, strict=True):
+            for row, result in zip(self._rows(site), results, strict=True):
+                weight = weights.pop(row.local, None)
+                if weight is None:  # another rank solved it
+                    weight = self._weight(row)
+                with self.timings("pack"):
+                    packed, stored = layout.encode(result.weight), f"{row.name}.weight"
+                    again = partial(self.parts.parts, row.name)
+                    values = self.skeleton.install(index, row.local, layout, packed, stored, again)
+                    self.parts.add_linear(row.name, packed)
+                measured = self._measured(result, weight, values)
+                yield site, row, self.transformed.amend(row.local, measured)
+
+    def _with_curvatures(self, site: Site, statistics: SiteStatistics | None) -> SiteStatistics | None:
+        """A site's statistics with the curvatures at the outputs of its linears."""
+        if self.curvatures is None or statistics is None:
+            return statistics
+        names = [row.local for row in self._rows(site)]
+        found = (
+            self.transformed.curvature(name, self.curvatures.of(self.block.index, name)) for name in names
+        )
+        return replace(statistics, curvatures=tuple(found))
+
+    def _weight(self, row: LinearSpec) -> Tensor:
+        """What is to be quantized, float32 `[out, in]`."""
+        exact = self.transformed.exact
+        return exact.pop(row.local, self.skeleton.part(self.block.index, row.local).weight).float()
+
+    def _rows(self, site: Site) -> list[LinearSpec]:
+        """Of a site's linears, those that are quantized."""
+        return [self.block.rows[name] for name in site.linears if self.block.rows[name].grid]
+
+    def _solved(
+        self,
+        site: Site,
+        statistics: SiteStatistics | None,
+        weights: dict[str, Tensor],
+        solve: sharing.Solve,
+    ) -> list[Solved]:
+        """A site's linears, solved; `weights` becomes what they were."""
+        rows = self._rows(site)
+        own = [self._weight(row) for row in rows]
+        weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
+        grids = [row.grid.together(own) for row in rows]
+        solved = solve(self.method.solver, own, grids, statistics)
+        if statistics and "peak" in self.method.layout.needs:
+            solved = [result.with_input_peak(statistics.peak) for result in solved]
+        return solved
+
+    def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
+        """With the error of what was stored, by which a checkpoint can be verified against its source."""
+        if solved.error is None or self.method.transform is None:
+            plain = weight_error(weight, values)
+            error = plain if solved.error is None else solved.error
+            solved = replace(solved, error=error, weight_error=plain)
+        if self.method.transform is not None:
+            solved = replace(solved, weight_error=None, scaled_error=error_up_to_scales(weight, values))
+        return solved
