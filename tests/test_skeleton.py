@@ -18,8 +18,9 @@ from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
 from quantkit.quantize import linears
-from quantkit.quantize.capture import Site, Statistics, find_sites
+from quantkit.quantize.capture import Statistics
 from quantkit.quantize.forwards import RepeatedForward, SuspendedForward
+from quantkit.quantize.sites import Site, find_sites
 
 CPU = torch.device("cpu")
 TOKENS = 40  # more than the sliding window of mistral, gemma2 and gemma3

@@ -14,6 +14,7 @@ from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, 
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
 from quantkit.layouts import quantization_of
+from quantkit.models import undescribed
 from quantkit.models.containers import safetensors_folder
 from quantkit.models.containers.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents, open_contents
@@ -99,11 +100,16 @@ def _of_headers(contents: Contents) -> Source:
         latent = "kv_lora_rank" in contents.config  # no tensor is as wide as what it keeps of a token
         settings = Settings(contents.config, contents.config if latent else None)
         entries, basis, layout = gguf_header.entries(contents, settings), "the GGUF header", "gguf"
-    elif told:
+    elif not told:
+        undescribed.refuse(contents.infos.values())
+    else:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 
         entries = quantized.entries(contents)
     found, settings = parameters.from_headers(entries, settings)
+    if not (found.linears or found.fused_experts):
+        hint = "give a language model in safetensors or GGUF"
+        raise QuantkitError(f"no tensor of {contents.source} is the weight of a linear", hint, UNSUPPORTED)
     if not found.quantized:
         return Source(contents.source, settings, found, basis)
     return Source(contents.source, settings, found, basis, (QUANTIZED,), layout)

@@ -9,7 +9,7 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models import headers, hub, plausible, unchanged
+from quantkit.models import headers, hub, plausible, unchanged, undescribed
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import slices
 
@@ -34,6 +34,8 @@ def open_checkpoint(
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = slices.of_mxfp4(infos)
     layout = layouts.detect(raw, infos)
+    if layout is None:
+        undescribed.refuse(infos.values())
     layouts.refuse_headless(layout, infos)
     return Checkpoint(
         source=source,

@@ -7,8 +7,7 @@ from torch import nn
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models import meta_model
 from quantkit.models.checkpoint import Checkpoint
-
-INTEGERS = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
+from quantkit.models.undescribed import CODED
 
 
 class Names:
@@ -93,7 +92,7 @@ class Names:
             inside = name.startswith(f"{self.blocks}.") and name in self.shapes and name not in self._linears
             if inside and self._checkpoint.is_quantized(stored):
                 found.append(stored.removesuffix(".weight"))
-            elif name in self.shapes and self._checkpoint.plain_dtype(stored) in INTEGERS:
+            elif name in self.shapes and self._checkpoint.plain_dtype(stored) in CODED:
                 found.append(f"{stored} ({self._checkpoint.plain_dtype(stored)})")
         return found
 
