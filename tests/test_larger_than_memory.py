@@ -19,7 +19,8 @@ from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import reading, safetensors_folder
 from quantkit.models.limits import Room
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize import finish, job, loop, room
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize import finish, job, linears, loop, plan, room
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.spill import Spill
 from quantkit.quantize.states import Place, States
@@ -90,9 +91,9 @@ def test_what_ulimit_leaves(machine, monkeypatch, kind, flag):
 
 def test_max_memory_is_of_the_whole_process(machine):
     left = limits.room(10**9 * 50)
-    assert left.whose == "left of --max-memory"
+    assert left.whose == "left of --max-memory beside Python itself"
     assert abs(left.nbytes - (50 * 10**9 - limits.resident())) < 10**8
-    assert limits.room(1) == Room(0, "left of --max-memory")
+    assert limits.room(1) == Room(0, "left of --max-memory beside Python itself")
 
 
 # ---- states in a file
@@ -332,6 +333,16 @@ def test_a_part_is_what_indexing_gives_and_no_more_is_read(index, tmp_path, read
 # ---- what does not fit
 
 
+def test_only_what_is_converted_is_held_twice_while_it_is_loaded(tiny_model):
+    checkpoint = open_checkpoint(str(tiny_model("llama")))
+    embedding = max(info.nbytes for name, info in checkpoint.infos.items() if "embed" in name)
+    stored = reading.DTYPES[next(iter(checkpoint.infos.values())).dtype]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        skeleton = Skeleton(checkpoint, dtype, CPU)
+        shapes = plan.shapes_of(skeleton, linears.linears(skeleton), 64, 64)
+        assert (shapes.largest, shapes.converted) == (embedding, embedding * (dtype != stored))
+
+
 def test_verification_holds_no_second_embedding(tiny_model, tmp_path, monkeypatch):
     model, places = tiny_model("llama", tokenizer=True), []
     made = jobs.prepare("nf4", model, tmp_path / "out")
@@ -362,7 +373,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_with_what_would(
         monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
         done = quantkit(*asked, "--batch-size", 16)
         error, hint = done.err.splitlines()[-2:]
-        assert done.code == 5 and "the job needs about 0.1 GiB of memory" in error and not read
+        assert done.code == 5 and "the job needs about " in error and not read
         found = shlex.split(hint.removeprefix("hint: use "))
         assert found[:2] == ["--batch-size", "1"] and (("--seqlen" in found) or free == least)
         assert quantkit(*asked, *found, "--dry-run").code == 0
@@ -372,10 +383,21 @@ def test_a_limit_that_nothing_fits_names_the_one_that_would(quantkit, tiny_model
     model = tiny_model("llama", tokenizer=True)
     done = quantkit("nf4", model, "--max-memory", "64MB", "-q")
     error, hint = done.err.splitlines()
-    assert done.code == 5 and error.endswith(" GiB are left of --max-memory") and not read
+    assert done.code == 5 and error.endswith(" left of --max-memory beside Python itself") and not read
     assert hint.startswith("hint: use --max-memory ")
     assert quantkit("nf4", model, *shlex.split(hint.removeprefix("hint: use ")), "-q").code == 0
     assert quantkit("nf4", model, "--max-memory", "lots", "-q").code == 2
+
+
+def test_a_limit_that_would_do_is_named_without_options_that_it_spares(quantkit, tiny_model, tmp_path):
+    """The smallest text needs as many tenths of a GB here as all of it."""
+    model = tiny_model("llama", tokenizer=True)
+    text = jobs.calibration(tmp_path, 16, 64).calibration
+    asked = ["gptq", model, "--group-size", 32, "--calibration", text, "--samples", 16, "--seqlen", 64, "-q"]
+    done = quantkit(*asked, "--max-memory", "64MB")
+    found = shlex.split(done.err.splitlines()[-1].removeprefix("hint: use "))
+    assert done.code == 5 and found[0] == "--max-memory" and "--samples" not in found
+    assert quantkit(*asked, *found, "--dry-run").code == 0
 
 
 def test_an_evaluation_that_cannot_fit_is_refused_before_anything_is_read(
@@ -385,6 +407,9 @@ def test_an_evaluation_that_cannot_fit_is_refused_before_anything_is_read(
     text = jobs.calibration(tmp_path).calibration
     done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "64MB", "-q")
     assert done.code == 5 and "the evaluation needs about" in done.err and not read
-    assert "hint: use --dtype bfloat16" in done.err
+    found = done.err.splitlines()[-1].removeprefix("hint: use ")
+    assert found.startswith("--max-memory ")
+    done = quantkit("eval", model, "--text", text, "--ctx", 32, *shlex.split(found), "-q")
+    assert done.code == 0
     done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "0", "-q")
     assert done.code == 2

@@ -128,6 +128,7 @@ def of_block(
         ],
         rest=sum(tensor.size for tensor in outside) - (copy.size if copy else 0),
         largest=max((tensor.nbytes for tensor in outside), default=0),
+        converted=max((one.nbytes for one in outside if one.nbytes != element * one.size), default=0),
         element=element,
         tokens=samples * seqlen,
         batch_tokens=batch * seqlen,

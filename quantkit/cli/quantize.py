@@ -107,7 +107,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             progress.close()
             _print_finished(str(job.output_of(requests[0])), values["as_json"])
             return
-        jobs = [job.prepare(one, progress, values["dry_run"]) for one in requests]
+        jobs: list[job.Job] = []
+        for one in requests:
+            hashed = jobs[0].source_sha256 if jobs else None
+            jobs.append(job.prepare(one, progress, values["dry_run"], hashed))
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:

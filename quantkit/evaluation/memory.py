@@ -74,11 +74,13 @@ def decide(
         return HERE, here.nbytes
     if accelerated and there.nbytes <= free and kept <= COMFORT * host:
         return Place("host"), there.nbytes
-    remedy = "a --device with more memory"
-    if dtype == torch.float32:
-        remedy = "--dtype bfloat16, which halves it" + f", or {remedy}"
-    elif max_memory is not None and not accelerated:
-        remedy = f"--max-memory {-(-(limits.resident() + there.nbytes) // TENTH) / 10:g}GB"
+    remedies = ["a --device with more memory"]
+    if max_memory is not None and not accelerated:
+        remedies = [f"--max-memory {-(-(limits.resident() + there.nbytes) // TENTH) / 10:g}GB"]
+    if there.nbytes > free and dtype == torch.float32:
+        half = need(checkpoints, torch.bfloat16, device, tokens, batch, compared, spilled=True)
+        remedies = (["--dtype bfloat16"] if half.nbytes <= free else []) + remedies
+    remedy = ", or ".join(remedies)
     check_memory(there.nbytes, free, remedy, device, max_memory, "the evaluation")
     folder = scratch_folder()
     check_disk(folder, kept)

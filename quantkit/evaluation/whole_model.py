@@ -11,7 +11,7 @@ from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import free_memory
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import plan
+from quantkit.tables import size
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> nn.Module:
@@ -24,8 +24,8 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     need, free = _memory(skeleton, tokens), free_memory(device)
     if need > free:
         raise QuantkitError(
-            f"{checkpoint.source} as a whole model needs about {need / plan.GIB:.1f} GiB of memory in "
-            f"{str(dtype).removeprefix('torch.')}, {free / plan.GIB:.1f} GiB are free",
+            f"{checkpoint.source} as a whole model needs about {size(need)} of memory in "
+            f"{str(dtype).removeprefix('torch.')}, {size(free)} are free",
             hint="use --dtype bfloat16 or another --device; quantkit eval compares models of any size",
             exit_code=RESOURCES,
         )

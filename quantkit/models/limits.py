@@ -36,7 +36,7 @@ def room(max_memory: int | None = None) -> Room:
     shared = [Room(psutil.virtual_memory().available), *containers()]
     found = [Room(one.nbytes // ranks.local(), one.whose) for one in shared] + list(_of_process())
     if max_memory is not None:
-        found.append(Room(max(0, max_memory - resident()), "left of --max-memory"))
+        found.append(Room(max(0, max_memory - resident()), "left of --max-memory beside Python itself"))
     return min(found, key=lambda one: one.nbytes)
 
 

@@ -103,10 +103,13 @@ class Job:
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
 
-def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
+def prepare(
+    request: Request, progress: Progress, dry_run: bool = False, source_sha256: Future[str] | None = None
+) -> Job:
     """Open, resolve and check. Raises QuantkitError naming everything that would fail later.
 
     A dry run skips what only matters to a job that will run: the output's place and the source's hash.
+    source_sha256: that of another job of the same source, which is not read for it twice.
     """
     module = methods.load(request.method)
     module.check(request.options)
@@ -122,7 +125,9 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
-    source_sha256: Future[str] = Future() if dry_run or ranks.rank() else _begin(partial(_hash, checkpoint))
+    shared = source_sha256 is not None
+    if source_sha256 is None:
+        source_sha256 = Future() if dry_run or ranks.rank() else _begin(partial(_hash, checkpoint))
 
     turned = None
     if asked := composing.rotation(request.options):
@@ -150,7 +155,8 @@ def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
     if not dry_run:
         ranks.told(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
         if ranks.rank() == 0 and (staged or job_plan.source_bytes < HASHED_BESIDE):
-            progress.phase("hashing the source")
+            if not shared:
+                progress.phase("hashing the source")
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
@@ -273,13 +273,14 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
         sizes = sorted({spec.in_features for spec in specs})
         places = [f"{spec.local} ({spec.in_features})" for spec in uneven]
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
+        hint = "keep these linears in 16 bit with --exclude"
+        if all("group_size" in {field.name for field in fields(spec.grid)} for spec in uneven):
+            hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
         raise QuantkitError(
             f"group size {uneven[0].grid.group_size} does not divide in_features of "
             f"{count(len(uneven), 'linear')}: "
             + ", ".join(f"{what} in {count(number, 'block')}" for what, number in Counter(places).items()),
-            hint="these group sizes divide all of them: "
-            + ", ".join(str(g) for g in [*fits, -1])
-            + "; or keep the linears in 16 bit with --exclude",
+            hint=hint,
             exit_code=USAGE,
         )
     refused: dict[tuple[str, str], list[str]] = {}  # alike in all blocks: told once

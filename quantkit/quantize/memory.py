@@ -21,6 +21,7 @@ FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 # What Python with torch for CPUs and transformers load on the way, with and without calibration; measured.
 LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}
+KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
 AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
 PART = 1 << 26  # weights of towers that are staged together
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
@@ -35,17 +36,19 @@ SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 class Shapes:
     """What peak memory depends on.
 
-    linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside the
-    blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a forward
-    pass. tokens: of the calibration; batch_tokens: of one forward pass. width: of hidden states, where no
-    linear says it: experts may be narrower. experts: names of those linears that are an expert's; streamed:
-    they are read when they are called; active: to how many experts a token is routed. vocabulary: of the
-    model, where gradients are wanted.
+    linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside
+    the blocks; largest: of these the stored bytes of the largest tensor, converted: of the largest that is
+    of another type than a forward pass. element: bytes per value of such a pass. tokens: of the
+    calibration; batch_tokens: of one forward pass. width: of hidden states, where no linear says it:
+    experts may be narrower. experts: names of those linears that are an expert's; streamed: they are read
+    when they are called; active: to how many experts a token is routed. vocabulary: of the model, where
+    gradients are wanted.
     """
 
     linears: Sequence[tuple[str, int, int]]
     rest: int
     largest: int
+    converted: int
     element: int
     tokens: int
     batch_tokens: int
@@ -208,7 +211,8 @@ def peak_memory(
     entering = originals = 0
     if not calibrated:
         copies = max(FLOAT32 * 4 * shapes.largest_linear, search) + (block if narrow else 0)
-        working = rest + max(shapes.largest, block + copies, tables)
+        kept = 0 if states else min(KEPT_BYTES, FLOAT32 * shapes.weights)
+        working = rest + max(shapes.converted, block + copies + kept, tables)
         working += shapes.waiting
     else:
         # suspended batches hold the states they began with, wherever those are kept
@@ -219,7 +223,7 @@ def peak_memory(
             looking = _steps(shapes, hessian, True, False, search, False)
             running, solving = (max(a + aside, b) for a, b in zip((running, solving), looking, strict=True))
         verifying = block + _batch(shapes) + shapes.waiting + FLOAT32 * 4 * shapes.largest_linear
-        verifying = max(shapes.largest, verifying)
+        verifying = max(shapes.converted, verifying)
         # of an expert's layer, and of other experts that wait to be solved
         beside = at_once * shapes.moments if hessian and not transform else 0
         entering = shapes.entering if transform else 0
@@ -281,7 +285,8 @@ def _steps(
     if drift:  # the moves of a linear, and all weights of the site as they are moved
         solving += max(short) + FLOAT32 * (4 * shapes.largest_linear + max(shapes.sites.values()))
     if transform:  # these moments are there until their sites are solved
-        searching = 2 * max(moments) + max(FLOAT32 * 3 * shapes.largest_linear, search, shapes.sampled)
+        # those of scaled sites beside what they were, or the weights that a scale is folded into
+        searching = max(together, FLOAT32 * 2 * shapes.largest_linear, search, shapes.sampled)
         solving = together + max(searching, solving - max(moments) if search or drift else 0)
         solving += sum(short) if drift else 0
     return running, solving + block + live + shapes.staging

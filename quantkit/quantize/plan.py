@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
 from quantkit.models import ranks
+from quantkit.models.containers import reading
 from quantkit.models.device import is_accelerator
 from quantkit.models.held import ROUTED
 from quantkit.models.skeleton import Skeleton
@@ -29,8 +30,8 @@ from quantkit.quantize.memory import (
     scratch_bytes,
 )
 from quantkit.quantize.methods import Method
+from quantkit.tables import size
 
-GIB = 1 << 30
 ENCODING = 1 << 24  # temporaries of an encoder
 
 
@@ -194,6 +195,7 @@ def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batc
         linears=[(spec.local, spec.out_features, spec.in_features) for spec in largest],
         rest=_rest(skeleton),
         largest=_largest_outside(skeleton),
+        converted=_largest_outside(skeleton, kept=skeleton.dtype),
         element=skeleton.dtype.itemsize,
         tokens=tokens,
         batch_tokens=batch_tokens,
@@ -226,11 +228,13 @@ def _rest(skeleton: Skeleton) -> int:
     return sum(parameter.numel() for parameter in outside)
 
 
-def _largest_outside(skeleton: Skeleton) -> int:
-    """Bytes of the largest stored tensor that belongs to no block."""
+def _largest_outside(skeleton: Skeleton, kept: torch.dtype | None = None) -> int:
+    """Bytes of the largest stored tensor that belongs to no block, and is not of the type `kept`."""
     inside = re.compile(rf"(^|\.){re.escape(skeleton.names.blocks.rpartition('.')[2])}\.\d+\.")
-    infos = skeleton.checkpoint.infos.values()
-    return max((info.nbytes for info in infos if not inside.search(info.name)), default=0)
+    outside = (info for info in skeleton.checkpoint.infos.values() if not inside.search(info.name))
+    return max(
+        (info.nbytes for info in outside if not kept or reading.DTYPES.get(info.dtype) != kept), default=0
+    )
 
 
 def forward_memory(
@@ -252,7 +256,7 @@ def check_disk(folder: Path, need: int) -> None:
     free = shutil.disk_usage(existing).free
     if need > free:
         raise QuantkitError(
-            f"{folder} needs about {need / GIB:.2f} GiB of disk, {free / GIB:.2f} GiB are free",
+            f"{folder} needs about {size(need)} of disk, {size(free)} are free",
             hint="free some space or choose another --output",
             exit_code=RESOURCES,
         )

@@ -15,7 +15,8 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.memory import COMFORT, Peak, sites_at_once
 from quantkit.quantize.methods import Method
-from quantkit.quantize.plan import GIB, Execution, job_memory, sequences_at_once, shapes_of
+from quantkit.quantize.plan import Execution, job_memory, sequences_at_once, shapes_of
+from quantkit.tables import size
 
 TENTH = 10**8  # bytes: sizes are said in tenths of a GB
 FEWEST, SHORTEST = 8, 32  # sequences, and tokens of one, that are worth calibrating on
@@ -138,11 +139,12 @@ def _remedy(way: Way, need: Callable[[Way], Peak], rooms: Rooms, calibrated: boo
     if fits := next((less for less in ways if rooms.hold(need(less))), None):
         return _flags(way, fits)
     least = min([way, *ways], key=lambda way: need(way).host)
-    host = need(least).host
+    resident, host = limits.resident(), need(least).host
     if rooms.max_memory is None or (accelerated and host <= rooms.host):
         return "a machine with more memory: no option makes it fit"
-    told = limits.resident() + host
-    return f"--max-memory {-(-told // TENTH) / 10:g}GB {_flags(way, least)}".strip()
+    tenths = -(-(resident + host) // TENTH)
+    least = next(less for less in [way, *ways] if resident + need(less).host <= tenths * TENTH)
+    return f"--max-memory {tenths / 10:g}GB {_flags(way, least)}".strip()
 
 
 def _smaller(way: Way, states: str) -> Iterator[Way]:
@@ -199,8 +201,9 @@ def check_memory(
         return
     where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
     whose = whose or limits.room(max_memory).whose
+    left = f"{size(free)} are" if free else "nothing is"
     raise QuantkitError(
-        f"{what} needs about {need / GIB:.1f} GiB of memory{where}, {free / GIB:.1f} GiB are {whose}",
+        f"{what} needs about {size(need)} of memory{where}, {left} {whose}",
         hint=f"use {remedy}",
         exit_code=RESOURCES,
     )
