@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
 from quantkit.grids.distance import ROUNDS, error_up_to_scales, weight_error
+from quantkit.inspection import verify
 from quantkit.models.containers import sums
 
 TEXT = ["--samples", 4, "--seqlen", 32, "--group-size", 32]
@@ -79,6 +80,20 @@ def test_a_changed_bit_and_an_absent_file_are_named(written, quantkit):
     assert "wrong: tokenizer.json is absent\n" in done.out and "wrong: model.safetensors" not in done.out
     found = json.loads(quantkit("verify", output, "--json").out)
     assert [row["state"] for row in found["files"] if row["name"] == "config.json"] == ["same"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no configuration"])
+def test_what_cannot_be_opened_any_more_is_a_problem_like_others(written, quantkit, damage):
+    _, output, weights = written
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        (output / "config.json").unlink()
+    done = quantkit("verify", output, "--json")
+    found = json.loads(done.out)
+    assert done.code == found["error"]["exit_code"] == VERIFICATION
+    assert found["schema"] == verify.SCHEMA and len(found["problems"]) == 1
+    assert {"truncated": "is truncated", "no configuration": "config.json"}[damage] in found["problems"][0]
 
 
 def test_a_file_that_came_later_is_told(written, make):

@@ -17,7 +17,7 @@ from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.containers import sums
-from quantkit.models.headers import MANIFEST, Contents, open_contents
+from quantkit.models.headers import CONFIG, MANIFEST, Contents, open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
@@ -41,9 +41,14 @@ def verify(
     """
     if not Path(source).exists():
         raise QuantkitError(f"no such folder or file: {source}", "give a checkpoint on this disk", NOT_FOUND)
-    contents = open_contents(source)
-    made = record.describe(contents)
     found: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
+    try:
+        contents = open_contents(source)
+    except QuantkitError as error:
+        if not _was_written(Path(source)):
+            raise
+        return found | {"made": None, "files": [], "linears": [], "problems": [error.message]}
+    made = record.describe(contents)
     manifest = contents.manifest if isinstance(contents.manifest, dict) else {}
     found["made"] = made["provenance"]
     found["files"] = list(_files(contents, manifest, found, listen))
@@ -71,6 +76,11 @@ def verify(
             if not row["agrees"]
         ]
     return found
+
+
+def _was_written(place: Path) -> bool:
+    """Whether a checkpoint was there, whatever is left of it now."""
+    return place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()
 
 
 def _files(
