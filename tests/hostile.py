@@ -1,6 +1,7 @@
 """Valid small files of every kind that quantkit reads from strangers, and changes to them that know their
 structure. One number makes one input: `TARGETS[kind].run(samples, place, number)` reads it, and nothing but
-QuantkitError may come out. `tests/test_fuzz.py` tries a few, `scripts/fuzz.py` as many as there is time for.
+QuantkitError may come out. `tests/test_fuzz.py` tries a few, `scripts/fuzz.py` as many as there is time for,
+most of them with `deep=False`: what parses the input alone, not what prints and computes with what it said.
 """
 
 import copy
@@ -176,13 +177,18 @@ def _folder(name: str, samples: Path, place: Path) -> Path:
     return Path(shutil.copytree(samples / name, place / "model"))
 
 
-def _opened(path: Path) -> None:
-    """Everything that looks at a checkpoint and, if it opens, what computes with it first."""
+def _opened(path: Path, deep: bool) -> None:
+    """Everything that looks at a checkpoint and, if it opens, what computes with it first. Not deep: that it
+    opens."""
+    from quantkit.models.open import open_checkpoint
+
+    if not deep:
+        open_checkpoint(str(path), offline=True)
+        return
     import torch
 
     from quantkit.inspection import printed, record, values
     from quantkit.models.headers import open_contents
-    from quantkit.models.open import open_checkpoint
     from quantkit.models.skeleton import Skeleton
 
     made = record.describe(open_contents(str(path), offline=True))
@@ -204,14 +210,14 @@ def _planned(path: Path) -> None:
     tables.show(forecast.of_source(source.read(str(path), None, True, None), question), False)
 
 
-def headers(samples: Path, place: Path, source: random.Random) -> None:
+def headers(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """safetensors headers."""
     folder = _folder(source.choice(("plain", *FOLDERS)), samples, place)
     header(folder / "model.safetensors", source)
-    _opened(folder)
+    _opened(folder, deep)
 
 
-def tensors(samples: Path, place: Path, source: random.Random) -> None:
+def tensors(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Whole headers, of tensors of other types and shapes than their layout has; zeros or noise."""
     folder = _folder(source.choice(("plain", *FOLDERS)), samples, place)
     path = folder / "model.safetensors"
@@ -234,7 +240,7 @@ def tensors(samples: Path, place: Path, source: random.Random) -> None:
         body += values
     text = json.dumps(changed).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-    _opened(folder)
+    _opened(folder, deep)
 
 
 def _otherwise(entry: dict, source: random.Random) -> tuple[dict, bytes]:
@@ -252,7 +258,7 @@ def _otherwise(entry: dict, source: random.Random) -> tuple[dict, bytes]:
     return {"dtype": dtype, "shape": shape}, source.choice((bytes(count), source.randbytes(count)))
 
 
-def index(samples: Path, place: Path, source: random.Random) -> None:
+def index(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Indexes of shards."""
     from quantkit.models.containers.safetensors_folder import INDEX, read_folder, read_header
 
@@ -263,24 +269,30 @@ def index(samples: Path, place: Path, source: random.Random) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": mapped}))
     json_file(folder / INDEX, source, "weight_map")
     read_folder(folder)
-    _opened(folder)
+    _opened(folder, deep)
 
 
-def config(samples: Path, place: Path, source: random.Random) -> None:
+def config(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """config.json."""
     folder = _folder("plain", samples, place)
     json_file(folder / "config.json", source)
-    (_planned if source.random() < 0.3 else _opened)(folder)
+    if source.random() < 0.3 and deep:
+        _planned(folder)
+    else:
+        _opened(folder, deep)
 
 
-def quantization(samples: Path, place: Path, source: random.Random) -> None:
+def quantization(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """quantization_config of config.json."""
     folder = _folder(source.choice(FOLDERS), samples, place)
     json_file(folder / "config.json", source, "quantization_config")
-    (_planned if source.random() < 0.2 else _opened)(folder)
+    if source.random() < 0.2 and deep:
+        _planned(folder)
+    else:
+        _opened(folder, deep)
 
 
-def tokenizer(samples: Path, place: Path, source: random.Random) -> None:
+def tokenizer(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """tokenizer.json and tokenizer_config.json, read, used, and turned into a GGUF file's metadata."""
     from quantkit.inspection import record
     from quantkit.models.headers import open_contents
@@ -304,15 +316,15 @@ def tokenizer(samples: Path, place: Path, source: random.Random) -> None:
         metadata.tokenizer(checkpoint, 512, None, lambda said: None)
 
 
-def gguf(samples: Path, place: Path, source: random.Random) -> None:
+def gguf(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """GGUF models."""
     data = (samples / "file.gguf").read_bytes()
     path = place / "model.gguf"
     path.write_bytes(spoilt(data, source, source.choice((64, 2000, 16_000))))
-    _opened(path)
+    _opened(path, deep)
 
 
-def imatrix(samples: Path, place: Path, source: random.Random) -> None:
+def imatrix(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Importance matrices, of both kinds."""
     from quantkit.models.llamacpp import imatrix
 
@@ -372,7 +384,7 @@ SCALARS = (
 )
 
 
-def recipe(samples: Path, place: Path, source: random.Random) -> None:
+def recipe(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Recipes."""
     from quantkit.quantize import recipe
 
@@ -388,7 +400,7 @@ def recipe(samples: Path, place: Path, source: random.Random) -> None:
     recipe.merge(loaded, (), {"model": "plain"})
 
 
-def calibration(samples: Path, place: Path, source: random.Random) -> None:
+def calibration(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Calibration files: text, JSON lines, parquet."""
     import pyarrow
     from pyarrow import parquet
@@ -454,7 +466,7 @@ PIECES = (
 )
 
 
-def template(samples: Path, place: Path, source: random.Random) -> None:
+def template(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Chat templates."""
     from quantkit.models.open import open_checkpoint
     from quantkit.text.chat import ChatTemplate, Conversation
@@ -469,7 +481,7 @@ def template(samples: Path, place: Path, source: random.Random) -> None:
     ChatTemplate(tokenizer, text).render(Conversation([{"role": "user", "content": "Ba"}], "row 1"), True)
 
 
-def result(samples: Path, place: Path, source: random.Random) -> None:
+def result(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Result JSON, and the page and table of it."""
     from quantkit.evaluation.comparison import page, table
     from quantkit.evaluation.comparison.merge import merge, read
@@ -477,11 +489,12 @@ def result(samples: Path, place: Path, source: random.Random) -> None:
     path = Path(shutil.copy(samples / "result.json", place / "result.json"))
     json_file(path, source, "models" if source.random() < 0.7 else None)
     made = merge([read(path)])
-    page.page(made)
     table.markdown(made)
+    if deep:
+        page.page(made)
 
 
-def manifest(samples: Path, place: Path, source: random.Random) -> None:
+def manifest(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """quantkit.json."""
     from quantkit.evaluation.evaluate import read_layer_errors
     from quantkit.models.open import open_checkpoint
@@ -489,19 +502,19 @@ def manifest(samples: Path, place: Path, source: random.Random) -> None:
     folder = _folder("gptq", samples, place)
     json_file(folder / "quantkit.json", source)
     read_layer_errors(open_checkpoint(str(folder), offline=True))
-    _opened(folder)
+    _opened(folder, deep)
 
 
 @dataclass(frozen=True)
 class Target:
     """What reads one kind of input. often: how many of a hundred inputs of all kinds are of this."""
 
-    read: Callable[[Path, Path, random.Random], None]
+    read: Callable[[Path, Path, random.Random, bool], None]
     often: int
 
-    def run(self, samples: Path, place: Path, number: int) -> None:
+    def run(self, samples: Path, place: Path, number: int, deep: bool = True) -> None:
         """Make input `number` in the empty folder `place`, and read it. Raises what reading it raises."""
-        self.read(samples, place, random.Random(f"{self.read.__name__} {number}"))
+        self.read(samples, place, random.Random(f"{self.read.__name__} {number}"), deep)
 
 
 TARGETS = {

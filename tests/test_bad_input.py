@@ -81,7 +81,7 @@ DAMAGE = {  # what is done to a mixture; exit code and what the error says
     "a router that is quantized": (
         lambda place: change(place, round_router),
         4,
-        ("quantized already", f"{ROUTER} (I8)"),
+        ("weights are stored as codes", ROUTER),
     ),
 }
 
@@ -111,6 +111,21 @@ def test_a_wrapper_without_its_language_model_is_refused(refuse, place, command)
     error, _ = refuse(1, *COMMANDS[command])
     assert "lacks 41 tensors of the model: model.language_model." in error
     assert sorted(place.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "nf4", "int8"])
+def test_codes_that_no_configuration_speaks_of_are_refused(refuse, quantkit, tmp_path, method, place):
+    """Read as they lie, e4m3 and int8 would be weights of another size."""
+    families.save_tokenizer(families.save_model(tmp_path / "plain", "llama", **WIDE))
+    options = {"gptq": ["--group-size", 32, "--solver", "rtn"], "fp8": ["--solver", "rtn"]}.get(method, [])
+    assert quantkit(method, "plain", *options, "-o", "model", "-q").code == 0
+    config = json.loads((place / "config.json").read_text())
+    del config["quantization_config"]
+    (place / "config.json").write_text(json.dumps(config))
+    for command in (*COMMANDS.values(), ("plan", "model")):
+        error, hint = refuse(4, *command)
+        assert error.startswith("weights are stored as codes: model.layers.0.mlp.down_proj.")
+        assert hint.startswith("config.json has no quantization_config")
 
 
 @pytest.mark.parametrize("command", ["gptq", "eval"])

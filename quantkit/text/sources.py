@@ -135,7 +135,7 @@ def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
                     places = (f"{path}, row {number}" for number in itertools.count(row + 1))
                     yield from _documents(zip(places, values, strict=False), column)
                     row += len(values)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns, too
         raise QuantkitError(
             f"{path} is not parquet that can be read: {first_line(error)}",
             hint="write it again, or give another file",

@@ -55,15 +55,16 @@ class TokenizerFiles:
         entries = {entry["id"]: entry for entry in (self.tokenizer or {}).get("added_tokens", [])}
         for number, entry in self.config.get("added_tokens_decoder", {}).items():
             if not number.isdecimal() or not isinstance(entry, dict) or "content" not in entry:
-                raise self._damaged(f"added token {number} is {entry!r:.40}")
+                raise self.damaged(f"added token {number} is {entry!r:.40}")
             entries.setdefault(int(number), entry)
         for content, number in (_read(self.folder / "added_tokens.json") or {}).items():
             if not isinstance(number, int):
-                raise self._damaged(f"the id of added token {content} is {number!r:.40}")
+                raise self.damaged(f"the id of added token {content} is {number!r:.40}")
             entries.setdefault(number, {"content": content, "special": False})
         yield from sorted(entries.items())
 
-    def _damaged(self, reason: str) -> QuantkitError:
+    def damaged(self, reason: str) -> QuantkitError:
+        """The error that says so."""
         return QuantkitError(f"{self.folder}: {reason}", "download the tokenizer's files again")
 
     def special(self, role: str) -> Iterator[str | int]:
@@ -100,7 +101,7 @@ class TokenizerFiles:
                 isinstance(row, dict) and all(isinstance(row.get(key), str) for key in wanted)
                 for row in stored
             ):
-                raise self._damaged("a chat template has no name or no text")
+                raise self.damaged("a chat template has no name or no text")
             return {entry["name"]: entry["template"] for entry in stored}
         return {"default": stored} if isinstance(stored, str) else {}
 

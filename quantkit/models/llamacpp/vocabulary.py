@@ -135,7 +135,10 @@ def _special_tokens(
 def _affixes(files: TokenizerFiles, found: dict[str, int]) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer puts before and after every text."""
     if files.tokenizer is not None:  # transformers, too, believes the file over its own configuration
-        return affixes(files.tokenizer["post_processor"])
+        try:
+            return affixes(files.tokenizer["post_processor"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise files.damaged("post_processor of tokenizer.json is not understood") from error
     flags = files.config.get("add_bos_token", True), files.config.get("add_eos_token", False)
     before, after = (
         [found[role]] if flag and role in found else []
