@@ -41,10 +41,11 @@ JOBS = {
     "gguf rtn Q4_K_M": ["gguf", "-t", "Q4_K_M", "--solver", "rtn", "--imatrix", "none"],
     "gguf gptq": ["gguf", "-t", "Q4_K_M"],
     "gptq": ["gptq"],
+    "gptq unscaled": ["gptq", "--transform", "none"],
     "awq": ["awq"],
     "eval": ["eval"],
 }
-CALIBRATED = ("gptq", "awq", "gguf gptq")
+CALIBRATED = ("gptq", "gptq unscaled", "awq", "gguf gptq")
 DEFAULT = ("nf4", "int8", "gguf rtn Q8_0", "eval")
 CHILD = """
 import atexit, json, runpy, sys

@@ -106,7 +106,7 @@ LOADING = [
     ("loading", "quantkit.models.skeleton:Skeleton.load_rest", 1),
 ]
 STAGED = [
-    ("solving", "quantkit.quantize.loop:_Loop._measured", 3),
+    ("solving", "quantkit.quantize.solving:Solving._measured", 3),
     ("staging", "quantkit.quantize.staged_blocks:save_file", 1),
     ("resuming", "quantkit.quantize.staging:Staging.done", 1),
     ("staging", "os:replace", 2),

@@ -580,6 +580,10 @@ def test_a_group_size_that_does_not_divide_says_where(refuse, tiny_model, small,
     assert error.split(": ")[1] == "mlp.down_proj (160) in 10 blocks"
     assert [int(size) for size in re.findall(r"-?\d+(?=[,;])", hint)] == [32, 16, 8, -1]
     assert "--exclude" in hint
+    _, hint = refuse(
+        2, "nf4", tiny_model("llama", name="odd", tokenizer=True, **{**sizes, "hidden_size": 96})
+    )
+    assert hint == "keep these linears in 16 bit with --exclude"  # it has no --group-size
     assert not list(tmp_path.glob("tiny-*"))
 
 

@@ -22,7 +22,8 @@ from quantkit.layouts.compressed_tensors.forms.nvfp4_pack_quantized import NvFp4
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.llamacpp.file_types import NO_FEEDBACK
-from quantkit.quantize.capture import find_sites, gather
+from quantkit.quantize.capture import gather
+from quantkit.quantize.sites import find_sites
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import capture, experts, linears
-from quantkit.quantize.capture import Statistics, find_sites
+from quantkit.quantize.capture import Statistics
+from quantkit.quantize.sites import Site, find_sites
 from quantkit.quantize.solvers import SiteStatistics
 
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -80,11 +81,11 @@ def test_sites_of_experts_without_tokens_stay_apart(mixture):
     _, _, _, sites = loaded(mixture("mixtral"))
     place = "mlp.experts"
     inside = [site for site in sites if site.pool]
-    assert inside[0] == capture.Site((), f"{place}.entering")
+    assert inside[0] == Site((), f"{place}.entering")
     assert [site.linears for site in inside[1:5]] == [
         (f"{place}.{e}.w1", f"{place}.{e}.w3") for e in range(4)
     ]
-    assert inside[5] == capture.Site((), f"{place}.between")
+    assert inside[5] == Site((), f"{place}.between")
     assert [site.linears for site in inside[6:]] == [(f"{place}.{e}.w2",) for e in range(4)]
     assert {site.pool for site in inside[6:]} == {f"{place}.between"}
 
@@ -97,7 +98,7 @@ def test_the_layers_statistics_are_those_of_all_experts_together(mixture):
     found = {site: part.finish() for site, part in sums.items()}
     for pool, times in (("entering", 2), ("between", 1)):
         name = f"mlp.experts.{pool}"
-        layer = found[capture.Site((), name)]
+        layer = found[Site((), name)]
         own = [statistics for site, statistics in found.items() if site.pool == name and site.linears]
         assert sum(part.tokens for part in own) == times * layer.tokens == (48 if times == 1 else 2 * 24)
         together = sum(part.tokens * part.hessian for part in own) / sum(part.tokens for part in own)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 HANDSHAKE = 45  # seconds for all ranks to come
+TOLD = 15  # seconds for another rank to tell this one's error; on a busy machine it is slow to notice
 EVER = timedelta(days=100)  # of an operation: who hangs is the heartbeat's business
 AT_ONCE = 1 << 24  # values of a sum that travel together: a slow network gets somewhere in between
 NO_WAY = "of several hosts, name the network between them: GLOO_SOCKET_IFNAME=eth0, or NCCL_SOCKET_IFNAME"
@@ -333,7 +334,7 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     ending = error if its_own and not found.gone else named(found, _heartbeat.kept or error.hint)
     speaks = number == 0 if its_own else _heartbeat.is_speaker(found)
     if not speaks and found.rank == number:
-        speaks = not _heartbeat.wait_told(8)
+        speaks = not _heartbeat.wait_told(TOLD)
     speaks = _heartbeat.may_speak() and speaks
     return ending, speaks
 
