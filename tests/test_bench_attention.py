@@ -31,6 +31,7 @@ from quantkit.serving.bench.attention.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
+BATCH = 8  # so that the peaks are large beside what a process takes for itself
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ from quantkit.models.open import open_checkpoint
 from quantkit.serving.bench import attention
 torch.set_num_threads(1)
 checkpoint = open_checkpoint(sys.argv[1], None, True, False)
-settings = attention.Settings(("eager", "sdpa", "no_such_attention"), %r, steps=2, repeats=2)
+settings = attention.Settings(("eager", "sdpa", "no_such_attention"), %r, batch=%d, steps=2, repeats=2)
 found = attention.measure(checkpoint, settings, torch.float32, torch.device("cpu"))
 with open(sys.argv[2], "wb") as file:
     pickle.dump(found, file)
@@ -65,7 +66,7 @@ with open(sys.argv[2], "wb") as file:
 def result(folder, tmp_path_factory):
     """Of a process of its own, as the command is: holes in this one's heap would blur the peaks."""
     place = tmp_path_factory.mktemp("result") / "result.pickle"
-    subprocess.run([sys.executable, "-c", MEASURE % (LENGTHS,), folder, place], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", MEASURE % (LENGTHS, BATCH), folder, place], check=True, timeout=300)
     return pickle.loads(place.read_bytes())
 
 
@@ -142,13 +143,26 @@ def test_a_peak_is_what_was_held_and_given_back():
         assert peak.nbytes() < 1 << 20
 
 
+def test_pages_of_files_are_no_ones_memory(tmp_path):
+    peak, file = Peak(CPU), tmp_path / "file"
+    if not peak.known:
+        pytest.skip("this system does not let a process reset its peak")
+    file.write_bytes(bytes(16 << 20))
+    with peak.watching():
+        peak.begin()
+        mapped = np.memmap(file, mode="r")
+        assert not mapped.any() and peak.nbytes() < 1 << 20
+        torch.ones(48 << 20, dtype=torch.uint8)
+        assert peak.nbytes() == pytest.approx(48 << 20, abs=1 << 20)
+
+
 def test_memory_is_what_torch_counts(result, folder):
     """An independent count: every allocation that torch's profiler saw, added up in order."""
     if result.rows[0].prefill_bytes is None:
         pytest.skip("this system does not let a process reset its peak")
     for name in ("eager", "sdpa"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
-        ids = torch.zeros(1, 768, dtype=torch.long)
+        ids = torch.zeros(BATCH, 768, dtype=torch.long)
         with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             model.eval()(ids, logits_to_keep=1, use_cache=True)
         held = peak = 0
@@ -166,7 +180,9 @@ def test_eager_writes_its_scores_out_and_sdpa_does_not(result):
     if not result.fits:
         pytest.skip("this system does not let a process reset its peak")
     eager, sdpa = result.fits["eager"], result.fits["sdpa"]
-    assert eager.scores == 4 * result.heads and eager.matrices == pytest.approx(2 + 1 / result.heads, abs=0.6)
+    assert eager.scores == 4 * BATCH * result.heads and eager.matrices == pytest.approx(
+        2 + 1 / result.heads, abs=0.6
+    )
     assert eager.quadratic and not sdpa.quadratic and abs(sdpa.matrices) < 0.2
 
 

@@ -5,7 +5,8 @@ process (VmHWM), set back to the present by writing 5 into /proc/self/clear_refs
 microseconds where a process of its own for each measurement costs seconds. It sees what every library
 allocates, in whole pages. Freed pages that malloc keeps would blur it by megabytes, so while it is watched
 every block of 64 KiB or more is mapped by itself: then it agrees to a few pages with what torch's allocator
-counts. That costs page faults, so nothing is timed meanwhile.
+counts. That costs page faults, so nothing is timed meanwhile. Pages of files (a library's code, which the
+kernel drops and reads again as it likes) are in the mark, too; those that came since are taken off it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Peak:
     def __init__(self, device: torch.device):
         self.device = device
         self._module = torch.get_device_module(device) if is_accelerator(device) else None
-        self._before = 0
+        self._before = self._files = 0
         if self._module is not None:
             self.known = hasattr(self._module, "reset_peak_memory_stats")
             self.how = "peak of the device's allocator" if self.known else "not told by this device"
@@ -62,6 +63,7 @@ class Peak:
         if self.known:
             accelerator = self._module is not None
             self._before = self._module.memory_allocated(self.device) if accelerator else _pages("VmRSS")
+            self._files = 0 if accelerator else _pages("RssFile")
 
     def restart(self) -> None:
         """Forget the peak so far, and count on from where `begin` was."""
@@ -80,7 +82,7 @@ class Peak:
         synchronize(self.device)
         if self._module is not None:
             return self._module.max_memory_allocated(self.device) - self._before
-        return max(0, _pages("VmHWM") - self._before)
+        return max(0, _pages("VmHWM") - self._before - max(0, _pages("RssFile") - self._files))
 
 
 def _resettable() -> bool:
@@ -92,7 +94,7 @@ def _resettable() -> bool:
 
 
 def _pages(field: str) -> int:
-    """Bytes that /proc/self/status gives for VmRSS or VmHWM; 0 where it has no such line."""
+    """Bytes that /proc/self/status gives for VmRSS, RssFile or VmHWM; 0 where it has no such line."""
     lines = STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     found = next((line for line in lines if line.startswith(f"{field}:")), None)
     return int(found.split()[1]) * 1024 if found else 0
