@@ -835,7 +835,7 @@ def test_a_folder_without_tokenizer_is_called_that(refuse, model, small, tmp_pat
 
 
 def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path):
-    """The same command says so; one with other options is told that the output exists."""
+    """The same command says so; one with other options is told which, or that something else is there."""
     asked = ("nf4", model, "-o", "out")
     assert quantkit(*asked, "-q").code == 0
     before = contents(tmp_path / "out")
@@ -843,9 +843,13 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     assert (done.code, done.out, done.err) == (0, "out is finished: nothing to do\n", "")
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
     assert told == {"schema": "quantkit.job/1", "output": "out", "finished": True}
-    for other in (("--no-double-quant",), ("--exclude", "q_proj")):
-        error, _ = refuse(2, *asked, *other, "--resume")
-        assert error == "out exists"
+    for other, different in (
+        (("--no-double-quant",), "--double-quant (yes there, no here)"),
+        (("--exclude", "q_proj"), "--exclude (none there, q_proj here)"),
+    ):
+        error, hint = refuse(2, *asked, *other, "--resume")
+        assert error == f"out is finished, and of another job; different: {different}"
+        assert hint == "choose another --output, or replace out with --overwrite"
     refuse(2, *asked)
     (tmp_path / "things").mkdir()
     assert refuse(2, "nf4", model, "-o", "things", "--resume")[0] == "things exists"

@@ -144,7 +144,7 @@ def stopping() -> Iterator[list[int]]:
 @contextmanager
 def resumable(
     folders: Sequence[Path],
-    kept: Callable[[], str] = lambda: "finished blocks are",
+    kept: Callable[[], str],
     made: Callable[[], Sequence[Path]] = tuple,
 ) -> Iterator[None]:
     """Answer what asks to stop with the way to go on. folders: in which `kept` is by then, one an output;

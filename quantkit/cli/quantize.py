@@ -98,15 +98,17 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
-            from quantkit.quantize import job, loop
+            from quantkit.quantize import finished, job, loop
 
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
-            requests = [one for one in requests if not job.is_finished(one)] or requests[-1:]
-        if values["resume"] and not values["overwrite"] and job.is_done(requests[0]):
-            progress.close()
-            _print_finished(str(job.output_of(requests[0])), values["as_json"])
-            return
+            requests = [one for one in requests if not finished.is_finished(one)] or requests[-1:]
+        if values["resume"] and not values["overwrite"]:
+            finished.check(requests[0])
+            if finished.is_done(requests[0]):
+                progress.close()
+                _print_finished(str(job.output_of(requests[0])), values["as_json"])
+                return
         jobs: list[job.Job] = []
         for one in requests:
             hashed = jobs[0].source_sha256 if jobs else None
@@ -126,7 +128,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         def made() -> list[Path]:
             return [stage.output for stage in stages if stage.finished()]
 
-        with manners.resumable([stage.folder for stage in stages], made=made):
+        def kept() -> str:
+            return f"{'no ' * all(stage.begun() for stage in stages)}finished blocks are"
+
+        with manners.resumable([stage.folder for stage in stages], kept, made):
             summaries, results = loop.run_all(jobs, progress), None
             if windows:
                 outputs = [stage.output for stage in stages]

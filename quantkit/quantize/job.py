@@ -21,7 +21,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
-from quantkit.models import headers, ranks, unchanged
+from quantkit.models import ranks, unchanged
 from quantkit.models.checkpoint import Checkpoint
 from quantkit.models.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
@@ -115,7 +115,7 @@ def prepare(
     module.check(request.options)
     check_run(request.run)
     checkpoint = _open(request, progress)
-    staging = _staging_of(request)
+    staging = staging_of(request)
     replacing.check_source(staging.output, checkpoint.folder)
     staged = ranks.told(staging.stored_fingerprint) if request.resume else None
     adopted = staged["execution"] if staged else {}
@@ -186,7 +186,8 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
     return checkpoint
 
 
-def _staging_of(request: Request) -> Staging:
+def staging_of(request: Request) -> Staging:
+    """Where the job is staged; on another rank than 0 it only follows."""
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
     return (Bystander if ranks.rank() else Staging)(output_of(request), one_file)
 
@@ -253,32 +254,6 @@ def output_of(request: Request) -> Path:
     """Where the job writes: as asked, or a name made of the source's and the options."""
     suffix = methods.load(request.method).suffix(request.options)
     return request.output or Path(f"{base_name(request.source)}-{suffix}")
-
-
-def is_finished(request: Request) -> bool:
-    """Whether the job's output is there and nothing of it is left to do."""
-    staging = _staging_of(request)
-    return staging.output.exists() and not staging.folder.exists()
-
-
-def is_done(request: Request) -> bool:
-    """Whether the output of this very job is there, by what its manifest says of model and options."""
-    place = output_of(request)
-    described = place / headers.MANIFEST if place.is_dir() else place
-    if not is_finished(request) or not described.is_file() or described.suffix not in (".json", ".gguf"):
-        return False
-    manifest = headers.at(str(place), place).manifest or {}
-    job = manifest.get("job") or {}
-    options = json.loads(json.dumps(dataclasses.asdict(request.options)))
-    made = [(manifest.get("source") or {}).get("name"), manifest.get("method")]
-    made += [job.get(key) for key in ("options", "exclude", "override")]
-    run = request.run
-    asked = [Path(request.source).name, request.method, options, list(run.exclude), list(run.override)]
-    text, how = job.get("calibration") or {}, request.calibration
-    same = {"samples": how.samples, "seed": how.seed} | ({"seqlen": how.seqlen} if how.seqlen else {})
-    alike = all(text.get(name, value) == value for name, value in same.items())
-    alike = alike and job.get("experts", run.experts) == run.experts
-    return asked == made and alike and job.get("towers", False) == run.towers
 
 
 def base_name(source: str) -> str:

@@ -218,6 +218,10 @@ class Staging:
             self.discard()
         return there
 
+    def begun(self) -> bool:
+        """Whether the folder is there, and no block in it is finished."""
+        return self.folder.exists() and not self._blocks.there()
+
     @property
     def place(self) -> Path:
         """Where the output is put together."""

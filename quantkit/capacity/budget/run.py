@@ -19,7 +19,7 @@ from quantkit.capacity.budget.units import Choice, Preset, anchors, bits_per_wei
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize import job, loop, replacing
+from quantkit.quantize import finished, job, loop, replacing
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import disk_errors
 
@@ -244,7 +244,7 @@ def _made(
     written = made.text(auto.typed, auto.space.method, values, described)
     place = auto.folder / what / auto.output.name
     request = made.request_of(auto.typed, written, place)
-    if not (auto.request.resume and job.is_done(request)):
+    if not (auto.request.resume and finished.is_done(request)):
         place.parent.mkdir(exist_ok=True)
         progress.phase(f"making {what if name == 'searched' else name}")
         loop.run(job.prepare(request, progress), progress)
