@@ -6,6 +6,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the command line does; servers that fork inherit it
 
 import json
 import re

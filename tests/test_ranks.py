@@ -160,7 +160,6 @@ def done(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:  # for the server, which begins with the first process
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         patch.setenv("OMP_WAIT_POLICY", "passive")
-        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
         one, two = make_folder(top / "one"), make_folder(top / "two")
         assert run(one, 1, *commands) == [0]
     assert run(two, 2, *commands, [*GPTQ, "-o", "again"]) == [0, 0]

@@ -352,4 +352,4 @@ def leave(spoken: bool) -> None:
     if _heartbeat:
         _heartbeat.leave()
     if _heartbeat and spoken:
-        _heartbeat.wait_left(2)
+        _heartbeat.wait_left(10)
