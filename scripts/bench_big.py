@@ -43,9 +43,10 @@ JOBS = {
     "gptq": ["gptq"],
     "gptq unscaled": ["gptq", "--transform", "none"],
     "awq": ["awq"],
+    "awq of 4": ["awq", "--n-grid", "4", "--no-clip"],
     "eval": ["eval"],
 }
-CALIBRATED = ("gptq", "gptq unscaled", "awq", "gguf gptq")
+CALIBRATED = ("gptq", "gptq unscaled", "awq", "awq of 4", "gguf gptq")
 DEFAULT = ("nf4", "int8", "gguf rtn Q8_0", "eval")
 CHILD = """
 import atexit, json, runpy, sys
