@@ -5,8 +5,10 @@ process (VmHWM), set back to the present by writing 5 into /proc/self/clear_refs
 microseconds where a process of its own for each measurement costs seconds. It sees what every library
 allocates, in whole pages. Freed pages that malloc keeps would blur it by megabytes, so while it is watched
 every block of 64 KiB or more is mapped by itself: then it agrees to a few pages with what torch's allocator
-counts. That costs page faults, so nothing is timed meanwhile. Pages of files (a library's code, which the
-kernel drops and reads again as it likes) are in the mark, too; those that came since are taken off it.
+counts. Neither are pages of 2 MiB taken then, which count as a whole; torch is not to ask for them either
+(THP_MEM_ALLOC_ENABLE), since it aligns to their size and leaves holes. That costs page faults, so nothing is
+timed meanwhile. Pages of files (a library's code, which the kernel drops and reads again as it likes) are in
+the mark, too; those that came since are taken off it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 
 from quantkit.models.device import is_accelerator, synchronize
-from quantkit.models.heap import map_large_blocks, return_freed_pages
+from quantkit.models.heap import forbid_huge_pages, map_large_blocks, return_freed_pages
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # what sets VmHWM to VmRSS
@@ -51,11 +53,13 @@ class Peak:
         """What is freed inside leaves the process, and the measurement."""
         if self._module is None:
             map_large_blocks(WATCHED)
+            forbid_huge_pages()
         try:
             yield
         finally:
             if self._module is None:
                 map_large_blocks(USUAL)
+                forbid_huge_pages(False)
 
     def begin(self) -> None:
         """From here on; what is held now counts as nothing."""
