@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ TINY = {  # name -> configuration, precision
 }
 
 
+# What most checkpoints do without: it changes codes, not how they are laid out. The first of each method has
+# the defaults.
+PLAIN = {"transform": "none", "refine": 0}
+QUICK = {
+    "gptq": PLAIN,
+    "fp4": PLAIN | {"search": False},
+    "fp8": PLAIN,
+    "w8a8": PLAIN,
+    "awq": {"n_grid": 3, "clip": False},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One checkpoint and how the client loads it. source: `demo`, or a tiny random model."""
@@ -94,12 +107,12 @@ def save_tiny(folder: Path, source: str, demo_model: Path) -> None:
         shutil.copy(demo_model / file, folder)
 
 
-def quantize(case: Case, source: Path, output: Path) -> None:
-    """With `quantkit METHOD`."""
+def quantize(case: Case, source: Path, output: Path, **quick: Any) -> None:
+    """With `quantkit METHOD`; the case's own options count more."""
     request = job.Request(
         source=str(source),
         method=case.method,
-        options=methods.load(case.method).Options(**case.options),
+        options=methods.load(case.method).Options(**quick | case.options),
         calibration=CalibrationOptions(samples=4, seqlen=64),
         run=RunOptions(
             exclude=case.exclude,
@@ -117,7 +130,7 @@ def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path
     """The folder of each case's checkpoint; cases that differ in the loader only share one."""
     sources = {"demo": demo_model}
     made: dict[str, Path] = {}
-    folders = {}
+    folders, methods_seen = {}, set()
     for name, case in cases.items():
         if case.source not in sources:
             sources[case.source] = root / case.source.replace(" ", "-")
@@ -125,7 +138,9 @@ def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path
         key = repr((case.method, case.options, case.source, case.exclude, case.override, case.max_shard_gb))
         if key not in made:
             made[key] = root / f"quantized-{len(made)}"
-            quantize(case, sources[case.source], made[key])
+            seen = case.method in methods_seen
+            quantize(case, sources[case.source], made[key], **QUICK.get(case.method, {}) if seen else {})
+            methods_seen.add(case.method)
         folders[name] = made[key]
     return folders
 
