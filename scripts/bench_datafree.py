@@ -1,11 +1,11 @@
-"""How fast nf4 and int8 go through a checkpoint, against a plain copy of its files.
+"""How fast data-free methods go through a checkpoint, against a plain copy of its files.
 
-    python scripts/bench_datafree.py [--layers 16] [--hidden 2048] [--methods nf4 int8]
+    python scripts/bench_datafree.py [--layers 16] [--hidden 2048] [--methods nf4 int8 fp8 gguf]
 
 Makes a random Llama of about a billion parameters in bfloat16, copies its weight file (synced to disk, as
-the jobs' output is), then runs each method with default options in a process of its own: everything it
-does, hashing and verification included. Prints GB read and written per second, the ratio to the copy's, and
-peak memory above the interpreter's next to the size of one block. Use a quiet machine.
+the jobs' output is), then runs each method with default options (gguf: Q8_0, rounded to nearest) in a process
+of its own: everything it does, hashing and verification included. Prints GB read and written per second, the
+ratio to the copy's, and peak memory above the interpreter's beside the size of a block. On a quiet machine.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ torch.randn(64, 64) @ torch.randn(64, 64)
 model, out, method = sys.argv[1:]
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
 baseline, start = status("VmRSS"), time.perf_counter()
-request = job.Request(source=model, method=method, options=methods.load(method).Options(), output=Path(out),
+chosen = {"type": ("Q8_0",), "solver": "rtn", "imatrix": "none"} if method == "gguf" else {}
+options = methods.load(method).Options(**chosen)
+request = job.Request(source=model, method=method, options=options, output=Path(out),
                       calibration=CalibrationOptions(), run=RunOptions())
 prepared = job.prepare(request, Progress())
 ready = time.perf_counter() - start
-summary = loop.run(prepared, Progress())
+(summary,) = loop.run_all([prepared], Progress())
 seconds = time.perf_counter() - start
 stages = {"prepare": ready} | summary.seconds
 print(seconds, status("VmHWM") - baseline, ", ".join(f"{k} {v:.1f}" for k, v in stages.items()), sep="\\t")
@@ -61,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--methods", nargs="+", default=["nf4", "int8"])
+    parser.add_argument("--methods", nargs="+", default=["nf4", "int8", "fp8", "gguf"])
     parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -76,20 +78,25 @@ def main() -> None:
         for path in folder.glob("copy-*"):
             path.unlink()
         for method in args.methods:
-            command = [sys.executable, "-c", JOB, str(folder / "model"), str(folder / method), method]
+            output = folder / ("out.gguf" if method == "gguf" else "out")
+            command = [sys.executable, "-c", JOB, str(folder / "model"), str(output), method]
             as_command = {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
             environment = os.environ | as_command
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-            seconds, peak, stages = output.stdout.strip().split("\t")
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+            seconds, peak, stages = done.stdout.strip().split("\t")
             seconds, peak = float(seconds), float(peak)
-            moved = (size + (folder / method / "model.safetensors").stat().st_size) / 1e9
+            written = output if output.is_file() else output / "model.safetensors"
+            moved = (size + written.stat().st_size) / 1e9
             speed = f"{moved / seconds:.2f} GB/s moved, {moved / seconds / rate:.2f} of the copy's rate"
             memory = f"peak {peak / 2**20:.0f} MiB with blocks of {block / 2**20:.0f} MiB"
             print(
                 f"{method:5s} {moved:.2f} GB in {seconds:.1f} s: {speed}; {memory}\n      {stages}",
                 flush=True,
             )
-            shutil.rmtree(folder / method)
+            if output.is_dir():
+                shutil.rmtree(output)
+            else:
+                output.unlink()
 
 
 if __name__ == "__main__":
