@@ -83,7 +83,7 @@ def torn() -> None:
     before(staged_blocks, "save_file", half, 2)
 
 
-def swallowed() -> None:
+def swallowed(call: int = 2) -> None:
     """What torch makes of an interrupt while a tensor is read: seen in one of a hundred."""
 
     def interrupt(*_, **__):
@@ -92,7 +92,7 @@ def swallowed() -> None:
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape of object type 'UntypedStorage'") from None
 
-    before(Skeleton, "load_block", interrupt, 2)
+    before(Skeleton, "load_block", interrupt, call)
 
 
 def hashed(seconds: float, kill: bool = True) -> None:
@@ -110,6 +110,7 @@ FAULTS = {
     "hashed beside": lambda: hashed(0.2, kill=False),
     "slow": slow,
     "swallowed": swallowed,
+    "swallowed first": lambda: swallowed(1),
     "file": lambda: before(staged_blocks, "save_file", die, 2),
     "torn": torn,
     "rename": lambda: before(os, "replace", die, 5),  # fingerprint, two of block 0, record of block 1
@@ -326,6 +327,7 @@ def test_killed_with_the_output_in_place(workplace, reference, tmp_path):
         ("slow", [], signal.SIGINT),
         ("slow", ["--overwrite"], signal.SIGINT),
         ("swallowed", [], signal.SIGINT),
+        ("swallowed first", [], signal.SIGINT),
         ("slow", None, signal.SIGINT),
         ("slow", [], signal.SIGTERM),
     ],
@@ -344,7 +346,8 @@ def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more, number
     code, word = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}[number]
     assert process.exitcode == code, log
     *_, error, hint = log.splitlines()
-    assert error == f"error: {word}; finished blocks are kept in out.partial"
+    none = "no " * (fault == "swallowed first")
+    assert error == f"error: {word}; {none}finished blocks are kept in out.partial"
     command, *arguments = shlex.split(hint.removeprefix("hint: continue with: "))
     assert command == "quantkit" and arguments[-1] == "--resume"
     assert run(tmp_path, arguments) == 0, (tmp_path / "log").read_text()

@@ -144,11 +144,12 @@ def stopping() -> Iterator[list[int]]:
 @contextmanager
 def resumable(
     folders: Sequence[Path],
-    kept: Callable[[], str],
+    kept: Callable[[], str] = lambda: "finished blocks are",
     made: Callable[[], Sequence[Path]] = tuple,
+    begun: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Answer what asks to stop with the way to go on. folders: in which `kept` is by then, one an output;
-    made: the outputs that are finished by then."""
+    made: the outputs that are finished by then; begun: whether nothing is kept yet."""
     with stopping() as asked, several.resumable(f"{kept()} kept in {folders[0]}", _again()):
         try:
             yield
@@ -163,7 +164,7 @@ def resumable(
                 raise QuantkitError(told, "measure with: quantkit eval", asked[0]) from error
             there = [folder for folder in folders if folder.exists()]
             raise QuantkitError(
-                f"{word}; {kept()} kept in {there[0]}" if there else word,
+                f"{word}; {'no ' * begun()}{kept()} kept in {there[0]}" if there else word,
                 f"continue with: {_again()}" if there or finished else f"begin again with: {_typed()}",
                 asked[0],
             ) from error

@@ -103,12 +103,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
             requests = [one for one in requests if not finished.is_finished(one)] or requests[-1:]
-        if values["resume"] and not values["overwrite"]:
-            finished.check(requests[0])
-            if finished.is_done(requests[0]):
-                progress.close()
-                _print_finished(str(job.output_of(requests[0])), values["as_json"])
-                return
+        if values["resume"] and not values["overwrite"] and finished.check(requests[0]):
+            progress.close()
+            _print_finished(str(job.output_of(requests[0])), values["as_json"])
+            return
         jobs: list[job.Job] = []
         for one in requests:
             hashed = jobs[0].source_sha256 if jobs else None
@@ -128,10 +126,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         def made() -> list[Path]:
             return [stage.output for stage in stages if stage.finished()]
 
-        def kept() -> str:
-            return f"{'no ' * all(stage.begun() for stage in stages)}finished blocks are"
+        def begun() -> bool:
+            return all(stage.begun() for stage in stages)
 
-        with manners.resumable([stage.folder for stage in stages], kept, made):
+        with manners.resumable([stage.folder for stage in stages], made=made, begun=begun):
             summaries, results = loop.run_all(jobs, progress), None
             if windows:
                 outputs = [stage.output for stage in stages]

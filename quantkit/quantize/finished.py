@@ -23,15 +23,17 @@ def is_done(request: Request) -> bool:
     return _unlike(request) == []
 
 
-def check(request: Request) -> None:
-    """Raise QuantkitError, with what differs, if a finished job of other options wrote what is there."""
-    if different := _unlike(request):
+def check(request: Request) -> bool:
+    """`is_done`. Raises QuantkitError, with what differs, if a job of other options was finished there."""
+    different = _unlike(request)
+    if different:
         output = output_of(request)
         raise QuantkitError(
             f"{output} is finished, and of another job; different: {name_all(different)}",
             f"choose another --output, or replace {output} with --overwrite",
             USAGE,
         )
+    return different is not None
 
 
 def _unlike(request: Request) -> list[str] | None:
