@@ -50,7 +50,7 @@ CALIBRATED = ("gptq", "gptq unscaled", "awq", "awq of 4", "gguf gptq")
 DEFAULT = ("nf4", "int8", "gguf rtn Q8_0", "eval")
 CHILD = """
 import atexit, json, runpy, sys
-from quantkit.models.containers import reading, safetensors_folder
+from quantkit.models.files import reading, safetensors_folder
 
 found, (model, told), sys.argv = {"loaded": 0, "copied": 0}, sys.argv[1:3], ["quantkit", *sys.argv[3:]]
 octets, raw = reading.octets, safetensors_folder.raw
@@ -138,8 +138,8 @@ def make(folder: Path, blocks: int, experts: int, shard_bytes: int) -> int:
     """The checkpoint, a tensor in memory at a time; returns the bytes of its weights."""
     import torch
 
-    from quantkit.models.containers import safetensors_folder
-    from quantkit.models.containers.safetensors_folder import TensorInfo
+    from quantkit.models.files import safetensors_folder
+    from quantkit.models.files.safetensors_folder import TensorInfo
 
     rows = {row.name: row for row in tensors(blocks, experts)}
     infos = [TensorInfo(r.name, "BF16", r.shape, folder, 0, 2 * count(r.shape)) for r in rows.values()]

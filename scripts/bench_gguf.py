@@ -22,7 +22,7 @@ import torch
 
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
-from quantkit.models.heap import keep_freed_pages
+from quantkit.models.machine.heap import keep_freed_pages
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import ggml_library  # noqa: E402

@@ -63,7 +63,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    from quantkit.models.device import choose_device
+    from quantkit.models.machine.device import choose_device
     from quantkit.options import CalibrationOptions, RunOptions
     from quantkit.quantize import job, loop
     from quantkit.quantize.methods.gptq import Options

@@ -191,7 +191,7 @@ def difference(folder: Path, model) -> float:
     """The largest difference of logits: streamed through the blocks of `folder`, and `model`'s own."""
     import torch
 
-    from quantkit.quantize import walk
+    from quantkit.quantize.calibrate import walk
 
     skeleton = opened(folder)
     (hidden,) = walk.through(skeleton, [ids()])

@@ -30,9 +30,9 @@ def main() -> None:
     with atheris.instrument_imports(include=["quantkit", "gguf", "yaml"]):
         from quantkit.errors import QuantkitError
         from quantkit.evaluation.comparison import merge
-        from quantkit.models.containers import gguf_file, safetensors_folder
-        from quantkit.models.llamacpp import imatrix
-        from quantkit.quantize import recipe
+        from quantkit.models.files import gguf_file, safetensors_folder
+        from quantkit.models.gguf import imatrix
+        from quantkit.quantize.prepare import recipe
 
     readers = {
         "header": ("model.safetensors", safetensors_folder.read_header),

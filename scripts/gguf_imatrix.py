@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from llamacpp_library import Library
 
-from quantkit.models.llamacpp import imatrix
+from quantkit.models.gguf import imatrix
 
 SIZES = {
     f"blk.{block}.{name}.weight": 64 << k for block in range(12) for k, name in enumerate(("a", "b", "c"))

@@ -5,7 +5,7 @@
 LIBRARIES is the folder of a prebuilt llama.cpp that exports `llama_model_quantize`, such as `bins/linux-x64`
 of the npm package `@node-llama-cpp/linux-x64` (`npm pack` fetches it). Tiny models of many shapes go through
 `llama_model_quantize` as every file type, with and without an importance matrix and with its options; every
-tensor's type in the file it writes must be the one that `quantkit.models.llamacpp.mixtures` chooses.
+tensor's type in the file it writes must be the one that `quantkit.models.gguf.mixtures` chooses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import gguf
 import numpy as np
 from llamacpp_library import Library
 
-from quantkit.models.llamacpp import mixtures
-from quantkit.models.llamacpp.file_types import FILE_TYPES, Model, number
+from quantkit.models.gguf import mixtures
+from quantkit.models.gguf.file_types import FILE_TYPES, Model, number
 
 LLAMA = {
     "attn_q.weight": [2, 256],

@@ -5,7 +5,7 @@
 Needs xllamacpp. A tiny model of every architecture goes into a file twice, in float32: as it is, and with
 every matrix that may have a scale divided by powers of two, which lie beside it. Where all are multiplied,
 logits are the same to the bit. Matrices with a bias stay as they are: llama.cpp scales behind it. What comes
-out is `SCALING` in quantkit/models/llamacpp/mixtures.py.
+out is `SCALING` in quantkit/models/gguf/mixtures.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import test_gguf_architectures as dense
 import test_gguf_mixtures_of_experts as sparse
 from llama_cpp import Llama
 
-from quantkit.models.containers.gguf_writer import Entry, GgufWriter
-from quantkit.models.llamacpp import metadata, tensors
-from quantkit.models.llamacpp.mixtures import SCALES, scale_of
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.gguf import metadata, tensors
+from quantkit.models.gguf.mixtures import SCALES, scale_of
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 

@@ -32,9 +32,9 @@ CALLS = {  # what a random call is of, and of how many
     "os:rename": 1,
     "os:fsync": 12,
     "os:unlink": 6,
-    "quantkit.models.checkpoint:Checkpoint.read": 10,
+    "quantkit.models.files.checkpoint:Checkpoint.read": 10,
     "quantkit.quantize.solving:Solving._measured": 14,
-    "quantkit.quantize.finish:_verify": 1,
+    "quantkit.quantize.outputs.finish:_verify": 1,
 }
 EVERY = 4  # of these calls every job has
 

@@ -28,7 +28,7 @@ import families  # noqa: E402
 import llamacpp_library  # noqa: E402
 import test_mxfp4  # noqa: E402
 
-from quantkit.models.llamacpp import file_types  # noqa: E402
+from quantkit.models.gguf import file_types  # noqa: E402
 
 
 def quantkit(*words: object) -> None:

@@ -24,7 +24,7 @@ from client_runs import ROOT, write_section
 from quantkit.evaluation import evaluate, self_text
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.comparison import record as records
-from quantkit.models.device import choose_device
+from quantkit.models.machine.device import choose_device
 from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods

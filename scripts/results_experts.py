@@ -25,7 +25,7 @@ import torch
 from client_runs import ROOT, write_section
 
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import experts
+from quantkit.quantize.calibrate import experts
 
 CHOICES = ("routed", "all", "shrink")
 FEW = (64, 16, 4, 1)  # calibration sequences

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from quantkit.grids.grid import Grid
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.capture import gather
-from quantkit.quantize.sites import Site, find_sites
+from quantkit.quantize.calibrate.capture import gather
+from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms import BlockView
 

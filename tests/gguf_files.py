@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from quantkit.models.containers.gguf_writer import Entry, GgufWriter
-from quantkit.models.llamacpp import metadata, tensors
-from quantkit.models.llamacpp.mixtures import stays_float
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.gguf import metadata, tensors
+from quantkit.models.gguf.mixtures import stays_float
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 

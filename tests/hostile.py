@@ -260,7 +260,7 @@ def _otherwise(entry: dict, source: random.Random) -> tuple[dict, bytes]:
 
 def index(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Indexes of shards."""
-    from quantkit.models.containers.safetensors_folder import INDEX, read_folder, read_header
+    from quantkit.models.files.safetensors_folder import INDEX, read_folder, read_header
 
     folder = _folder("plain", samples, place)
     shard = folder / "model-00001-of-00001.safetensors"
@@ -295,8 +295,8 @@ def quantization(samples: Path, place: Path, source: random.Random, deep: bool) 
 def tokenizer(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """tokenizer.json and tokenizer_config.json, read, used, and turned into a GGUF file's metadata."""
     from quantkit.inspection import record
+    from quantkit.models.gguf import metadata
     from quantkit.models.headers import open_contents
-    from quantkit.models.llamacpp import metadata
     from quantkit.models.open import open_checkpoint
     from quantkit.models.tokenizer_hash import tokenizer_sha256
     from quantkit.models.tokenizing import encode
@@ -326,7 +326,7 @@ def gguf(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
 
 def imatrix(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Importance matrices, of both kinds."""
-    from quantkit.models.llamacpp import imatrix
+    from quantkit.models.gguf import imatrix
 
     path = place / "imatrix"
     if source.random() < 0.5:
@@ -386,7 +386,7 @@ SCALARS = (
 
 def recipe(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Recipes."""
-    from quantkit.quantize import recipe
+    from quantkit.quantize.prepare import recipe
 
     lines = RECIPE.splitlines()
     for _ in range(source.choice((1, 1, 2, 3))):

@@ -107,16 +107,16 @@ LOADING = [
 ]
 STAGED = [
     ("solving", "quantkit.quantize.solving:Solving._measured", 3),
-    ("staging", "quantkit.quantize.staged_blocks:save_file", 1),
-    ("resuming", "quantkit.quantize.staging:Staging.done", 1),
+    ("staging", "quantkit.quantize.staging.blocks:save_file", 1),
+    ("resuming", "quantkit.quantize.staging.folder:Staging.done", 1),
     ("staging", "os:replace", 2),
 ]
 WRITTEN = {
-    "out": ("assembling", "quantkit.models.containers.safetensors_folder:write_file", 1),
+    "out": ("assembling", "quantkit.models.files.safetensors_folder:write_file", 1),
     "out.gguf": ("assembling", "quantkit.quantize.outputs.gguf:GgufOutput.encode", 1),
 }
 ENDING = [
-    ("verifying", "quantkit.quantize.finish:_verify", 1),
+    ("verifying", "quantkit.quantize.outputs.finish:_verify", 1),
     ("renaming", "os:rename", 1),
 ]
 
@@ -126,8 +126,8 @@ def moments(name: str) -> list[tuple[str, str, int]]:
     if name == "imatrix":
         return [
             LOADING[0],
-            ("solving", "quantkit.quantize.imatrix_job:as_imatrix", 1),
-            ("writing", "quantkit.models.llamacpp.imatrix:write", 1),
+            ("solving", "quantkit.quantize.calibrate.imatrix_job:as_imatrix", 1),
+            ("writing", "quantkit.models.gguf.imatrix:write", 1),
             ("renaming", "os:replace", 1),
         ]
     if name == "gguf rtn":  # nothing is staged

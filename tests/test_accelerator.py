@@ -13,9 +13,9 @@ import test_wrappers
 import torch
 from far_device import DEVICE
 
-from quantkit.capacity.budget import job as budget_job
-from quantkit.capacity.budget import measuring
-from quantkit.capacity.budget.options import AutoOptions, AutoRequest
+from quantkit.auto import job as budget_job
+from quantkit.auto import measuring
+from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.distillation.student import Student
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import named
@@ -23,15 +23,15 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.ggml.blocks import encode_rows, pack, unpack
 from quantkit.models import held
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.device import choose_device
-from quantkit.models.llamacpp.file_types import FILE_TYPES
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.gguf.file_types import FILE_TYPES
+from quantkit.models.machine.device import choose_device
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize import staging
+from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
-from quantkit.quantize.states import States
+from quantkit.quantize.staging import folder as staging
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import bench_launches  # noqa: E402

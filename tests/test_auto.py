@@ -11,8 +11,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantkit.capacity.budget import printed, run, streams
-from quantkit.quantize import plan
+from quantkit.auto import printed, run, streams
+from quantkit.quantize.prepare import plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
 SMALL = ["--search-tokens", "64", "--threads", "1", "--dtype", "float32", "--engine", "transformers"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quantkit.grids.affine import AffineGrid
-from quantkit.quantize.capture import Statistics
+from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.clip import SHRINKS, clipped_ranges
 from quantkit.quantize.solvers.loss import loss, row_losses

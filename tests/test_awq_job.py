@@ -10,8 +10,8 @@ import transformers
 
 from quantkit.layouts.awq import AwqLayout
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize import staging
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import folder as staging
+from quantkit.quantize.staging.folder import Staging
 
 SMALL = {"group_size": 32, "n_grid": 8}
 RUN = {"batch_size": 2, "dtype": "float32"}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.capacity.budget import allocation, curve, engines, streams
-from quantkit.capacity.budget.curve import Divergence, Errors
-from quantkit.capacity.budget.options import AutoOptions
-from quantkit.capacity.budget.sensitivities import Sensitivities
-from quantkit.capacity.budget.solving import Pace, Solving
-from quantkit.capacity.budget.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
+from quantkit.auto import allocation, curve, engines, streams
+from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto.options import AutoOptions
+from quantkit.auto.sensitivities import Sensitivities
+from quantkit.auto.solving import Pace, Solving
+from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
 from quantkit.errors import QuantkitError
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton

@@ -9,7 +9,7 @@ import torch
 from families import sentences
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration

@@ -12,7 +12,7 @@ from published import CONFIGS, PARAMETERS
 from quantkit.capacity import parameters, source
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.files import safetensors_folder
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from quantkit.capacity.attention import layer_caches
 from quantkit.capacity.job import of_model
 from quantkit.errors import QuantkitError
 from quantkit.layouts import bitsandbytes
-from quantkit.models.containers.gguf_writer import Entry, GgufWriter
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.headers import open_contents
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job as jobs

@@ -9,9 +9,9 @@ from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS, PARAMETERS
 
 from quantkit.capacity import formats, gguf, source
-from quantkit.models.llamacpp import architectures, mixtures, tensors
-from quantkit.models.llamacpp.architecture import kv_heads
-from quantkit.models.llamacpp.file_types import Model
+from quantkit.models.gguf import architectures, mixtures, tensors
+from quantkit.models.gguf.architecture import kv_heads
+from quantkit.models.gguf.file_types import Model
 
 GIB = 1 << 30
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

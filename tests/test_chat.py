@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration

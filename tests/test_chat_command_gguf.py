@@ -10,7 +10,7 @@ from chats import FORGETFUL, NEXT, SAID, TURNS, silent
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
-from quantkit.models.containers import gguf_file
+from quantkit.models.files import gguf_file
 from quantkit.models.open import open_checkpoint
 from quantkit.serving.chat import start
 from quantkit.serving.chat.conversation import Conversation

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from stand_in_hub import SHA, TOKEN, environment
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
-from quantkit.models import hub
-from quantkit.models.containers.safetensors_folder import (
+from quantkit.models.files import hub
+from quantkit.models.files.safetensors_folder import (
     INDEX,
     SINGLE,
     read_folder,

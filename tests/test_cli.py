@@ -22,11 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
-from quantkit.models.checkpoint import MANIFEST
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.files import safetensors_folder
+from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import methods, recipe, room, staged_blocks, staging
+from quantkit.quantize import methods
 from quantkit.quantize.methods.gptq import Options
+from quantkit.quantize.prepare import recipe, room
+from quantkit.quantize.staging import blocks as staged_blocks
+from quantkit.quantize.staging import folder as staging
 
 LINEARS = {  # name inside a block -> shape, of the model that `model` makes
     "self_attn.q_proj": [128, 128],

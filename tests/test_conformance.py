@@ -21,9 +21,9 @@ from quantkit.layouts.compressed_tensors.forms.mxfp4_pack_quantized import MxFp4
 from quantkit.layouts.compressed_tensors.forms.nvfp4_pack_quantized import NvFp4Packed
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.models.llamacpp.file_types import NO_FEEDBACK
-from quantkit.quantize.capture import gather
-from quantkit.quantize.sites import find_sites
+from quantkit.models.gguf.file_types import NO_FEEDBACK
+from quantkit.quantize.calibrate.capture import gather
+from quantkit.quantize.calibrate.sites import find_sites
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver

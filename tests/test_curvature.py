@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import curvature
+from quantkit.quantize.calibrate import curvature
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.scratch import Scratch
+from quantkit.quantize.staging.scratch import Scratch
 from quantkit.quantize.timings import Timings
 
 

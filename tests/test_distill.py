@@ -27,11 +27,11 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.models.containers import gguf_file, gguf_writer, sums
+from quantkit.models.files import gguf_file, gguf_writer, sums
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging.folder import Staging
 
 CPU = torch.device("cpu")
 TRAINED = tuple(name for name in ggml.TYPES if name != "MXFP4")  # whose scales are powers of two

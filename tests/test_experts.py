@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import capture, experts, linears
-from quantkit.quantize.capture import Statistics
-from quantkit.quantize.sites import Site, find_sites
+from quantkit.quantize.calibrate import capture, experts
+from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.sites import Site, find_sites
+from quantkit.quantize.prepare import linears
 from quantkit.quantize.solvers import SiteStatistics
 
 MIXTURES = ("mixtral", "qwen3_moe")

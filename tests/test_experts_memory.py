@@ -9,9 +9,10 @@ from quantkit.models import held
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import Keeper
-from quantkit.quantize import loop, parts, room
+from quantkit.quantize import loop
+from quantkit.quantize.prepare import room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging.folder import Staging, parts
 
 IDS = torch.arange(40).view(5, 8) * 5 % 90 + 4
 EXPERTS = 6

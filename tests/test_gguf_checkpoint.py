@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from quantkit.errors import NOT_FOUND, QuantkitError
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.containers.gguf_writer import Entry, GgufWriter
-from quantkit.models.llamacpp import tensors
-from quantkit.models.llamacpp.mixtures import stays_float
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.gguf import tensors
+from quantkit.models.gguf.mixtures import stays_float
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
@@ -206,9 +206,7 @@ def test_a_job_on_a_file_writes_what_it_writes_from_the_folder(tiny_model, tmp_p
     """F32 tensors survive the way through GGUF: permuted, transposed and shifted ones, too."""
     folder = tiny_model(family, **({"query_pre_attn_scalar": 16} if family == "gemma2" else {}))
     path = gguf_files.export(folder, folder.with_suffix(".gguf"))
-    monkeypatch.setattr(
-        "quantkit.models.llamacpp.checkpoint.GgufCheckpoint.write_companions", lambda *_: None
-    )
+    monkeypatch.setattr("quantkit.models.gguf.checkpoint.GgufCheckpoint.write_companions", lambda *_: None)
     jobs.quantize("nf4", folder, tmp_path / "from-folder")
     jobs.quantize("nf4", path, tmp_path / "from-file")
     expected, found = jobs.tensors(tmp_path / "from-folder"), jobs.tensors(tmp_path / "from-file")
@@ -222,9 +220,7 @@ def test_a_job_on_a_file_writes_what_it_writes_from_the_folder(tiny_model, tmp_p
 
 
 def test_a_quantized_file_is_a_source_only_on_demand(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "quantkit.models.llamacpp.checkpoint.GgufCheckpoint.write_companions", lambda *_: None
-    )
+    monkeypatch.setattr("quantkit.models.gguf.checkpoint.GgufCheckpoint.write_companions", lambda *_: None)
     folder = tiny_model("llama")
     path = gguf_files.export(folder, folder.with_suffix(".gguf"), "Q8_0")
     error = error_of(jobs.quantize, "nf4", path, tmp_path / "out")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.models.containers import gguf_file
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.containers.gguf_writer import Entry, GgufWriter
+from quantkit.models.files import gguf_file
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
 
 METADATA = {
     "general.architecture": "llama",

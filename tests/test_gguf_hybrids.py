@@ -10,7 +10,7 @@ from test_wrappers import TOKENS, VISUAL
 
 from quantkit.capacity import gguf
 from quantkit.capacity import source as sizes
-from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.files.gguf_file import read_header
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ import torch
 import transformers as hf
 
 from quantkit.errors import QuantkitError
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.llamacpp import imatrix
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.gguf import imatrix
 from quantkit.models.open import open_checkpoint
 from quantkit.options import RunOptions
-from quantkit.quantize import imatrix_job, job
+from quantkit.quantize import job
+from quantkit.quantize.calibrate import imatrix_job
 from quantkit.quantize.progress import Progress
 
 pytest.importorskip("xllamacpp")

@@ -17,16 +17,18 @@ from typer.testing import CliRunner
 from quantkit import cli
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate, windows
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.llamacpp import imatrix
-from quantkit.models.llamacpp.file_types import FILE_TYPES
-from quantkit.models.llamacpp.tensors import of_checkpoint
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.gguf import imatrix
+from quantkit.models.gguf.file_types import FILE_TYPES
+from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.options import RunOptions
-from quantkit.quantize import imatrix_job, job, loop, staging
+from quantkit.quantize import job, loop
+from quantkit.quantize.calibrate import imatrix_job
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs import gguf as gguf_output
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import folder as staging
 
 pytest.importorskip("xllamacpp")
 import ggml_library  # noqa: E402

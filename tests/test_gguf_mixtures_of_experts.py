@@ -14,13 +14,14 @@ from quantkit.capacity import source as sizes
 from quantkit.errors import QuantkitError
 from quantkit.inspection import record
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
-from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.gguf import configuration, imatrix
+from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.headers import open_contents
-from quantkit.models.llamacpp import configuration, imatrix
-from quantkit.models.llamacpp.tensors import of_checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import imatrix_job, importance, loop
+from quantkit.quantize import loop
+from quantkit.quantize.calibrate import imatrix_job, importance
 from quantkit.quantize.outputs import gguf as gguf_output
 from quantkit.quantize.progress import Progress
 

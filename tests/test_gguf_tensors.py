@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.models.llamacpp import configuration, metadata, tensors
-from quantkit.models.llamacpp.architectures import TABLE
-from quantkit.models.llamacpp.mixtures import stays_float
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.gguf import configuration, metadata, tensors
+from quantkit.models.gguf.architectures import TABLE
+from quantkit.models.gguf.mixtures import stays_float
 from quantkit.models.open import open_checkpoint
 
 

@@ -13,10 +13,10 @@ from test_wrappers import TOWER, save
 from quantkit.capacity import gguf
 from quantkit.capacity import source as sizes
 from quantkit.cli.job_report import print_summary
-from quantkit.models.containers.gguf_file import read_header
+from quantkit.models.files.gguf_file import read_header
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
+from quantkit.quantize.calibrate import walk
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402

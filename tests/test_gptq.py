@@ -19,7 +19,7 @@ from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import MODULES
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.models.llamacpp.file_types import NO_FEEDBACK
+from quantkit.models.gguf.file_types import NO_FEEDBACK
 from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
 from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.gptq import GptqSolver, factorize

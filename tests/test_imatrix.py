@@ -1,4 +1,4 @@
-"""quantkit.models.llamacpp.imatrix: files of both kinds, and what llama-quantize makes of them."""
+"""quantkit.models.gguf.imatrix: files of both kinds, and what llama-quantize makes of them."""
 
 import struct
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.models.llamacpp import imatrix
-from quantkit.models.llamacpp.imatrix import Imatrix
+from quantkit.models.gguf import imatrix
+from quantkit.models.gguf.imatrix import Imatrix
 
 NAMES = ("blk.0.attn_q.weight", "blk.0.ffn_down.weight", "output.weight")
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from test_gguf_mixtures_of_experts import CASES, save
 
 from quantkit.options import RunOptions
-from quantkit.quantize import imatrix_job, job
+from quantkit.quantize import job
+from quantkit.quantize.calibrate import imatrix_job
 from quantkit.quantize.progress import Progress
 
 EXPERTS, UNREACHED = 6, (4, 5)  # in block 1

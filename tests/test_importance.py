@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
 from quantkit import cli
-from quantkit.models.containers import gguf_writer
-from quantkit.models.llamacpp import imatrix
+from quantkit.models.files import gguf_writer
+from quantkit.models.gguf import imatrix
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions
-from quantkit.quantize import importance, room
+from quantkit.quantize.calibrate import importance
+from quantkit.quantize.prepare import room
 from quantkit.quantize.progress import Progress
 from quantkit.text import calibration
 

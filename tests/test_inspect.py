@@ -16,7 +16,7 @@ from stand_in_hub import Elsewhere
 
 from quantkit.errors import QuantkitError
 from quantkit.inspection.record import describe
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.files import safetensors_folder
 from quantkit.models.headers import open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton

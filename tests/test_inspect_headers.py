@@ -9,7 +9,7 @@ from quantkit import layouts
 from quantkit.inspection import agreement, architecture, clients, names, positions, record
 from quantkit.inspection.stored import weights_of
 from quantkit.layouts.bitsandbytes import STATE as NF4
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents
 
 # ---- codes, as other tools write them, too

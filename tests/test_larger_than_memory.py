@@ -14,16 +14,18 @@ import psutil
 import pytest
 import torch
 
-from quantkit.models import limits
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import reading, safetensors_folder
-from quantkit.models.limits import Room
+from quantkit.models.files import reading, safetensors_folder
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine import limits
+from quantkit.models.machine.limits import Room
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import finish, job, linears, loop, plan, room
+from quantkit.quantize import job, loop
+from quantkit.quantize.calibrate.spill import Spill
+from quantkit.quantize.calibrate.states import Place, States
+from quantkit.quantize.outputs import finish
+from quantkit.quantize.prepare import linears, plan, room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.spill import Spill
-from quantkit.quantize.states import Place, States
 
 CPU = torch.device("cpu")
 SMALL = {"group_size": 32}
@@ -302,7 +304,7 @@ def test_a_tensor_of_a_large_file_needs_no_more_memory_than_its_own(tmp_path):
 import resource, sys
 from pathlib import Path
 import psutil, torch
-from quantkit.models.containers import reading, safetensors_folder
+from quantkit.models.files import reading, safetensors_folder
 most = psutil.Process().memory_info().vms + (1 << 29)
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
 print(reading.tensor(safetensors_folder.read_header(Path(sys.argv[1]))["small"]).tolist())

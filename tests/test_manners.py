@@ -156,7 +156,7 @@ sys.argv = ["quantkit", "inspect", "x"]
 cli.main()"""
 JOB = """import sys, time
 from quantkit import cli
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging.folder import Staging
 write = Staging.write_block
 def wait(self, index, *rest):
     if index == 1 and "--resume" not in sys.argv:
@@ -256,7 +256,9 @@ def test_verbose_lets_the_libraries_speak(fails):
     assert {name: os.environ.get(name) for name in levels} == dict(zip(levels, (None, "error"), strict=True))
     fails(QuantkitError("it failed"), "-v")
     assert [os.environ[name] for name in levels] == ["info", "info"]
-    script = "import quantkit.models.checkpoint, transformers; print(transformers.logging.get_verbosity())"
+    script = (
+        "import quantkit.models.files.checkpoint, transformers; print(transformers.logging.get_verbosity())"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) == logging.INFO
 

@@ -1,4 +1,4 @@
-"""quantkit.models.llamacpp.mixtures: every tensor gets the type that llama-quantize gives it.
+"""quantkit.models.gguf.mixtures: every tensor gets the type that llama-quantize gives it.
 
 `data/gguf_mixtures.json` holds what `llama_model_quantize` of llama.cpp v0.5.0 did, written by
 `scripts/gguf_mixtures.py`: `[file type, importance matrix?, options, types]`; `*` is the type of all tensors
@@ -12,8 +12,8 @@ import gguf
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.models.llamacpp.file_types import BLOCKS, FILE_TYPES, OWN, Model, parse_file_type
-from quantkit.models.llamacpp.mixtures import (
+from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES, OWN, Model, parse_file_type
+from quantkit.models.gguf.mixtures import (
     Choice,
     Wishes,
     choose,

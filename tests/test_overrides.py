@@ -151,7 +151,7 @@ def test_fused_linears_that_differ_are_told_and_others_are_not(model, tmp_path):
 
 def test_a_job_resumes_only_with_its_own_overrides(model, tmp_path, monkeypatch):
     from quantkit.quantize import loop
-    from quantkit.quantize.staging import Staging
+    from quantkit.quantize.staging.folder import Staging
 
     job = jobs.prepare("gptq", model, tmp_path / "out", RTN, override=("v_proj=8",))
     assert job.fingerprint["override"] == ["v_proj=8"]

@@ -9,8 +9,8 @@ import sys
 import families
 import pytest
 
-from quantkit.quantize import replacing
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.folder import Staging
 
 GPTQ = "gptq model --solver rtn --group-size 32".split()
 
@@ -142,7 +142,7 @@ def test_an_interrupt_while_the_command_line_is_imported(tmp_path):
     [
         (
             "imatrix model --calibration text.txt --samples 1 --seqlen 16",
-            "quantkit.quantize.importance.gather",
+            "quantkit.quantize.calibrate.importance.gather",
         ),
         ("nf4 model", "quantkit.quantize.job.open_skeleton"),
         ("int8 model", "quantkit.quantize.job.open_skeleton"),

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from quantkit.models import heartbeat, processes
-from quantkit.models.heartbeat import Heartbeat
+from quantkit.models.machine import heartbeat, processes
+from quantkit.models.machine.heartbeat import Heartbeat
 
 ASLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
 

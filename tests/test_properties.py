@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.comparison.merge import read as read_result
-from quantkit.models.containers.safetensors_folder import read_header
-from quantkit.models.llamacpp import imatrix
-from quantkit.quantize import recipe
+from quantkit.models.files.safetensors_folder import read_header
+from quantkit.models.gguf import imatrix
+from quantkit.quantize.prepare import recipe
 
 bounded = settings(
     max_examples=60,

@@ -6,8 +6,8 @@ import jobs
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.quantize import finish, loop
-from quantkit.quantize.outputs import model_card
+from quantkit.quantize import loop
+from quantkit.quantize.outputs import finish, model_card
 from quantkit.quantize.progress import Progress
 
 

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from quantkit import cli
-from quantkit.models import heartbeat, parcels, ranks
+from quantkit.models.machine import heartbeat, parcels, ranks
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import loop, staging
+from quantkit.quantize import loop
+from quantkit.quantize.staging import folder as staging
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CALIBRATION = "--calibration text.txt --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()

@@ -10,9 +10,10 @@ import yaml
 
 from quantkit.errors import QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import methods, recipe
+from quantkit.quantize import methods
 from quantkit.quantize.methods.gptq import Options
-from quantkit.quantize.recipe import Recipe
+from quantkit.quantize.prepare import recipe
+from quantkit.quantize.prepare.recipe import Recipe
 
 OPTIONS = [f"quant.{field.name}" for field in dataclasses.fields(Options)]
 OPTIONS += [f"calibration.{field.name}" for field in dataclasses.fields(CalibrationOptions)]

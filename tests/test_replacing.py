@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.quantize import replacing
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.folder import Staging
 
 
 def refusal(output, one_file=False, overwrite=True) -> str:

@@ -21,12 +21,15 @@ import torch
 import yaml
 
 from quantkit import cli
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.files import safetensors_folder
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import finish, loop, staged_blocks, staging
 from quantkit.quantize import job as jobs
+from quantkit.quantize import loop
+from quantkit.quantize.outputs import finish
 from quantkit.quantize.outputs import folder as folder_output
+from quantkit.quantize.staging import blocks as staged_blocks
+from quantkit.quantize.staging import folder as staging
 
 BLOCKS = 6
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": BLOCKS}

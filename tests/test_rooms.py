@@ -11,7 +11,7 @@ PACKAGE = Path(quantkit.__file__).parent
 ROOMS = (
     "errors", "options", "tables",
     "grids", "layouts", "models", "text", "inspection", "quantize", "evaluation", "distillation", "capacity",
-    "serving", "cli",
+    "auto", "serving", "cli",
 )  # fmt: skip
 
 

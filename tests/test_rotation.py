@@ -11,10 +11,10 @@ import torch
 import transformers as hf
 
 from quantkit.errors import QuantkitError
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
+from quantkit.quantize.calibrate import walk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.transforms import rotation
 from quantkit.quantize.transforms.rotation.orthogonal import random

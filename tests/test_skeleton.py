@@ -13,14 +13,14 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
-from quantkit.quantize import linears
-from quantkit.quantize.capture import Statistics
-from quantkit.quantize.forwards import RepeatedForward, SuspendedForward
-from quantkit.quantize.sites import Site, find_sites
+from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.forwards import RepeatedForward, SuspendedForward
+from quantkit.quantize.calibrate.sites import Site, find_sites
+from quantkit.quantize.prepare import linears
 
 CPU = torch.device("cpu")
 TOKENS = 40  # more than the sliding window of mistral, gemma2 and gemma3

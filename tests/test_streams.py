@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from quantkit import errors
 from quantkit.errors import QuantkitError, full_disk
-from quantkit.quantize.staging import disk_errors
+from quantkit.quantize.staging.folder import disk_errors
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,10 +12,11 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.models import held
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import loop, walk
-from quantkit.quantize.capture import Meant, Statistics
+from quantkit.quantize import loop
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate.capture import Meant, Statistics
+from quantkit.quantize.calibrate.residual import find_writers
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.residual import find_writers
 from quantkit.quantize.solvers import SiteStatistics, gptq, target
 from quantkit.quantize.solvers.gptq import GptqSolver
 

@@ -14,7 +14,7 @@ from test_wrappers import TEXT, all_tensors, spelled
 
 from quantkit.errors import USAGE
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize import towers
+from quantkit.quantize.prepare import towers
 
 GROUP = 32
 CALIBRATED = ("--calibration", "text.txt", "--samples", 2, "--seqlen", 32)

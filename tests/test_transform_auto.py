@@ -7,9 +7,11 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
-from quantkit.models.containers.gguf_file import read_header
-from quantkit.quantize import composing, methods, staging
+from quantkit.models.files.gguf_file import read_header
+from quantkit.quantize import methods
+from quantkit.quantize.prepare import composing
 from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.staging import folder as staging
 from quantkit.quantize.transforms.awq import AwqTransform, Reader
 from quantkit.quantize.transforms.feedback import FedReader, FeedbackScaling, candidate
 

@@ -8,8 +8,8 @@ import test_wrappers
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.models.meta_model import empty
 from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton.meta_model import empty
 
 KERNEL = "some-org/some-kernel"
 

@@ -8,10 +8,10 @@ import families
 import pytest
 
 from quantkit.evaluation.stream import StreamedModel
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.quantize import importance
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.quantize.calibrate import importance
 from quantkit.quantize.outputs.gguf import GgufOutput
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging.folder import Staging
 
 GPTQ = "gptq model -o out --group-size 32 --samples 2 --seqlen 16 --calibration text.txt -q"
 

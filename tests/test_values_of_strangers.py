@@ -9,12 +9,11 @@ import pytest
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
 from quantkit.inspection import printed, record
-from quantkit.models import plausible
-from quantkit.models.containers import bounded, gguf_file, safetensors_folder
+from quantkit.models.files import gguf_file, plausible, safetensors_folder, untrusted
+from quantkit.models.files.hub import LARGE_BYTES
 from quantkit.models.headers import open_contents
-from quantkit.models.hub import LARGE_BYTES
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize import recipe
+from quantkit.quantize.prepare import recipe
 from quantkit.text.chat import ChatTemplate, Conversation
 
 
@@ -111,11 +110,11 @@ def test_numbers_of_blocks_that_are_none(tiny_model, number):
 
 
 def test_depth_of_json_is_limited():
-    inside = b"[" * (bounded.DEEP - 1) + b"]" * (bounded.DEEP - 1)
-    assert bounded.parse(inside) is not None
+    inside = b"[" * (untrusted.DEEP - 1) + b"]" * (untrusted.DEEP - 1)
+    assert untrusted.parse(inside) is not None
     for deep in (b"[" * 200 + b"]" * 200, b'{"a":' * 200 + b"1" + b"}" * 200, b"[" * 5000):
         with pytest.raises(ValueError, match="nested too deeply"):
-            bounded.parse(deep)
+            untrusted.parse(deep)
 
 
 @pytest.mark.parametrize("kind, size", [(0, 1), (8, 8)])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
 from quantkit.grids.distance import ROUNDS, error_up_to_scales, weight_error
 from quantkit.inspection import verify
-from quantkit.models.containers import sums
+from quantkit.models.files import sums
 
 TEXT = ["--samples", 4, "--seqlen", 32, "--group-size", 32]
 

@@ -19,7 +19,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.int_quantized import IntQuantized
 from quantkit.models.open import open_checkpoint
 from quantkit.quantize import methods
-from quantkit.quantize.capture import KEPT, Statistics
+from quantkit.quantize.calibrate.capture import KEPT, Statistics
 from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.awq import Losses, Reader

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.quantize import curvature, loop
-from quantkit.quantize.scratch import Scratch
+from quantkit.quantize import loop
+from quantkit.quantize.calibrate import curvature
 from quantkit.quantize.solvers.yaqa import UNREACHED
+from quantkit.quantize.staging.scratch import Scratch
 from quantkit.quantize.transforms import Transformed
 
 OPTIONS = "--solver yaqa --group-size 32 --samples 4 --seqlen 16 --batch-size 2 --threads 1 -q".split()

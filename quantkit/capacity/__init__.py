@@ -15,6 +15,6 @@ torch; what they leave open is asked of transformers, which takes a few seconds.
     job.py           peak memory and disk of a quantization job; job_time.py how long it takes
     forecast.py      all of it as one record; tables.py for people
 
-The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/quantize/plan.py) builds the model's modules
-and so knows more; its memory comes from the same formula.
+The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/quantize/prepare/plan.py) builds the
+model's modules and so knows more; its memory comes from the same formula.
 """

@@ -11,10 +11,10 @@ from functools import cache
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor, from_headers
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError, first_line
-from quantkit.models.llamacpp import architectures, mixtures
-from quantkit.models.llamacpp.architecture import Architecture
-from quantkit.models.llamacpp.file_types import FILE_TYPES as ALL_FILE_TYPES
-from quantkit.models.llamacpp.file_types import Model
+from quantkit.models.gguf import architectures, mixtures
+from quantkit.models.gguf.architecture import Architecture
+from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
+from quantkit.models.gguf.file_types import Model
 
 ALIGNMENT = 32
 Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order

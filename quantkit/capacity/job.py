@@ -12,9 +12,10 @@ from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.grids import processor
-from quantkit.models import held, limits
+from quantkit.models import held
+from quantkit.models.machine import limits
 from quantkit.quantize import methods
-from quantkit.quantize.memory import (
+from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
     MIB,

@@ -11,8 +11,8 @@ from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.grids import processor
-from quantkit.quantize.memory import BATCH_TOKENS
 from quantkit.quantize.methods import Work
+from quantkit.quantize.prepare.memory import BATCH_TOKENS
 
 CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
 START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text

@@ -17,9 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.errors import first_line
-from quantkit.models import plausible
-from quantkit.models.llamacpp import tensors
-from quantkit.models.meta_model import empty
+from quantkit.models.files import plausible
+from quantkit.models.gguf import tensors
+from quantkit.models.skeleton.meta_model import empty
 
 TOKENS = 4  # of the forward pass that fills the cache
 LAYERS = (

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import QuantkitError
-from quantkit.models.containers.safetensors_folder import TensorInfo, natural
+from quantkit.models.files.safetensors_folder import TensorInfo, natural
 from quantkit.models.held import EXPERTS, ROUTED
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -14,9 +14,8 @@ from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, 
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
 from quantkit.layouts import quantization_of
-from quantkit.models import undescribed
-from quantkit.models.containers import safetensors_folder
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.files import safetensors_folder, undescribed
+from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents, open_contents
 from quantkit.models.held import EXPERTS
 

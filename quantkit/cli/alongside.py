@@ -15,7 +15,7 @@ from quantkit.quantize import methods
 if TYPE_CHECKING:
     import typer
 
-    from quantkit.models.heartbeat import Failure
+    from quantkit.models.machine.heartbeat import Failure
 
 OTHERS = ("run", "imatrix", "eval")  # commands beside the methods that several processes share
 
@@ -33,7 +33,7 @@ def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
     def invoke(**values: Any) -> None:
         several.refuse(name, name in (*methods.available(), *OTHERS))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is told by us, in one line
-        from quantkit.models import ranks
+        from quantkit.models.machine import ranks
 
         with manners.stopping() as asked:
             try:
@@ -51,7 +51,7 @@ def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
 
 def _say(tell: Callable[[QuantkitError], None], failure: Failure, kept: str) -> None:
     """Tell a failure in place of the main thread."""
-    from quantkit.models import ranks
+    from quantkit.models.machine import ranks
 
     error = ranks.named(failure, kept)
     tell(error if error.message else QuantkitError(EXIT_CODES[failure.exit_code], kept, failure.exit_code))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.capacity.budget.options import AutoOptions, AutoRequest
+from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.cli import flags, manners
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
@@ -83,7 +83,7 @@ def _command() -> Callable[..., None]:
 
         with listener(values["quiet"]) as progress:
             with uncollected():  # after something is seen: torch takes seconds
-                from quantkit.capacity.budget import job, printed, run
+                from quantkit.auto import job, printed, run
 
             prepared = job.prepare(request, progress, values["dry_run"])
             if values["dry_run"]:

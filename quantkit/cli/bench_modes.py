@@ -81,7 +81,7 @@ class Asked:
         import torch
 
         from quantkit.evaluation.generate import shared_dtype
-        from quantkit.models.device import choose_device
+        from quantkit.models.machine.device import choose_device
         from quantkit.models.open import open_checkpoint
 
         if len(self.models) != 1:

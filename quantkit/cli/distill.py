@@ -18,7 +18,7 @@ from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
 
 if TYPE_CHECKING:
-    from quantkit.quantize.staging import Staging
+    from quantkit.quantize.staging.folder import Staging
 
 EPILOG = """Examples:
 

@@ -150,7 +150,7 @@ def command(
             from quantkit.evaluation.comparison.record import record
             from quantkit.evaluation.comparison.table import print_comparison
             from quantkit.evaluation.tasks import Tasks
-            from quantkit.models.device import choose_device
+            from quantkit.models.machine.device import choose_device
             from quantkit.models.open import open_checkpoint
 
         checkpoints = [

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from quantkit.quantize import recipe
+from quantkit.quantize.prepare import recipe
 
 
 def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

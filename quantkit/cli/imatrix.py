@@ -36,7 +36,7 @@ def _command() -> Callable[..., None]:
         with listener(values["quiet"]) as progress:
             with uncollected():  # after something is seen: torch takes seconds
                 from quantkit.cli import job_report
-                from quantkit.quantize import imatrix_job
+                from quantkit.quantize.calibrate import imatrix_job
 
             prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
             with manners.done_already(prepared.output, "give it to --imatrix"):

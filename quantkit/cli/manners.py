@@ -173,7 +173,7 @@ def resumable(
 @contextmanager
 def done_already(output: Path, hint: str) -> Iterator[None]:
     """Answer an interrupt by the output, if it is there by then and was not before."""
-    from quantkit.quantize import replacing  # which takes seconds
+    from quantkit.quantize.staging import replacing
 
     before = replacing.identity(output)
     try:

@@ -11,7 +11,8 @@ import typer
 
 from quantkit.cli import flags, manners
 from quantkit.errors import NOT_FOUND, QuantkitError
-from quantkit.quantize import methods, recipe
+from quantkit.quantize import methods
+from quantkit.quantize.prepare import recipe
 
 if TYPE_CHECKING:
     from quantkit.quantize.outputs import Summary
@@ -98,7 +99,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
-            from quantkit.quantize import finished, job, loop
+            from quantkit.quantize import job, loop
+            from quantkit.quantize.prepare import finished
 
         requests = _requests(choice, values)
         if values["resume"] and len(requests) > 1:  # those before the one that was interrupted

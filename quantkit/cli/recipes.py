@@ -12,7 +12,8 @@ import typer
 
 from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.quantize import methods, recipe
+from quantkit.quantize import methods
+from quantkit.quantize.prepare import recipe
 
 app = typer.Typer(
     add_completion=False,

@@ -48,7 +48,7 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation import generate, self_text
-            from quantkit.models.device import choose_device
+            from quantkit.models.machine.device import choose_device
             from quantkit.models.open import open_checkpoint
             from quantkit.quantize.job import base_name
 

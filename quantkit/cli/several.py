@@ -1,7 +1,7 @@
 """Commands as several processes, started by torchrun: who speaks, how they end together, how to go on.
 
-What the ranks do is `quantkit/models/ranks.py`; here is what a user sees of it. Nothing of it is imported, or
-costs anything, where nobody started several.
+What the ranks do is `quantkit/models/machine/ranks.py`; here is what a user sees of it. Nothing of it is
+imported, or costs anything, where nobody started several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def end(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
     """Of several processes, end this one as all others end; one of them tells the error."""
     if wanted() == 1:
         return
-    from quantkit.models import ranks
+    from quantkit.models.machine import ranks
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on nothing is to come in between
     ending, speaks = ranks.verdict(error)
@@ -67,7 +67,7 @@ def resumable(kept: str, again: str) -> Iterator[None]:
     if wanted() == 1:
         yield
         return
-    from quantkit.models import ranks
+    from quantkit.models.machine import ranks
 
     hint = f"{kept}; continue, with any number of processes, with: {again}"
     ranks.keep(hint)

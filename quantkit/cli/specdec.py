@@ -85,7 +85,7 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation.generate import shared_dtype
-            from quantkit.models.device import choose_device
+            from quantkit.models.machine.device import choose_device
             from quantkit.models.open import open_checkpoint
             from quantkit.serving.specdec import compare, printed
             from quantkit.serving.specdec.settings import LOOKUP, Settings, parse_ks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from quantkit.quantize.backward import chunk_tokens
+from quantkit.quantize.calibrate.backward import chunk_tokens
 
 Logits = Callable[[Tensor], Tensor]  # of hidden states `[tokens, hidden]`
 

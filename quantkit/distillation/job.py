@@ -18,15 +18,16 @@ from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.student import Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models import headers
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import plan, replacing
 from quantkit.quantize.job import base_name, calibrate, check_run, open_skeleton
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.folder import Staging
 from quantkit.text.calibration import CalibrationSet
 
 SCHEMA = "quantkit.distill/1"

@@ -17,12 +17,12 @@ from quantkit import __version__
 from quantkit.distillation.student import Floats, Student
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.inspection.verify import ERRORS
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import gguf_writer, sums
+from quantkit.models.files import gguf_writer, sums
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.gguf.coded import CodedGguf
 from quantkit.models.headers import MANIFEST
-from quantkit.models.llamacpp.coded import CodedGguf
 from quantkit.models.open import open_checkpoint
-from quantkit.quantize.finish import VERIFY_TOLERANCE
+from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
 from quantkit.quantize.outputs.folder import TIMINGS
 
 CARD = "README.md"

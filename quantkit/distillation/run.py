@@ -17,12 +17,12 @@ from quantkit.distillation.blocks import Final
 from quantkit.distillation.job import Job
 from quantkit.distillation.student import Floats
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models import unchanged
-from quantkit.models.heap import map_large_blocks
+from quantkit.models.files import unchanged
+from quantkit.models.machine.heap import map_large_blocks
+from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import disk_errors
-from quantkit.quantize.states import States
+from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.timings import Timings
 
 UNLIKE = 0.5  # relative difference of two embeddings that no rounding makes

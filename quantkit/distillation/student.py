@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import Layout, understood
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.llamacpp.checkpoint import GgufCheckpoint
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.loading import TORCH_DTYPES
-from quantkit.quantize.linears import linears
+from quantkit.quantize.prepare.linears import linears
 
 Floats = dict[str, Tensor]  # float32, by names in a block (`mlp.up_proj.weight.scale`) or in the model
 
@@ -222,6 +222,6 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
 
 def _coded(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
     """The same file with the linears of its blocks left packed."""
-    from quantkit.models.llamacpp.coded import CodedGguf
+    from quantkit.models.gguf.coded import CodedGguf
 
     return CodedGguf.of(checkpoint, [row.name for row in linears(Skeleton(checkpoint, dtype, device))])

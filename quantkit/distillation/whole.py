@@ -22,10 +22,10 @@ from quantkit.distillation.blocks import Final, Text
 from quantkit.distillation.descent import Descent, order
 from quantkit.distillation.student import Floats, Student
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.backward import chunk_tokens, through_block, through_head
+from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import Staging
-from quantkit.quantize.staging import load as load_staged
+from quantkit.quantize.staging.folder import Staging
+from quantkit.quantize.staging.folder import load as load_staged
 
 SAVE_SECONDS = 60.0  # between two states that --resume could go on from; when they are saved changes no byte
 

@@ -24,14 +24,15 @@ from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
 from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
-from quantkit.models import ranks, unchanged
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.heap import map_large_blocks
+from quantkit.models.files import unchanged
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine import ranks
+from quantkit.models.machine.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
-from quantkit.quantize.memory import BATCH_TOKENS
-from quantkit.quantize.staging import disk_errors
-from quantkit.quantize.states import HERE, Place, States
+from quantkit.quantize.calibrate.states import HERE, Place, States
+from quantkit.quantize.prepare.memory import BATCH_TOKENS
+from quantkit.quantize.staging.folder import disk_errors
 
 FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight times as long for each
 

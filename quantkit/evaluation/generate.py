@@ -21,9 +21,9 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models import tokenizing
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_dtype
-from quantkit.models.heap import return_freed_pages
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import choose_dtype
+from quantkit.models.machine.heap import return_freed_pages
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.chat import ChatTemplate, Conversation
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from quantkit.models import limits, ranks
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory, host_memory, is_accelerator
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine import limits, ranks
+from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.linears import linears
-from quantkit.quantize.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES
-from quantkit.quantize.plan import check_disk, forward_memory, shapes_of
-from quantkit.quantize.room import TENTH, check_memory
-from quantkit.quantize.states import HERE, Place
+from quantkit.quantize.calibrate.states import HERE, Place
+from quantkit.quantize.prepare.linears import linears
+from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES
+from quantkit.quantize.prepare.plan import check_disk, forward_memory, shapes_of
+from quantkit.quantize.prepare.room import TENTH, check_memory
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
 CHUNKS = 5  # of them: logits of one model as they are and normed, the other's, and what they differ by

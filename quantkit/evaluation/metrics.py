@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.models import ranks
+from quantkit.models.machine import ranks
 
 SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
 

@@ -12,7 +12,7 @@ from quantkit.evaluation.comparison.record import record
 from quantkit.evaluation.metrics import select
 from quantkit.evaluation.stream import Listener
 from quantkit.evaluation.windows import Windows
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import transformers
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.whole_model import load_model
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.quantize.replacing import check_place
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.quantize.staging.replacing import check_place
 
 SCHEMA = "quantkit.sample/1"
 BATCH = 32  # sequences written side by side: part of what decides the text

@@ -11,10 +11,10 @@ from torch import Tensor
 from quantkit.evaluation.kv_cache import Kv, KvCache, stored_scales
 from quantkit.evaluation.memory import CHUNK_BYTES
 from quantkit.evaluation.trial import Trial
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
-from quantkit.quantize.states import Place, States
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate.states import Place, States
 
 Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 

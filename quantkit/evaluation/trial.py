@@ -11,11 +11,12 @@ import torch
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.grids.distance import weight_error
 from quantkit.layouts import LinearSpec, WeightsOnly
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import composing, linears, methods, recipe
+from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Sizes
+from quantkit.quantize.prepare import composing, linears, recipe
 
 ROUNDING = ("solver=rtn",), ("solver=rtn", "transform=none")  # settings that make do without text
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from quantkit.errors import RESOURCES, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
 from quantkit.tables import size
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
-from quantkit.models import ranks, tokenizing
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import bounded
+from quantkit.models import tokenizing
+from quantkit.models.files import untrusted
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine import ranks
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.calibration import begins_with_bos
 
@@ -134,7 +135,7 @@ def load(
 def read_text(path: Path) -> str:
     """The text of --text. Raises QuantkitError for what is not there or is no UTF-8."""
     try:
-        bounded.refuse_irregular(path)
+        untrusted.refuse_irregular(path)
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise QuantkitError(

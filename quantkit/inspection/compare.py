@@ -10,7 +10,7 @@ import torch
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection.names import part_of
 from quantkit.inspection.values import Listener
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 

@@ -116,7 +116,7 @@ def _torch() -> Iterator[Finding]:
     """Devices, and what they compute in 16 bit."""
     import torch
 
-    from quantkit.models import device
+    from quantkit.models.machine import device
 
     note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
     yield Finding("cpu", f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads", None, note)

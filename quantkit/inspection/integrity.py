@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.errors import count, name_all
 from quantkit.inspection import agreement, architecture
 from quantkit.inspection.stored import Weight
-from quantkit.models.containers import safetensors_folder
+from quantkit.models.files import safetensors_folder
 from quantkit.models.headers import Contents
 
 VOCABULARIES = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from quantkit import layouts
 from quantkit.layouts import _foreign, ggml
 from quantkit.layouts._headers import Codes, Headers, Mark
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.headers import Contents
 
 

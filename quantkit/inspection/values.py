@@ -10,7 +10,7 @@ import torch
 
 from quantkit.errors import QuantkitError, count, name_all
 from quantkit.inspection.clients import of_damaged
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 
 Listener = Callable[[str, int, int], None]  # what, done, of how many

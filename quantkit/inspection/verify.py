@@ -15,8 +15,8 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, count,
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import sums
+from quantkit.models.files import sums
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.headers import CONFIG, MANIFEST, Contents, open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton

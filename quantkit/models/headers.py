@@ -12,11 +12,10 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts import quantization_of
-from quantkit.models import hub
-from quantkit.models.containers import bounded, git_lfs, safetensors_folder
-from quantkit.models.containers.bounded import SMALL_BYTES
-from quantkit.models.containers.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
-from quantkit.models.hub_headers import Repository
+from quantkit.models.files import git_lfs, hub, safetensors_folder, untrusted
+from quantkit.models.files.hub_headers import Repository
+from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
+from quantkit.models.files.untrusted import SMALL_BYTES
 
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
@@ -103,7 +102,7 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
         problems.append(f"{name} is a Git LFS pointer, not the file it stands for")
         return None
     try:
-        content = bounded.parse(data)
+        content = untrusted.parse(data)
     except ValueError as error:
         problems.append(f"{name} is not JSON: {first_line(error)}")
         return None
@@ -199,8 +198,8 @@ def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
 
 
 def _of_gguf(source: str, path: Path) -> Contents:
-    from quantkit.models.containers.gguf_file import read_header  # `gguf` takes a while to import
-    from quantkit.models.llamacpp.file_config import config_of, refuse_imatrix
+    from quantkit.models.files.gguf_file import read_header  # `gguf` takes a while to import
+    from quantkit.models.gguf.file_config import config_of, refuse_imatrix
 
     metadata, infos = read_header(path)
     refuse_imatrix(source, metadata)

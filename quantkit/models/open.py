@@ -9,9 +9,9 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models import headers, hub, plausible, unchanged, undescribed
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import slices
+from quantkit.models import headers
+from quantkit.models.files import hub, plausible, slices, unchanged, undescribed
+from quantkit.models.files.checkpoint import Checkpoint
 
 ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
 EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
@@ -23,7 +23,7 @@ def open_checkpoint(
     """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
     folder = hub.resolve(source, revision, offline)
     if folder.is_file():
-        from quantkit.models.llamacpp.checkpoint import open_file  # `gguf` takes a while to import
+        from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 
         return open_file(source, folder)
     seen = unchanged.look(folder)

@@ -7,9 +7,9 @@ import json
 import math
 
 from quantkit.errors import name_all
-from quantkit.models.llamacpp import merges as bpe
-from quantkit.models.llamacpp.pre_tokenizers import cuts, is_byte_level
-from quantkit.models.llamacpp.token_models import BYTES, SPACE
+from quantkit.models.gguf import merges as bpe
+from quantkit.models.gguf.pre_tokenizers import cuts, is_byte_level
+from quantkit.models.gguf.token_models import BYTES, SPACE
 
 SAMPLE = """Hello  World's 1234 -- naïve café, Ünïcödé; they'RE 12 and I'll pay $1,234.56 (or 7%)!
 \tdef f(x_1: list[int]) -> dict:   # HTTPServer/parseJSON2 camelCase

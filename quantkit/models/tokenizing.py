@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models.containers import bounded
+from quantkit.models.files import untrusted
 
 PIECE = 1 << 16  # characters of a piece, and on to the next line end
 LONGEST = 1 << 19  # of a piece without a place to cut it
@@ -115,7 +115,7 @@ def refuse_file(path: Path) -> None:
     if not SUSPICIOUS.search(data):  # parsing the largest of them takes a second
         return
     try:
-        content = bounded.parse(data)
+        content = untrusted.parse(data)
         model = content["model"]
         vocabulary = model.get("vocab") or {}
         ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ())]

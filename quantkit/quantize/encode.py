@@ -8,18 +8,19 @@ from pathlib import Path
 
 import torch
 
-from quantkit.models import ranks, unchanged
-from quantkit.models.heap import keep_freed_pages
-from quantkit.models.llamacpp.imatrix import Imatrix
+from quantkit.models.files import unchanged
+from quantkit.models.gguf.imatrix import Imatrix
+from quantkit.models.machine import ranks
+from quantkit.models.machine.heap import keep_freed_pages
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import finish, imatrix_job, importance
+from quantkit.quantize.calibrate import imatrix_job, importance
+from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.job import Job
-from quantkit.quantize.outputs import Summary
+from quantkit.quantize.outputs import Summary, finish
 from quantkit.quantize.outputs.gguf import File
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import disk_errors
-from quantkit.quantize.states import Place
+from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.timings import Timings
 
 

@@ -21,20 +21,23 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
-from quantkit.models import ranks, unchanged
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_device, choose_dtype
+from quantkit.models.files import unchanged
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine import ranks
+from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions, size_bytes
-from quantkit.quantize import composing, linears, methods, plan, replacing, room, sharing
-from quantkit.quantize.bystander import Bystander
-from quantkit.quantize.linears import Kept
+from quantkit.quantize import methods, sharing
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.plan import JobPlan
+from quantkit.quantize.prepare import composing, linears, plan, room
+from quantkit.quantize.prepare.linears import Kept
+from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.bystander import Bystander
+from quantkit.quantize.staging.folder import Staging
 from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet

@@ -18,24 +18,27 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantkit.models import ranks, unchanged
-from quantkit.models.device import give_back
-from quantkit.models.heap import keep_freed_pages, map_large_blocks, mapped
-from quantkit.quantize import cache_peaks, curvature, finish, room, sharing, towers, walk
-from quantkit.quantize.beside import Beside
-from quantkit.quantize.cache_peaks import Peaks
-from quantkit.quantize.curvature import Curvatures
-from quantkit.quantize.expert_by_expert import ExpertByExpert
+from quantkit.models.files import unchanged
+from quantkit.models.machine import ranks
+from quantkit.models.machine.device import give_back
+from quantkit.models.machine.heap import keep_freed_pages, map_large_blocks, mapped
+from quantkit.quantize import sharing
+from quantkit.quantize.calibrate import cache_peaks, curvature, walk
+from quantkit.quantize.calibrate.beside import Beside
+from quantkit.quantize.calibrate.cache_peaks import Peaks
+from quantkit.quantize.calibrate.curvature import Curvatures
+from quantkit.quantize.calibrate.expert_by_expert import ExpertByExpert
+from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
+from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_sites
+from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.job import Job
-from quantkit.quantize.measure import Block, Measured, Measuring
-from quantkit.quantize.outputs import Summary
-from quantkit.quantize.parts import BlockParts
+from quantkit.quantize.outputs import Summary, finish
+from quantkit.quantize.prepare import room, towers
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.scratch import Scratch
-from quantkit.quantize.sites import PROBE_TOKENS, find_sites, fused_sites
 from quantkit.quantize.solving import Solving
-from quantkit.quantize.staging import disk_errors
-from quantkit.quantize.states import Place, States
+from quantkit.quantize.staging.folder import disk_errors
+from quantkit.quantize.staging.parts import BlockParts
+from quantkit.quantize.staging.scratch import Scratch
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import Transform, Transformed
 from quantkit.quantize.transforms.stored import set_aside

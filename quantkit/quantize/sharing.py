@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.grids.grid import Grid, stack
-from quantkit.models import ranks
-from quantkit.quantize.fingerprint import differences
+from quantkit.models.machine import ranks
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.methods import Method
-from quantkit.quantize.sites import Site
+from quantkit.quantize.prepare.fingerprint import differences
 from quantkit.quantize.solvers import SiteStatistics, Solved, Solver, clipping
 
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"

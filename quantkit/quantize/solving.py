@@ -12,12 +12,12 @@ from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.layouts import LinearSpec
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import sharing
-from quantkit.quantize.curvature import Curvatures
-from quantkit.quantize.measure import Block
+from quantkit.quantize.calibrate.curvature import Curvatures
+from quantkit.quantize.calibrate.measure import Block
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.methods import Method
-from quantkit.quantize.parts import BlockParts
-from quantkit.quantize.sites import Site
 from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import Transformed
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.models.device import synchronize
+from quantkit.models.machine.device import synchronize
 
 
 @dataclass

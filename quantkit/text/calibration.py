@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models import tokenizing
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.hub_datasets import Dataset

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
-from quantkit.models import hub
+from quantkit.models.files import hub
 from quantkit.text.chat import column_of
 
 ALIASES = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line
-from quantkit.models.containers.bounded import refuse_irregular
+from quantkit.models.files.untrusted import refuse_irregular
 from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets
 from quantkit.text.chat import Conversation, column_of

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import llamacpp_library  # noqa: E402
 
-from quantkit.models.llamacpp import file_types, imatrix  # noqa: E402
+from quantkit.models.gguf import file_types, imatrix  # noqa: E402
 
 
 def quantkit(*arguments: object) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
+from quantkit.quantize.calibrate import walk
 
 TOKENS = 4096  # that blocks are judged by: the order of blocks settles long before their divergences do
 ROUNDS = 8  # at most; where more blocks than that are to go, several go in a round

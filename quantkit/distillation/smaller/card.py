@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from quantkit import __version__
-from quantkit.models import hub
-from quantkit.models.checkpoint import MANIFEST, Checkpoint
-from quantkit.models.containers import sums
+from quantkit.models.files import hub, sums
+from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.tables import megabytes
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from quantkit.distillation.smaller.blocks import through
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
-from quantkit.quantize.capture import Statistics, refuse_not_finite
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate.capture import Statistics, refuse_not_finite
 
 DAMPING = 0.01  # of the mean of the diagonal
 

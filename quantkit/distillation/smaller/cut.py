@@ -15,13 +15,13 @@ from torch import Tensor
 from quantkit.distillation.smaller.channels import Narrowed
 from quantkit.distillation.smaller.shape import Axis, Shape, changed
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import safetensors_folder
-from quantkit.models.containers.safetensors_folder import CONFIG, DTYPE_BYTES, TensorInfo
+from quantkit.models.files import safetensors_folder
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.safetensors_folder import CONFIG, DTYPE_BYTES, TensorInfo
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import walk
-from quantkit.quantize.finish import VERIFY_TOLERANCE
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
 
 CHECKED = 8  # tokens whose logits are compared
 

@@ -20,14 +20,15 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models import headers
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import free_memory
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import plan, replacing, room
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
+from quantkit.quantize.prepare import plan, room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import Staging
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.folder import Staging
 from quantkit.text.calibration import CalibrationSet
 
 SCHEMA = "quantkit.distill-smaller/1"

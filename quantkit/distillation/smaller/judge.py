@@ -14,7 +14,7 @@ from quantkit.evaluation.comparison.record import record
 from quantkit.evaluation.evaluate import evaluate
 from quantkit.evaluation.stream import Listener
 from quantkit.evaluation.windows import Protocol, Windows
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.calibration import CalibrationSet
 

@@ -29,15 +29,15 @@ from quantkit.distillation.smaller import (
 from quantkit.distillation.smaller.job import Job
 from quantkit.evaluation import self_text
 from quantkit.evaluation.windows import Windows
-from quantkit.models import unchanged
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_dtype
+from quantkit.models.files import unchanged
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.loading import TORCH_DTYPES
-from quantkit.quantize import plan
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import disk_errors
+from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.timings import Timings
 
 Students = list[Checkpoint]  # as cut, and trained

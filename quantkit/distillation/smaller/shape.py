@@ -14,9 +14,8 @@ import transformers
 from torch import nn
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
-from quantkit.models import meta_model
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.skeleton import Skeleton, experts
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.skeleton import Skeleton, experts, meta_model
 
 DEPTH = "num_hidden_layers"
 WIDTH_WORDS = ("intermediate_size", "ffn", "inner")  # in what families call the width of their MLPs

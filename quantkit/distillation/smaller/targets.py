@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import plan, walk
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.prepare import plan
 
 GROUP_TOKENS = 1 << 18  # whose states are in memory at a time: weights are read once for each group
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.comparison.record import SCHEMA, pareto
-from quantkit.models.containers import bounded
+from quantkit.models.files import untrusted
 
 SAME_NLL = 1e-4  # nats a token by which one model may differ between machines, float32 sums in another order
 LARGEST = 1e30  # of numbers that are drawn; one divided by it is the least
@@ -21,7 +21,7 @@ Named = tuple[str, dict]  # file, record
 def read(path: Path) -> Named:
     """One file of `quantkit eval --json`. Raises QuantkitError naming what is wrong with it."""
     try:
-        text = bounded.read(path).decode("utf-8")
+        text = untrusted.read(path).decode("utf-8")
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "quantkit eval … --json > FILE makes one", NOT_FOUND

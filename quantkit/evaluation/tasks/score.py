@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.evaluation.stream import Listener, StreamedModel
-from quantkit.quantize.memory import BATCH_TOKENS
+from quantkit.quantize.prepare.memory import BATCH_TOKENS
 
 ROUND_TOKENS = 1 << 16  # whose hidden states are held while the blocks pass by
 LENGTHS = 32  # of a batch are multiples of this: few shapes, and little padding

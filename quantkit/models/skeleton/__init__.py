@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quantkit.layouts import Layout
-from quantkit.models import meta_model
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.skeleton import experts, streaming, towers
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.skeleton import experts, meta_model, streaming, towers
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names
 from quantkit.models.skeleton.recording import Recorder

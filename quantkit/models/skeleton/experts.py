@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton.fused import Form, Fused, form_of, one_by_one
 from quantkit.models.skeleton.streaming import ExpertLinear
 

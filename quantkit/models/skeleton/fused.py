@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from quantkit.models import meta_model
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers.safetensors_folder import DTYPE_BYTES, TensorInfo
-from quantkit.models.containers.slices import Mxfp4, Slice
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
+from quantkit.models.files.slices import Mxfp4, Slice
+from quantkit.models.skeleton import meta_model
 
 BIAS = "_bias"
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"

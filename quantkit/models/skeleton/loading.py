@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from quantkit.errors import DamagedError, QuantkitError
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout, understood
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import pinned
-from quantkit.models.heap import return_freed_pages
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import pinned
+from quantkit.models.machine.heap import return_freed_pages
 from quantkit.models.skeleton.names import Names
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

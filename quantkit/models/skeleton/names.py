@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
-from quantkit.models import meta_model
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.undescribed import CODED
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.undescribed import CODED
+from quantkit.models.skeleton import meta_model
 
 
 class Names:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton.names import Names
 
 

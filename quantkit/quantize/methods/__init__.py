@@ -29,8 +29,8 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.layouts import Layout, Width
-    from quantkit.quantize.linears import MakeGrid, Override
     from quantkit.quantize.outputs import Output
+    from quantkit.quantize.prepare.linears import MakeGrid, Override
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms import Transform
 

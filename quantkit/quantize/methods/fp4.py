@@ -10,13 +10,13 @@ from quantkit.layouts import Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms import mxfp4_pack_quantized, nvfp4_pack_quantized
 from quantkit.options import option
-from quantkit.quantize import composing
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
+from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.fp4 import Fp4Grid
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.linears import Override
+    from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
 WORK = Work(1, 10, (0.5e-6, 2e-6), (1.4, 5), GPTQ_PUBLISHED, sample=1 / 8)

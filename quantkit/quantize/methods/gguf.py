@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
-from quantkit.models.llamacpp.file_types import (
+from quantkit.models.gguf.file_types import (
     BLOCKS,
     FILE_TYPES,
     NEED_IMPORTANCE,
@@ -19,7 +19,7 @@ from quantkit.models.llamacpp.file_types import (
     Model,
     parse_file_type,
 )
-from quantkit.models.llamacpp.mixtures import (
+from quantkit.models.gguf.mixtures import (
     EMBEDDING,
     Choice,
     Wishes,
@@ -28,21 +28,21 @@ from quantkit.models.llamacpp.mixtures import (
     without_importance,
 )
 from quantkit.options import option
-from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     GPTQ_PUBLISHED,
     Method,
     Work,
     refuse_override,
 )
+from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
-    from quantkit.models.checkpoint import Checkpoint
-    from quantkit.models.llamacpp.imatrix import Imatrix
-    from quantkit.models.llamacpp.tensors import Target
+    from quantkit.models.files.checkpoint import Checkpoint
+    from quantkit.models.gguf.imatrix import Imatrix
+    from quantkit.models.gguf.tensors import Target
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.linears import Override
+    from quantkit.quantize.prepare.linears import Override
 
 UNUSED = ("override", "towers", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
@@ -151,7 +151,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     """Compose the method: every tensor's type is chosen here, from names and shapes."""
     from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
-    from quantkit.models.llamacpp import configuration, metadata, tensors
+    from quantkit.models.gguf import configuration, metadata, tensors
     from quantkit.models.skeleton import towers
     from quantkit.quantize.outputs.gguf import GgufOutput
 
@@ -269,7 +269,7 @@ def _rows(targets: Sequence[Target]) -> int:
 
 def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
     """The importance matrix of a file. Raises QuantkitError unless it is one of this model."""
-    from quantkit.models.llamacpp import imatrix
+    from quantkit.models.gguf import imatrix
 
     found = imatrix.read(path)
     shapes = {target.name: target.shape for target in targets}
@@ -291,8 +291,8 @@ def chosen_types(
     options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
 ) -> list[Choice]:
     """The type of every target. Raises QuantkitError where --strict refuses what does not fit."""
-    from quantkit.models.llamacpp import architectures
-    from quantkit.models.llamacpp.architecture import kv_heads
+    from quantkit.models.gguf import architectures
+    from quantkit.models.gguf.architecture import kv_heads
 
     config = skeleton.checkpoint.text_config
     row = architectures.of_config(config)

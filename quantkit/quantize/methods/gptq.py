@@ -11,7 +11,6 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
-from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     GPTQ_PUBLISHED,
     Method,
@@ -19,10 +18,11 @@ from quantkit.quantize.methods import (
     affine_width,
     check_grid,
 )
+from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.linears import Override
+    from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"

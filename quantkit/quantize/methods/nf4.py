@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize import composing
 from quantkit.quantize.methods import (
     Method,
     Work,
     refuse_override,
 )
+from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.linears import Override
+    from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
 WORK = Work(0, 0, (15e-9, 60e-9), tables=72 << 20)

@@ -10,13 +10,13 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
 from quantkit.layouts.compressed_tensors.forms.int_quantized import IntQuantized
 from quantkit.options import option
-from quantkit.quantize import composing
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
+from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.linears import Override
+    from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "W8A8: 8 bit integers, weights and activations, smoothed into each other; Ampere, Turing, CPUs."
 COMPUTES = "int8"  # see capacity/formats.py

@@ -11,15 +11,15 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers.safetensors_folder import TensorInfo
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton, towers
 from quantkit.models.skeleton.towers import Beside
-from quantkit.quantize.linears import kept_parameters
+from quantkit.quantize.calibrate.states import Place
+from quantkit.quantize.prepare.linears import kept_parameters
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
-from quantkit.quantize.staging import Staging
-from quantkit.quantize.states import Place
+from quantkit.quantize.staging.folder import Staging
 
 Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
 

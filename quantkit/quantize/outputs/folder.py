@@ -12,15 +12,15 @@ from types import MappingProxyType
 from quantkit.errors import name_all
 from quantkit.inspection.names import split
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.checkpoint import MANIFEST, Checkpoint
-from quantkit.models.containers import safetensors_folder, sums
-from quantkit.models.containers.safetensors_folder import TensorInfo
-from quantkit.models.containers.slices import Slice
+from quantkit.models.files import safetensors_folder, sums
+from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
+from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.files.slices import Slice
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card, within
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
-from quantkit.quantize.states import Place
 
 TIMINGS = "quantkit-timings.json"
 

@@ -23,21 +23,22 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
-from quantkit.models import ranks
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.containers import sums
-from quantkit.models.containers.gguf_writer import Entry, GgufWriter
-from quantkit.models.containers.safetensors_folder import TensorInfo
-from quantkit.models.llamacpp.imatrix import Imatrix
-from quantkit.models.llamacpp.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
-from quantkit.models.llamacpp.tensors import Target
+from quantkit.models.files import sums
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.gguf.imatrix import Imatrix
+from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
+from quantkit.models.gguf.tensors import Target
+from quantkit.models.machine import ranks
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import sharing, staging
-from quantkit.quantize.importance import of_head
+from quantkit.quantize import sharing
+from quantkit.quantize.calibrate.importance import of_head
+from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
-from quantkit.quantize.states import Place
+from quantkit.quantize.staging import folder as staging
 
 DECODED = 1 << 24  # values that are decoded at a time
 TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066

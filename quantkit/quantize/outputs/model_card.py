@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantkit import __version__
 from quantkit.errors import count
-from quantkit.models import hub
+from quantkit.models.files import hub
 from quantkit.quantize.outputs import Material, Summary
 
 

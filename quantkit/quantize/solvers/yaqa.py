@@ -1,7 +1,7 @@
 """YAQA: error feedback from both sides of a linear (Tseng et al. 2025, arXiv:2505.22988).
 
 GPTQ keeps the error of a linear's outputs small, whatever becomes of it behind. With G, the curvature of the
-model's own loss on the output side (`quantize/curvature.py`), the loss of an error `E = W - Ŵ` is
+model's own loss on the output side (`quantize/calibrate/curvature.py`), the loss of an error `E = W - Ŵ` is
 `tr(G E H Eᵀ)`: errors that two rows make together may cost less than either alone. Its least values on a grid
 are sought as GPTQ does on its side, by Babai's nearest plane for the Kronecker product `G ⊗ H` (section 3.2
 there): with `G = B Bᵀ`, B upper triangular in blocks of rows, rows `R` are quantized for a target that makes

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
-from quantkit.quantize.sites import Site
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics, Solved
 
 

@@ -31,8 +31,8 @@ from quantkit.grids.ggml.search import square_root
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 from quantkit.models import held
-from quantkit.quantize.memory import SEARCHED
-from quantkit.quantize.sites import Site
+from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.prepare.memory import SEARCHED
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.loss import row_losses
 from quantkit.quantize.transforms import BlockView, Transformed, inside

@@ -30,7 +30,7 @@ from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader
 
 if TYPE_CHECKING:
     from quantkit.grids.grid import Grid
-    from quantkit.quantize.sites import Site
+    from quantkit.quantize.calibrate.sites import Site
     from quantkit.quantize.solvers import SiteStatistics
     from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.transforms import BlockView, Transformed

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantize.sites import Site
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.transforms.probe import Observation, Probe, alike, assign
 from quantkit.quantize.transforms.rows import Following
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from quantkit.models.skeleton.experts import Experts, ParallelExperts
-from quantkit.quantize.sites import Site
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.transforms import BlockView, Transformed
 from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
 from quantkit.quantize.transforms.probe import probing

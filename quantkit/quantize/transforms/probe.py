@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quantkit.models.skeleton.experts import Experts, ParallelExperts, SortedExperts
-from quantkit.quantize.sites import Site
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.transforms import BlockView
 
 TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms that store w - 1 round

@@ -40,7 +40,7 @@ from quantkit.quantize.transforms.feedback import FLOOR, ROWS, UNFOLDED
 
 if TYPE_CHECKING:
     from quantkit.grids.grid import Grid
-    from quantkit.quantize.sites import Site
+    from quantkit.quantize.calibrate.sites import Site
     from quantkit.quantize.solvers import SiteStatistics, Solver
     from quantkit.quantize.transforms import BlockView, Transformed
     from quantkit.quantize.transforms.fold import Producer

@@ -15,7 +15,7 @@ import torch
 
 from quantkit.capacity import devices
 from quantkit.errors import QuantkitError
-from quantkit.models.device import free_memory, is_accelerator, synchronize
+from quantkit.models.machine.device import free_memory, is_accelerator, synchronize
 
 SIDE = 1024  # of the matrices that are multiplied
 COLUMNS = 1024  # of the matrix that is read

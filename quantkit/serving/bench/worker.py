@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError, first_line
-from quantkit.models.heap import return_freed_pages
+from quantkit.models.machine.heap import return_freed_pages
 from quantkit.serving.bench import runners
 from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.memory import Meter
@@ -90,7 +90,7 @@ def _possible(job: Job, device: Any, emit: Emit) -> list[Point]:
     free, value_bytes = psutil.virtual_memory().available, 4
     packed = job.subject.container == "gguf" and job.engine != "transformers"
     if device is not None:
-        from quantkit.models.device import free_memory
+        from quantkit.models.machine.device import free_memory
 
         free = free_memory(device)
     if packed or job.settings.dtype != "float32":

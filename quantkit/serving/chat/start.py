@@ -12,9 +12,8 @@ import torch
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
-from quantkit.models import hub
-from quantkit.models.containers import gguf_file
-from quantkit.models.device import choose_device
+from quantkit.models.files import gguf_file, hub
+from quantkit.models.machine.device import choose_device
 from quantkit.models.open import open_checkpoint
 from quantkit.serving.chat.through_llamacpp import LlamaCppChat
 from quantkit.serving.chat.through_transformers import TransformersChat

@@ -11,7 +11,7 @@ from quantkit.capacity import source as capacity_source
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.grids import kv_types
-from quantkit.models.containers import gguf_file
+from quantkit.models.files import gguf_file
 from quantkit.serving.chat.turn import Answer, Facts, Prompt, Stream
 from quantkit.serving.engines import llamacpp
 

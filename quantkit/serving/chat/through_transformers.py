@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quantkit.evaluation.generate import Streamer
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.chat.kept_cache import KeptCache, nbytes
 from quantkit.serving.chat.tokens import Tokens
 from quantkit.serving.chat.turn import Answer, Facts, Prompt, Stream

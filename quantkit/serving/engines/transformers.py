@@ -14,8 +14,8 @@ from torch import nn
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
 from quantkit.evaluation.whole_model import load_model
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import free_memory
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # warns at every product, of what it rounds the inputs to

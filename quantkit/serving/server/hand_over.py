@@ -15,7 +15,7 @@ import psutil
 from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection import record
-from quantkit.models import hub
+from quantkit.models.files import hub
 from quantkit.models.headers import Contents, open_contents
 from quantkit.quantize.progress import Progress
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
@@ -156,7 +156,7 @@ def _memory(settings: Settings, offer: Offer) -> sizing.Memory:
     if settings.device == "cpu":
         free = psutil.virtual_memory().available
         return sizing.Memory("cpu", int(free * settings.memory_fraction))
-    from quantkit.models import device  # torch takes seconds
+    from quantkit.models.machine import device
 
     if offer.engine == "vllm" and settings.device == "auto" and shutil.which("nvidia-smi"):
         found = next(device.accelerators(), None)  # None: vLLM's own torch may see what ours does not

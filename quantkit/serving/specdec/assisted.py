@@ -20,8 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import synchronize
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import synchronize
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.specdec import lossless, pair
 from quantkit.serving.specdec.lossless import Parting, Uniformity

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError, name_all
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.heap import return_freed_pages
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.heap import return_freed_pages
 from quantkit.quantize.progress import Progress
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.specdec import assisted, gguf, pair, prompts, sweep

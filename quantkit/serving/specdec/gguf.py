@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.llamacpp import Session
 from quantkit.serving.specdec import lossless, pair

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count
-from quantkit.models.checkpoint import Checkpoint, Rewrite
+from quantkit.models.files.checkpoint import Checkpoint, Rewrite
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.names import Names
-from quantkit.quantize import walk
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate.sites import find_sites
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.sites import find_sites
 from quantkit.quantize.transforms import BlockView
 from quantkit.quantize.transforms.fold import find_folds
 from quantkit.quantize.transforms.probe import Probe, probing

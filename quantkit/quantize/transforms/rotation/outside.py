@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quantkit.models.checkpoint import Checkpoint
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.transforms.rotation import proof, stream
 from quantkit.quantize.transforms.rotation.edits import Edit, Turn, of_norm

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from quantkit.capacity.kv_cache import attention_scores
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import free_memory, give_back, synchronize
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import free_memory, give_back, synchronize
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.attention.fit import Fit, fit
 from quantkit.serving.bench.attention.kernels import Operators, describe

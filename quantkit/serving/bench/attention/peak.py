@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from quantkit.models.device import is_accelerator, synchronize
-from quantkit.models.heap import forbid_huge_pages, map_large_blocks, return_freed_pages
+from quantkit.models.machine.device import is_accelerator, synchronize
+from quantkit.models.machine.heap import forbid_huge_pages, map_large_blocks, return_freed_pages
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # what sets VmHWM to VmRSS

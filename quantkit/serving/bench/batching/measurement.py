@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import give_back, synchronize
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import give_back, synchronize
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.batching import continuous, dynamic, padded, static
 from quantkit.serving.bench.batching.accounting import Figures, Replay, figures

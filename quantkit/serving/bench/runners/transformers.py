@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import transformers
 
-from quantkit.models.checkpoint import Checkpoint
-from quantkit.models.device import choose_device, choose_dtype, give_back, synchronize
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import choose_device, choose_dtype, give_back, synchronize
 from quantkit.models.open import open_checkpoint
 from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing

@@ -1,0 +1,118 @@
+"""Who gets how many bits: an integer program.
+
+Binary `x[u, c]` says that unit u is stored as candidate c. Minimise `Σ loss[u, c] x[u, c]` where every unit
+has one candidate and `Σ bytes[u, c] x[u, c]` is within the budget: a multiple-choice knapsack, solved to the
+optimum by branch and bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise the
+bytes, where the losses have a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from quantkit.auto.units import Candidate, Unit
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+
+Losses = Mapping[tuple[str, str], float]  # by the names of unit and candidate
+GAP = 1e-6  # of the optimum, relative, at which the search may end
+SECONDS = 120.0
+
+
+def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str, str]:
+    """The choice of the least loss that takes at most `budget` bytes.
+
+    Raises QuantkitError where even the smallest candidates take more.
+    """
+    refuse_too_few(units, budget)
+    rows = [_undominated(unit, losses) for unit in units]
+    unit_bytes = math.gcd(*(one.nbytes for row in rows for one in row))
+    return _solve(
+        units,
+        rows,
+        [losses[unit.name, one.name] for unit, row in zip(units, rows, strict=True) for one in row],
+        [one.nbytes // unit_bytes for row in rows for one in row],
+        budget // unit_bytes,
+    )
+
+
+def refuse_too_few(units: Sequence[Unit], budget: int) -> None:
+    """Raise QuantkitError where even the smallest candidates take more than `budget` bytes."""
+    least = sum(unit.candidates[0].nbytes for unit in units)
+    if least > budget:
+        weights = sum(unit.weights for unit in units)
+        raise QuantkitError(
+            f"{8 * max(0, budget) / weights:.3f} bits per weight are too few: the smallest candidates of all "
+            f"take {8 * least / weights:.3f}",
+            "raise the budget, or choose another --engine",
+            UNSUPPORTED,
+        )
+
+
+def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str, str]:
+    """The smallest choice whose losses add up to at most `bound`.
+
+    Raises QuantkitError where even the best candidates lose more.
+    """
+    least = sum(min(losses[unit.name, one.name] for one in unit.candidates) for unit in units)
+    if least > bound:
+        raise QuantkitError(
+            f"a divergence of {bound:.2g} cannot be reached: the best candidates of all lose {least:.2g}",
+            "raise --max-kld, or choose another --engine",
+            USAGE,
+        )
+    rows = [_undominated(unit, losses) for unit in units]
+    return _solve(
+        units,
+        rows,
+        [float(one.nbytes) for row in rows for one in row],
+        [losses[unit.name, one.name] for unit, row in zip(units, rows, strict=True) for one in row],
+        bound,
+    )
+
+
+def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
+    """Candidates without those that are no smaller than another and lose no less."""
+    kept: list[Candidate] = []
+    for one in sorted(unit.candidates, key=lambda one: (one.nbytes, losses[unit.name, one.name])):
+        if not kept or losses[unit.name, one.name] < losses[unit.name, kept[-1].name]:
+            kept.append(one)
+    return kept
+
+
+def _solve(
+    units: Sequence[Unit],
+    rows: Sequence[Sequence[Candidate]],
+    costs: Sequence[float],
+    takes: Sequence[float],
+    bound: float,
+) -> dict[str, str]:
+    """Minimise `costs · x` with `takes · x <= bound` and one candidate per unit."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_array
+
+    owner = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
+    costs, takes = np.asarray(costs, dtype=float), np.asarray(takes, dtype=float)
+    cost_scale, take_scale = max(costs.max(), 1e-300), max(takes.max(), 1e-300)
+    limit = bound / take_scale
+    for _ in range(8):  # HiGHS keeps constraints to a tolerance, we keep them
+        found = milp(
+            costs / cost_scale,
+            integrality=np.ones(len(owner)),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint(one_each, 1, 1),
+                LinearConstraint(takes[None] / take_scale, -np.inf, limit),
+            ],
+            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+        )
+        if found.x is None:
+            raise QuantkitError(f"the integer program has no solution: {found.message}", "raise the budget")
+        chosen = [int(found.x[owner == k].argmax()) for k in range(len(rows))]
+        flat = np.flatnonzero(np.diff(owner, prepend=-1)) + chosen
+        if takes[flat].sum() <= bound:
+            return {unit.name: row[k].name for unit, row, k in zip(units, rows, chosen, strict=True)}
+        limit -= (takes[flat].sum() - bound) / take_scale
+    raise QuantkitError("the integer program found nothing within the budget", "raise the budget")

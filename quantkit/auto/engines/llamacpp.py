@@ -1,0 +1,180 @@
+"""llama.cpp: every tensor of a GGUF file in any of ggml's block types, embedding and output matrix, too."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.auto.curve import Errors
+from quantkit.auto.units import Candidate, Choice, Preset, Unit
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.ggml import TYPES, named
+from quantkit.grids.grid import Grid
+from quantkit.layouts import LinearSpec
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
+from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES
+from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, nbytes, stays_float
+from quantkit.models.gguf.tensors import Target
+from quantkit.quantize.calibrate.importance import of_head
+from quantkit.quantize.job import Job
+from quantkit.quantize.methods import gguf
+from quantkit.quantize.outputs.gguf import TIED, solved_head
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import rtn
+from quantkit.quantize.solvers.loss import loss
+
+
+@dataclass(frozen=True)
+class GgufSpace:
+    """See `engines.Space`. llama.cpp fuses nothing but the experts of a projection, which are one tensor."""
+
+    method = "gguf"
+    options = gguf.Options()
+
+    def asymmetric(self) -> GgufSpace:
+        """Never: the types say which of them have a minimum."""
+        raise QuantkitError("--no-sym: ggml's types are what they are", "leave it out", UNSUPPORTED)
+
+    def units(self, job: Job) -> list[Unit]:
+        """Every matrix that a block type can hold, by its name in the file."""
+        rows = {f"{row.name}.weight": row for row in job.specs if row.grid is not None}
+        units = []
+        for target in job.method.output.targets:
+            members = tuple(rows[name] for name in target.stored if name in rows)
+            outside = target.name in (EMBEDDING, OUTPUT)
+            if target.part is None and not stays_float(target.name, target.shape) and (members or outside):
+                fits = [name for name in TYPES if target.shape[-1] % BLOCKS[name][0] == 0]
+                found = sorted(
+                    (Candidate(name, nbytes(name, target.shape)) for name in fits),
+                    key=lambda one: one.nbytes,
+                )
+                block, weights = (members[0].block if members else None), _weights(target)
+                units += [Unit(target.name, block, members, weights, tuple(found))] if found else []
+        return units
+
+    def grid(self, row: LinearSpec, candidate: str) -> Grid:
+        """Of ggml's type."""
+        return named(candidate)
+
+    def outside(self, job: Job, batches: Sequence[Tensor]) -> GgufOutside:
+        """Embedding and output matrix."""
+        return GgufOutside(job, batches)
+
+    def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
+        """llama-quantize's mixtures."""
+        found, targets = [], job.method.output.targets
+        for name in FILE_TYPES:
+            types = {
+                one.name: one.type for one in gguf.chosen_types(self.options, name, targets, job.skeleton)
+            }
+            choice = {unit.name: types[unit.name] for unit in units}
+            if all(kind in TYPES for kind in choice.values()):
+                found.append(Preset(name, choice, {"quant.type": (name,)}))
+        return found
+
+    def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
+        """Every tensor's type by name; the file type is that of the commonest."""
+        weights: Counter[str] = Counter()
+        alike: dict[tuple[str, str], list[str]] = {}
+        blocks = {unit.block for unit in units} - {None}
+        for unit in units:
+            weights[choice[unit.name]] += unit.weights
+            block, _, leaf = unit.name.removeprefix("blk.").partition(".")
+            key = (leaf, choice[unit.name]) if unit.block is not None else (unit.name, choice[unit.name])
+            alike.setdefault(key, []).extend([block] if unit.block is not None else [])
+        patterns = []
+        for (leaf, kind), numbers in sorted(alike.items()):
+            places = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
+            prefix = rf"blk\.{places}\." if numbers else ""
+            patterns.append(f"^{prefix}{re.escape(leaf)}$={kind}")
+        return {"quant.type": (_file_type(weights),), "quant.tensor_type": tuple(patterns)}
+
+
+def _weights(target: Target) -> int:
+    count = 1
+    for size in target.shape:
+        count *= size
+    return count
+
+
+def _file_type(weights: Counter[str]) -> str:
+    """A file type whose base is the commonest of the types, or the nearest in size."""
+    common = max(sorted(weights), key=weights.__getitem__)
+
+    def bits(kind: str) -> float:
+        return 8 * BLOCKS[kind][1] / BLOCKS[kind][0]
+
+    return min(FILE_TYPES, key=lambda name: abs(bits(FILE_TYPES[name].base) - bits(common)))
+
+
+class GgufOutside:
+    """Embedding and output matrix as files hold them: the latter, and one that is both, by error feedback on
+    what enters it in the unquantized model. Candidates stay in memory."""
+
+    def __init__(self, job: Job, batches: Sequence[Tensor]):
+        self._job, self._batches, self._statistics = job, batches, None
+        self._targets = {target.name: target for target in job.method.output.targets}
+        self._values: dict[tuple[str, str], Tensor] = {}
+
+    def solve(self, unit: Unit, wanted: Sequence[Candidate]) -> Errors:
+        """See `engines.Outside`."""
+        job, target = self._job, self._targets[unit.name]
+        head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
+        if head and self._statistics is None:
+            self._statistics = of_head(job.skeleton, self._batches)
+        weight = target.read(job.skeleton.checkpoint).float()
+        hessian = self._weighing(weight, head, target.name == EMBEDDING)
+        scale, errors = max(loss(weight, hessian), 1e-30), Errors()
+        for candidate in unit.candidates:
+            grid = named(candidate.name)
+            near = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian)).values()
+            errors.nearest[candidate.name] = loss(near.sub_(weight), hessian) / scale
+        for candidate in wanted:
+            if head:
+                material, solver = job.material, job.method.solver
+                rows = solved_head(target, candidate.name, self._statistics, material, solver, Progress())
+            else:
+                rows = encode_rows(candidate.name, weight, None)
+            values = decode_rows(candidate.name, rows, weight.shape[1])
+            errors.solved[candidate.name] = loss(values - weight, hessian) / scale
+            self._values[unit.name, candidate.name] = values.to(job.skeleton.device, job.skeleton.dtype)
+        return errors
+
+    def _weighing(self, weight: Tensor, head: bool, embeds: bool) -> Tensor:
+        """What errors cost: as outputs, as embeddings, where all columns are alike, or as both."""
+        if not head:
+            return torch.eye(weight.shape[1])
+        hessian = self._statistics.hessian.cpu().clone()
+        if embeds:
+            hessian.diagonal().add_(TIED * hessian.diagonal().mean())
+        return hessian
+
+    @contextmanager
+    def replaced(self, unit: Unit, candidate: Candidate) -> Iterator[None]:
+        """See `engines.Outside`."""
+        model, target = self._job.skeleton.model, self._targets[unit.name]
+        own = {name for other in self._targets.values() for name in other.parameters}
+        (name,) = target.parameters
+        twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - own
+        places = [
+            (model.get_submodule(at.rpartition(".")[0]), at.rpartition(".")[2]) for at in (name, *twins)
+        ]
+        before = [getattr(module, leaf) for module, leaf in places]
+        values = nn.Parameter(self._values[unit.name, candidate.name], requires_grad=False)
+        try:
+            for module, leaf in places:
+                setattr(module, leaf, values)
+            yield
+        finally:
+            for (module, leaf), parameter in zip(places, before, strict=True):
+                setattr(module, leaf, parameter)
+
+
+SPACE = GgufSpace()

@@ -1,0 +1,209 @@
+"""From options to a prepared search: model, engine and texts are opened and checked before anything is
+loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.auto import allocation, engines, made
+from quantkit.auto.engines import Space
+from quantkit.auto.options import AutoOptions, AutoRequest
+from quantkit.auto.units import Preset, Unit, nbytes
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation import windows as windows_of
+from quantkit.evaluation.windows import Protocol, Windows
+from quantkit.models.tokenizer_hash import tokenizer_sha256
+from quantkit.options import CalibrationOptions, RunOptions, size_bytes
+from quantkit.quantize import job
+from quantkit.quantize.job import Job
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import replacing
+
+DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
+HELD_OUT = 8  # one sequence of so many is held out of the calibration text, where no --text is given
+STATISTICS_TOKENS = 32768  # of second moments
+# Rounding hidden states to 16 bit has a divergence by itself, which every unit would have on top of its own:
+# on the demo model as much as 4 bit weights, so that searches saw little in more bits.
+MEASURED_IN = "float32"
+
+
+@dataclass(frozen=True)
+class Auto:
+    """A prepared search. job: the engine's, whose linears are asked for; windows: what results are measured
+    on. tokens: ids `[sequences, tokens]` on which divergences are measured; statistics: those that solvers
+    work by, others than these."""
+
+    request: AutoRequest
+    space: Space
+    job: Job
+    units: list[Unit]
+    presets: list[Preset]
+    windows: Windows
+    tokens: Tensor
+    statistics: Tensor
+    output: Path
+    held_out: int
+
+    @property
+    def folder(self) -> Path:
+        """Where it all lies until it is done."""
+        return self.output.with_name(f"{self.output.name}.auto")
+
+    @property
+    def weights(self) -> int:
+        """Of all units."""
+        return sum(unit.weights for unit in self.units)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Of all tensors that are not chosen, and of the files beside them, as far as the source tells."""
+        preset = self.presets[0]
+        written = made.text(self.typed, self.space.method, preset.values, "")
+        planned = job.prepare(made.request_of(self.typed, written, self.output), Progress(), dry_run=True)
+        source = self.job.checkpoint
+        companions = source.disk_bytes - sum(info.nbytes for info in source.infos.values())
+        return planned.plan.output_bytes - nbytes(self.units, preset.choice) + max(0, companions)
+
+    @cached_property
+    def typed(self) -> AutoRequest:
+        """The request, as its recipes say it: with the solver, and of the calibration text, what is held out
+        is left out."""
+        options = self.request.options
+        said = {"quant.solver": options.solver, "quant.target": options.target}
+        added = {key: value for key, value in said.items() if value != DEFAULTS[key]}
+        if self.held_out:
+            added["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
+        return replace(self.request, typed=self.request.typed | added)
+
+    def budget_bytes(self) -> int | None:
+        """Of all units; None where the divergence is given."""
+        options = self.request.options
+        if options.bpw is not None:
+            return int(options.bpw * self.weights / 8)
+        if options.max_size is not None:
+            return size_bytes(options.max_size, "--max-size") - self.fixed_bytes
+        return None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a table of sensitivities holds for."""
+        options = self.request.options
+        candidates = [[unit.name, [one.name for one in unit.candidates]] for unit in self.units]
+        run = self.job.request.run
+        return {
+            "quantkit": __version__,
+            "source_sha256": self.job.checkpoint.sha256(),
+            "engine": options.engine,
+            "candidates_sha256": hashlib.sha256(repr(candidates).encode()).hexdigest(),
+            "options": {"search_tokens": options.search_tokens} | asdict(self.space.options),
+            "calibration": self.job.calibration.record(),
+            "held_out_sequences": self.held_out,
+            "exclude": list(run.exclude),
+            "experts": run.experts,
+            "dtype": self.job.plan.execution.dtype,
+        }
+
+
+def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> Auto:
+    """Open and check. Raises QuantkitError for all that would fail later."""
+    request.options.check()
+    space = engines.load(request.options.engine)
+    space = space if request.options.sym else space.asymmetric()
+    output = request.output or Path(_name(request, space))
+    one_file = space.method == "gguf"
+    if one_file and output.is_dir():
+        output = output / _name(request, space)
+    prepared = job.prepare(
+        job.Request(
+            source=request.source,
+            method=space.method,
+            options=space.options,
+            calibration=_options(CalibrationOptions, "calibration", request.typed),
+            run=_options(RunOptions, "run", {"run.dtype": MEASURED_IN} | request.typed),
+            output=output,
+            revision=request.revision,
+            offline=request.offline,
+            trust_remote_code=request.trust_remote_code,
+        ),
+        progress,
+        dry_run=True,
+    )
+    replacing.check_source(output, prepared.checkpoint.folder)
+    if not dry_run:
+        replacing.check(output, one_file, request.overwrite)
+    units = space.units(prepared)
+    if not units:
+        raise QuantkitError("nothing is left to choose", "narrow --exclude", USAGE)
+    windows, held_out = _windows(request, prepared)
+    kept = prepared.calibration.tokens[: len(prepared.calibration.tokens) - held_out]
+    tokens, statistics = _apart(kept, request.options.search_tokens)
+    presets = space.presets(units, prepared)
+    auto = Auto(
+        request, space, prepared, units, presets, windows, tokens, statistics, output, held_out
+    )  # fmt: skip
+    if (budget := auto.budget_bytes()) is not None:
+        allocation.refuse_too_few(units, budget)
+    return auto
+
+
+def _options(kind: type, section: str, typed: dict[str, Any]) -> Any:
+    prefix = f"{section}."
+    return kind(**{key.removeprefix(prefix): value for key, value in typed.items() if key.startswith(prefix)})
+
+
+def _name(request: AutoRequest, space: Space) -> str:
+    """`model-auto-3.5bpw`, as its budget calls it."""
+    options = request.options
+    if options.bpw is not None:
+        budget = f"{options.bpw:g}bpw"
+    elif options.max_size is not None:
+        budget = options.max_size.replace(" ", "")
+    else:
+        budget = f"kld{options.max_kld:g}"
+    ending = ".gguf" if space.method == "gguf" else ""
+    return f"{job.base_name(request.source)}-auto-{budget}{ending}"
+
+
+def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
+    """What results are measured on, and how many calibration sequences are held out for that."""
+    checkpoint = prepared.checkpoint
+    if request.text is not None:
+        return windows_of.load(checkpoint, request.text, request.ctx, None, request.limit), 0
+    tokens, found = prepared.calibration.tokens, prepared.calibration.provenance
+    count = max(1, len(tokens) // HELD_OUT)
+    if len(tokens) < 4:
+        raise QuantkitError(
+            f"{len(tokens)} sequences of calibration text are too few to hold some out",
+            "give more with --calibration and --samples, or a text to measure on with --text",
+            USAGE,
+        )
+    held = tokens[len(tokens) - count :]
+    scored = count * (held.shape[1] - 1)
+    protocol = Protocol(
+        text=f"{found.source} calibration text, held out",
+        sha256=hashlib.sha256(held.numpy().astype("<i8").tobytes()).hexdigest(),
+        tokens=scored,
+        ctx=held.shape[1],
+        stride=held.shape[1],
+        bos=found.bos,
+        tokenizer=tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size),
+    )
+    return Windows(held, [0] * count, protocol), count
+
+
+def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
+    """Sequences to measure on and others to solve by, both spread evenly over the text: a text comes in
+    pieces of many kinds, and sensitivities differ from kind to kind."""
+    count, length = tokens.shape
+    measured = min(max(1, wanted // length), max(1, count // 4))
+    places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}
+    rest = [k for k in range(count) if k not in places] or list(places)
+    step = max(1, len(rest) * length // STATISTICS_TOKENS)
+    return tokens[sorted(places)], tokens[rest[::step]]

@@ -1,0 +1,113 @@
+"""What people read of a search."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rich.console import Console
+
+from quantkit.errors import count
+from quantkit.models.gguf.file_types import BLOCKS
+from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
+
+
+def print_record(record: dict[str, Any]) -> None:
+    """What was found or, of a dry run, what is to be searched."""
+    console = Console(highlight=False, markup=False)
+    if "searched" not in record:
+        return _print_plan(console, record)
+    _print_choice(console, record["choice"])
+    searched, uniform = record["searched"], record["uniform"]
+    table = make_table("", "bits", "on disk", "KL predicted", "measured", "perplexity")
+    for name, row in (("searched", searched), ("uniform", uniform)):
+        if row:
+            table.add_row(
+                name,
+                f"{row['bits_per_weight']:.3f}",
+                megabytes(row["disk_bytes"]),
+                f"{row['predicted_kld']:.5f}",
+                f"{row['kld']:.5f} ± {row['kld_stderr']:.5f}",
+                f"{row['ppl']:.2f}",
+            )
+    console.print(table)
+    text = record["measured_on"]
+    print_facts(console, {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"})
+    if uniform:
+        print_facts(console, {"uniform": f"{uniform['name']}, the best preset that fits"})
+    print_facts(console, {"kept": _verdict(record), "written": record["output"]})
+    if not record["reached"]:
+        print_line(
+            console, f"a divergence of {record['budget']['max_kld']:g} was not reached", style="yellow"
+        )
+    seconds, search = record["seconds"], record["sensitivities_seconds"]
+    print_facts(console, {"seconds": f"{seconds:.1f} (measuring sensitivities took {search:.1f})"})
+
+
+def _print_plan(console: Console, record: dict[str, Any]) -> None:
+    budget = next(f"{name} {value}" for name, value in record["budget"].items() if value is not None)
+    chosen = f"{count(record['units'], 'unit')}, {record['candidates']:,} candidates in all"
+    print_facts(
+        console,
+        {
+            "output": record["output"],
+            "engine": record["engine"],
+            "budget": budget.replace("_", "-"),
+            "chosen": f"{chosen}: {record['least_bits']:.2f} to {record['most_bits']:.2f} bits per weight",
+            "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
+            "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
+            f"{record['statistics_tokens']:,} others",
+            "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
+            "memory": _memory(record),
+            "disk": f"{megabytes(record['needs']['disk_bytes'])} while it runs",
+        },
+    )
+
+
+def _memory(record: dict[str, Any]) -> str:
+    needs = record["needs"]
+    if record["device"] == "cpu":
+        return f"about {megabytes(needs['memory_bytes'])} above the interpreter, on cpu"
+    host = megabytes(needs["host_bytes"])
+    return f"about {megabytes(needs['memory_bytes'])} on {record['device']}, {host} on the host"
+
+
+def _print_choice(console: Console, choice: dict[str, str]) -> None:
+    """Units of several blocks that are stored alike share a row."""
+    alike: dict[str, dict[str, list[int]]] = {}
+    for name, candidate in choice.items():
+        number = re.search(r"\.(\d+)\.", name)
+        kind = re.sub(r"^.*?\.\d+\.", "", name) if number else name
+        alike.setdefault(kind, {}).setdefault(candidate, []).append(int(number[1]) if number else -1)
+    table = make_table("linear", "stored as, by block")
+    words = table.columns[1]
+    words.justify, words.no_wrap = "left", False
+    for kind, found in alike.items():
+        blocks = [(one, sorted(found[one])) for one in _order(choice) if one in found]
+        told = (one if numbers == [-1] else f"{one} {ranges(numbers)}" for one, numbers in blocks)
+        table.add_row(kind, "; ".join(told))
+    console.print(table)
+
+
+def _order(choice: dict[str, str]) -> list[str]:
+    """Candidates from the fewest bits to the most."""
+    return sorted(set(choice.values()), key=lambda name: (_bits(name), name))
+
+
+def _bits(candidate: str) -> float:
+    """Of a weight: of ggml's type, or of `3,128`, whose groups have a scale of 16 bits."""
+    if candidate in BLOCKS:
+        weights, nbytes = BLOCKS[candidate]
+        return 8 * nbytes / weights
+    bits, group_size = map(int, candidate.split(","))
+    return bits + 16 / group_size
+
+
+def _verdict(record: dict[str, Any]) -> str:
+    searched, uniform = record["searched"], record["uniform"]
+    if uniform is None:
+        return "searched; no uniform preset is as small"
+    ratio = f"{searched['kld'] / max(uniform['kld'], 1e-30):.2f} of the uniform preset's divergence"
+    if record["kept"] == "searched":
+        return f"searched: {ratio}"
+    return f"{uniform['name']}, because searching found nothing better ({ratio})"

@@ -1,0 +1,79 @@
+"""What the job's transform does to a block before its linears are solved, undone for one unit at a time.
+
+A transform divides what a site reads by s and multiplies its columns by s, and divides the rows of a linear
+that produces it. The job rounds such a weight, `diag(f) W diag(s)`, so that is what is solved here; divided
+by both again, its values do in the untouched block what they will do in the transformed one. So units are
+still replaced one by one, and nothing of a block is kept but vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.quantize.calibrate.measure import Block, Measuring
+from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.transforms import Transform
+
+
+@dataclass(frozen=True)
+class Scales:
+    """columns: by site, s `[in]`; rows: by linear, f `[out]`. What is left out has none."""
+
+    columns: Mapping[Site, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scaled(self, site: Site, name: str, weight: Tensor) -> Tensor:
+        """The weight `[out, in]` of a linear as the job rounds it."""
+        weight = weight if site not in self.columns else weight * self.columns[site]
+        return weight if name not in self.rows else weight * self.rows[name][:, None]
+
+    def undone(self, site: Site, name: str, values: Tensor) -> Tensor:
+        """Values `[out, in]` of such a weight, as the untouched block computes with them."""
+        values = values if site not in self.columns else values / self.columns[site]
+        return self.rows_undone(name, values)
+
+    def rows_undone(self, name: str, values: Tensor) -> Tensor:
+        """`undone` as far as outputs go: what errors there are in terms of the untouched block's outputs."""
+        return values if name not in self.rows else values / self.rows[name][:, None]
+
+    def entering(self, site: Site, statistics: SiteStatistics) -> SiteStatistics:
+        """Of a site as it is in the transformed block; the statistics are used up."""
+        return statistics if site not in self.columns else statistics.divided(self.columns[site])
+
+
+def of_block(block: Block, measuring: Measuring, transform: Transform | None) -> Scales:
+    """What the transform does to a block whose linears are stored as its rows say. Experts stay as they are,
+    and so does the block, which is put back."""
+    around = [site for site in block.wanted if site.linears and not site.pool]
+    if transform is None or not around:
+        return Scales()
+    statistics = measuring.at_once(block, around, min(transform.sample, 1.0))
+    with _put_back(block.module):
+        found = transform.apply(measuring.view(block, statistics))
+    linears = {name for site in around for name in site.linears}
+    rows = {name: factor for name, factor in found.row_factors.items() if name in linears}
+    return Scales(found.divided_by, rows)
+
+
+@contextmanager
+def _put_back(module: nn.Module) -> Iterator[None]:
+    """A transform puts other parameters into a block; afterwards those that there were are in it again."""
+    kept = [(owner, leaf, part, part.data) for owner, leaf, part in _parameters(module)]
+    try:
+        yield
+    finally:
+        for owner, leaf, part, data in kept:
+            part.data = data
+            setattr(owner, leaf, part)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.nn.Parameter]]:
+    for owner in module.modules():
+        for leaf, part in owner.named_parameters(recurse=False):
+            yield owner, leaf, part

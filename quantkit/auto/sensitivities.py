@@ -1,0 +1,128 @@
+"""The table of sensitivities: what the search measured, saved so that another budget costs no search."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.auto import curve
+from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto.units import Unit, usual
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
+from quantkit.quantize.prepare.fingerprint import differences
+
+SCHEMA = "quantkit.sensitivities/2"
+
+
+@dataclass(frozen=True)
+class Sensitivities:
+    """Of units by their names: errors of all candidates, changes of divergence by those that were measured.
+    Of all units, unless the search was interrupted.
+
+    identity: of model, candidates, solver and text: for others they do not hold. tokens, seconds: what
+    measuring took.
+    """
+
+    identity: dict
+    errors: Mapping[str, Errors]
+    measured: Mapping[str, Mapping[str, Divergence]]
+    tokens: int
+    seconds: float
+    usual: Divergence | None = None  # of the model in which they were measured
+
+    def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
+        """What every candidate of every unit adds to the divergence, by their names; all usual ones together
+        what was measured of them."""
+        found: dict[tuple[str, str], float] = {}
+        sums = 0.0
+        for unit in units:
+            stored = None if unit.block is None else usual(unit).name
+            losses = curve.losses(unit, self.errors[unit.name], self.measured[unit.name], stored)
+            found |= {(unit.name, name): value for name, value in losses.items()}
+            sums += losses[stored] if stored else 0.0
+        whole = self.usual.mean if self.usual else 0.0
+        share = whole / sums if whole > 0 and sums > 0 else 1.0
+        return {key: share * value for key, value in found.items()}
+
+    def missing(self, units: Sequence[Unit]) -> list[Unit]:
+        """Those of which nothing is known yet."""
+        return [unit for unit in units if unit.name not in self.measured]
+
+    def joined(
+        self,
+        errors: Mapping[str, Errors],
+        measured: Mapping[str, Mapping[str, Divergence]],
+        seconds: float,
+        usual: Divergence,
+    ) -> Sensitivities:
+        """With what was found of further units, in so many seconds more."""
+        return replace(
+            self,
+            errors={**self.errors, **errors},
+            measured={**self.measured, **measured},
+            seconds=self.seconds + seconds,
+            usual=usual,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write it whole or not at all."""
+        record = {
+            "schema": SCHEMA,
+            "identity": self.identity,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "usual": self.usual and asdict(self.usual),
+            "units": {
+                name: {
+                    "errors": asdict(errors),
+                    "measured": {key: asdict(one) for key, one in self.measured[name].items()},
+                }
+                for name, errors in self.errors.items()
+            },
+        }
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
+    """A saved table. Raises QuantkitError where it is none, or not of this model and these options."""
+    found = read(path)
+    wanted = json.loads(json.dumps(identity))
+    if different := differences(found.identity, wanted):
+        raise QuantkitError(
+            f"{path} holds sensitivities of another search; different: {name_all(different)}",
+            "repeat the options of that search, or leave it out to measure anew",
+            USAGE,
+        )
+    return found
+
+
+def read(path: Path) -> Sensitivities:
+    """A saved table of whatever search. Raises QuantkitError where it is none."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QuantkitError(
+            f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
+        ) from error
+    except ValueError:
+        stored = None
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
+        raise QuantkitError(f"{path} is no table of sensitivities", "leave it out to measure them", USAGE)
+    rows = stored["units"]
+    return Sensitivities(
+        stored["identity"],
+        {name: Errors(**row["errors"]) for name, row in rows.items()},
+        {
+            name: {key: Divergence(**one) for key, one in row["measured"].items()}
+            for name, row in rows.items()
+        },
+        stored["tokens"],
+        stored["seconds"],
+        stored["usual"] and Divergence(**stored["usual"]),
+    )

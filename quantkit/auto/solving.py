@@ -1,0 +1,224 @@
+"""A unit's candidates as a job would make them: by the job's own solver, behind the job's own transform, on
+inputs that come out of quantized blocks; and the error of every other candidate by rounding to nearest, which
+costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.auto import scaling
+from quantkit.auto.curve import TINY, Errors
+from quantkit.auto.engines import Outside, Space
+from quantkit.auto.scaling import Scales
+from quantkit.auto.streams import States, Values
+from quantkit.auto.units import ANCHORS, Candidate, Unit, anchors, usual
+from quantkit.grids.grid import Grid
+from quantkit.layouts import LinearSpec
+from quantkit.quantize.calibrate.measure import Block, Measuring
+from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
+from quantkit.quantize.job import Job
+from quantkit.quantize.solvers import SiteStatistics, rtn
+from quantkit.quantize.solvers.loss import loss
+from quantkit.quantize.timings import Timings
+
+KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates
+HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts are gathered in turn
+RUNS_ON = 2.0  # what a stream costs in all, in terms of what it has cost when it begins
+
+
+class Pace:
+    """How many candidates of each unit are measured, so that all are in time. seconds: None for any time."""
+
+    def __init__(self, units: int, seconds: float | None):
+        self._left, self._seconds, self._begun = units, seconds, 0
+        self._start = time.monotonic()
+        self.short = False  # whether it had to give some up
+
+    def count(self) -> int:
+        """Of the next unit, besides the usual one."""
+        found = ANCHORS - 1
+        if self._seconds is not None and self._begun:
+            spent = time.monotonic() - self._start
+            each = RUNS_ON * spent / self._begun
+            fit = (self._seconds - RUNS_ON * spent) / (each * max(1, self._left))
+            found = max(1, min(ANCHORS - 1, int(fit)))
+        self.short |= found < ANCHORS - 1
+        self._left -= 1
+        self._begun += found
+        return found
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Of the block that is loaded. statistics: of its sites but those of experts, as they are behind the
+    transform."""
+
+    block: Block
+    scales: Scales
+    statistics: dict[Site, SiteStatistics]
+
+
+class Solving:
+    """Replaces units of a job's model; see `streams.Replacer`. units: all there are; folder: where the usual
+    values of blocks wait. `errors` of units that are replaced fill on the way."""
+
+    def __init__(
+        self, job: Job, space: Space, units: Sequence[Unit], outside: Outside | None, pace: Pace, folder: Path
+    ):
+        self._job, self._space, self._outside, self._pace = job, space, outside, pace
+        self._units, self._folder = units, folder
+        self.errors: dict[str, Errors] = {}
+        self._wanted: dict[str, tuple[Candidate, ...]] = {}
+        self._usual = {row.name: usual(unit).name for unit in units for row in unit.rows}
+        self._known: _Known | None = None
+
+    def wanted(self, unit: Unit) -> Sequence[Candidate]:
+        """The anchors of a unit but the usual one; where time is short, the largest of them."""
+        if unit.name not in self._wanted:
+            found = [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
+            self._wanted[unit.name] = tuple(found[-1:] if self._pace.count() == 1 else found)
+        return self._wanted[unit.name]
+
+    def usual(self, index: int, entering: States) -> Values:
+        """See `streams.Replacer`. Solved once, and written: a walk may begin behind this block."""
+        place = self._folder / f"{index}.safetensors"
+        if not place.exists():
+            values: dict[str, Tensor] = {}
+            for unit in self._units:
+                if unit.block == index:
+                    solved, _ = self._solved(unit, entering, [usual(unit)])
+                    values |= solved[usual(unit).name]
+            host = {name: part.to(KEPT_IN).cpu().contiguous() for name, part in values.items()}
+            save_file(host, place)
+        device = self._job.skeleton.device
+        return {name: part.to(device) for name, part in load_file(place).items()}
+
+    def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
+        """Each that is wanted, solved on the states that enter the unit's block."""
+        solved, self.errors[unit.name] = self._solved(
+            unit, entering, [*self.wanted(unit), usual(unit)], unit.candidates
+        )
+        for candidate in self.wanted(unit):
+            yield candidate, solved.pop(candidate.name)
+
+    def _solved(
+        self,
+        unit: Unit,
+        entering: States,
+        wanted: Sequence[Candidate],
+        rounded: Sequence[Candidate] = (),
+    ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
+        """Weights by candidate and linear, and what these and others, rounded to nearest, lose."""
+        skeleton, index = self._job.skeleton, unit.block
+        rows = {row.local: row for row in unit.rows}
+        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in wanted}
+        sums, scale = Errors(), 0.0
+        for site, statistics, scales in self._measured(unit, entering):
+            names = [name for name in site.linears if name in rows]
+            weights = [skeleton.part(index, name).weight.float() for name in names]
+            own = list(map(partial(scales.scaled, site), names, weights))
+
+            def lost(values, names=names, own=own, scales=scales, statistics=statistics) -> float:
+                """Of all outputs. An expert's count by its tokens."""
+                deltas = (v - w for v, w in zip(values, own, strict=True))
+                outputs = map(scales.rows_undone, names, deltas)
+                return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
+
+            scale += lost([weight * 0 for weight in own])
+            for candidate in rounded:
+                grids = [self._space.grid(rows[name], candidate.name) for name in names]
+                near = [_nearest(*both, statistics) for both in zip(own, grids, strict=True)]
+                _add(sums.nearest, candidate, lost(near))
+            for candidate in wanted:
+                grids = [self._space.grid(rows[name], candidate.name) for name in names]
+                found = self._job.method.solver.solve(own, grids, statistics)
+                values = [one.weight.values() for one in found]
+                _add(sums.solved, candidate, lost(values))
+                kept = map(partial(scales.undone, site), names, values)
+                kept = (one.to(skeleton.dtype) for one in kept)
+                solved[candidate.name] |= dict(zip(names, kept, strict=True))
+        scale = max(scale, TINY)
+        return solved, Errors(*({k: v / scale for k, v in part.items()} for part in _parts(sums)))
+
+    def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
+        """See `streams.Replacer`."""
+        assert self._outside is not None, "the space has units outside the blocks, and replaces them"
+        if unit.name not in self.errors:
+            self.errors[unit.name] = self._outside.solve(unit, self.wanted(unit))
+        return self._outside.replaced(unit, candidate)
+
+    def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
+        """Second moments of the unit's sites: those of a block at once, of experts some at a time."""
+        job = self._job
+        measuring = Measuring(
+            job.skeleton,
+            entering,
+            job.plan.execution,
+            frozenset({"hessian"}),
+            job.request.run.experts,
+            Timings(),
+            len(entering),
+        )
+        if self._known is None or self._known.block.index != unit.block:
+            self._known = None  # before the next one's are there
+            self._known = self._block(unit.block, entering, measuring)
+        block, scales, found = self._known.block, self._known.scales, self._known.statistics
+        names = {row.local for row in unit.rows}
+        sites = [site for site in block.sites if names.intersection(site.linears)]
+        yield from ((site, found[site], scales) for site in sites if site in found)
+        layers = {site.pool: site for site in block.sites if not site.linears}
+        for some in _some([site for site in sites if site not in found]):
+            gathered = measuring.at_once(block, [layers[some[0].pool], *some])
+            yield from ((site, gathered.pop(site), scales) for site in some)
+
+    def _block(self, index: int, entering: States, measuring: Measuring) -> _Known:
+        """A block whose linears are all stored as is usual: the transform goes by all of them."""
+        skeleton = self._job.skeleton
+        module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
+        sites = find_sites(module, lambda: skeleton.run_block(index, probe))
+        rows = {row.local: self._stored(row) for row in self._job.specs if row.block == index}
+        block = Block(index, module, rows, sites)
+        scales = scaling.of_block(block, measuring, self._job.method.transform)
+        plain = [site for site in block.wanted if site.pool is None]
+        found = measuring.at_once(block, plain) if plain else {}
+        return _Known(block, scales, {site: scales.entering(site, one) for site, one in found.items()})
+
+    def _stored(self, row: LinearSpec) -> LinearSpec:
+        """A linear as its unit's candidate in the middle has it."""
+        usual = self._usual.get(row.name)
+        return row if usual is None else replace(row, grid=self._space.grid(row, usual))
+
+
+def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
+    """As many experts' sites of a layer at a time as `HESSIAN_BYTES` hold."""
+    part: list[Site] = []
+    for site in sites:
+        if part and (site.pool != part[0].pool or (len(part) + 1) * 4 * site.in_features**2 > HESSIAN_BYTES):
+            yield part
+            part = []
+        part.append(site)
+    if part:
+        yield part
+
+
+def _parts(errors: Errors) -> tuple[dict[str, float], dict[str, float]]:
+    return errors.nearest, errors.solved
+
+
+def _add(sums: dict[str, float], candidate: Candidate, value: float) -> None:
+    sums[candidate.name] = sums.get(candidate.name, 0.0) + value
+
+
+def _nearest(weight: Tensor, grid: Grid, statistics: SiteStatistics) -> Tensor:
+    """Rounded to nearest, by what the grid makes of the inputs."""
+    return rtn.nearest(weight, grid, rtn.fitted(weight, grid, statistics.hessian)).values()

@@ -1,6 +1,0 @@
-"""transformers with compressed-tensors: any width, and every linear by itself, for it fuses none of them."""
-
-from quantkit.capacity.budget.folder import FolderSpace
-from quantkit.layouts.compressed_tensors.schemes import WIDTHS
-
-SPACE = FolderSpace("compressed-tensors", tuple(WIDTHS["int"]), (32, 64, 128, 256), fuses=False)

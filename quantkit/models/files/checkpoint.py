@@ -1,0 +1,293 @@
+"""A checkpoint on disk: configuration, tokenizer, and tensors read one at a time, whatever their layout.
+
+`Checkpoint.read("model.layers.0.mlp.up_proj.weight", ...)` returns the weight's values also when the
+file holds packed codes, so evaluation and inspection see one kind of model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import transformers
+
+from quantkit import layouts
+from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.models import tokenizing
+from quantkit.models.files import reading, safetensors_folder, slices
+from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
+from quantkit.models.files.unchanged import State
+from quantkit.models.headers import MANIFEST
+
+if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
+    transformers.logging.set_verbosity_error()
+COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What is read in place of a tensor: `values(exact, tensor)` of the stored tensor `source`, in that one's
+    precision, or float32 if it is to be exact."""
+
+    source: str
+    values: Callable[[bool, torch.Tensor], torch.Tensor]
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder, opened: headers are read and checked, no tensor is loaded.
+
+    `infos` maps stored names to places. `config` is the model's own configuration, without any
+    quantization. `layout` decodes quantized linears; None for a plain checkpoint. rewritten: tensors that are
+    read otherwise than they are stored, by name. seen: its files as they were before any was read.
+    """
+
+    source: str
+    folder: Path
+    raw_config: dict
+    config: transformers.PretrainedConfig
+    infos: dict[str, TensorInfo]
+    layout: layouts.Layout | None
+    trust_remote_code: bool = False
+    _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+    rewritten: Mapping[str, Rewrite] = field(default_factory=dict, repr=False)
+    seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
+
+    def having_seen(self, files: Mapping[Path, State]) -> Checkpoint:
+        """The same one, which knows how those of the files that it consists of were."""
+        own = {info.file for info in self.infos.values()} | {self.folder, self.folder / CONFIG}
+        own |= {self.folder / INDEX, *self.companions()}
+        return replace(self, seen={path: state for path, state in files.items() if path in own})
+
+    def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
+        """The same model with other tensors: how a staged block is read before the output exists."""
+        packed = layouts.group_by_linear(layout, infos)
+        return replace(self, infos=infos, layout=layout, _quantized=packed, rewritten=self._rewritten(infos))
+
+    def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
+        """The same model with these tensors, values that are not packed, instead of its own."""
+        packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
+        found = self.infos | infos
+        return replace(self, infos=found, _quantized=packed, rewritten=self._rewritten(found))
+
+    def _rewritten(self, infos: Mapping[str, TensorInfo]) -> dict[str, Rewrite]:
+        """Those of tensors that lie where they did."""
+        return {name: one for name, one in self.rewritten.items() if self._is_rewritten(infos.get(name))}
+
+    def _is_rewritten(self, info: TensorInfo | None) -> bool:
+        """Whether this is one that is read otherwise, and no other of its name."""
+        known = self.infos.get(info.name) if info and info.name in self.rewritten else None
+        return known is not None and known.file == info.file
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
+        packed = {name for parts in self._quantized.values() for name in parts.values()}
+        return [name for name in self.infos if name not in packed] + [
+            f"{linear}.weight" for linear in self._quantized
+        ]
+
+    @property
+    def name(self) -> str:
+        """What the model is called: the last part of where it came from."""
+        return (
+            self.source.rpartition("/")[2] if not Path(self.source).exists() else self.folder.resolve().name
+        )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some weights are stored as codes."""
+        return self.layout is not None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its tensors as they lie there, none counted twice."""
+        sources = {name: one.source for name, one in self.rewritten.items()}
+        return sum(i.nbytes for name, i in self.infos.items() if sources.get(name, name) == name)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files of the folder."""
+        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+
+    def manifest(self) -> str | None:
+        """How quantkit made this checkpoint, as it recorded it; None where it did not."""
+        path = self.folder / MANIFEST
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
+    def coded_bytes(self) -> dict[str, int]:
+        """Bytes of every weight that is stored as codes, scales and the like included, by `X.weight`."""
+        return {
+            f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
+            for linear, parts in self._quantized.items()
+        }
+
+    @property
+    def packed(self) -> list[str]:
+        """Names of the linears that are stored as packed codes."""
+        return list(self._quantized)
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `name` (`X.weight`) is stored as packed codes."""
+        return name.removesuffix(".weight") in self._quantized
+
+    def plain_dtype(self, name: str) -> str | None:
+        """What is stored of `name`, such as `BF16`; None where it is packed."""
+        return None if self.is_quantized(name) else self.infos[name].dtype
+
+    def stored_as(self, name: str) -> list[str]:
+        """The stored tensors behind `name`: itself, or the parts of a packed linear."""
+        packed = self._quantized.get(name.removesuffix(".weight"))
+        return list(packed.values()) if packed else [name]
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor's values; a packed linear's weight is decoded to `[out, in]`."""
+        if self.is_quantized(name):
+            linear = name.removesuffix(".weight")
+            parts = self.parts(name)
+            with layouts.understood(linear, parts):
+                values = self.layout.at(linear).values(parts)
+            return values if dtype is None else values.to(dtype)
+        return self.load(name, dtype)
+
+    def parts(self, name: str) -> dict[str, torch.Tensor]:
+        """The stored tensors of a packed linear (`X.weight`), by suffix."""
+        linear = name.removesuffix(".weight")
+        return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One stored tensor, optionally cast: as it lies on disk, or what it is rewritten to."""
+        rewrite = self.rewritten.get(name)
+        if rewrite is None:
+            return self._load(name, dtype)
+        values = rewrite.values(rewrite.exact, self._load(rewrite.source))
+        return values if dtype is None else values.to(dtype)
+
+    def _load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One stored tensor as it lies on disk."""
+        info = self.infos[name]
+        try:
+            otherwise = isinstance(info, slices.OTHERWISE)
+            stored = slices.read(info) if otherwise else reading.tensor(info)
+            return stored.to(dtype or stored.dtype).contiguous()
+        except OSError as error:
+            raise QuantkitError(
+                f"{name} could not be read from {info.file}: {error}", hint="download the file again"
+            ) from error
+
+    def plain(self, info: TensorInfo) -> TensorInfo:
+        """How a tensor of `infos` that no job changed lies in a safetensors file."""
+        if not self._is_rewritten(info):
+            return self._plain(info)
+        found = self._plain(self.infos[self.rewritten[info.name].source])
+        return TensorInfo(info.name, found.dtype, info.shape, info.file, info.offset, found.nbytes)
+
+    def _plain(self, info: TensorInfo) -> TensorInfo:
+        return info
+
+    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+        """The bytes of what `plain` describes, piece by piece."""
+        if self._is_rewritten(info):
+            return iter([self.load(info.name).contiguous().view(torch.uint8).numpy().data])
+        return self._data(info)
+
+    def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+        if isinstance(info, slices.OTHERWISE):
+            return iter([self.load(info.name).view(torch.uint8).numpy().data])
+        return safetensors_folder.raw(info)
+
+    @cached_property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        tokenizing.refuse_file(self.folder / "tokenizer.json")
+        try:
+            with tokenizing.explained():
+                found = transformers.AutoTokenizer.from_pretrained(
+                    self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
+                )
+        except Exception as error:  # the library raises many kinds here; all mean the same to a user
+            error = error.__cause__ or error
+            raise QuantkitError(
+                f"{self.source} has no tokenizer that loads: {why_no_tokenizer(self.folder, error)}",
+                hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
+                exit_code=NOT_FOUND,
+            ) from error
+        tokenizing.refuse_growth(found)
+        return found
+
+    @property
+    def text_config(self) -> transformers.PretrainedConfig:
+        """That of the language model: a part of `config` where other modalities are wrapped around it."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence the model was made for, in tokens; None where it has no limit."""
+        length = getattr(self.text_config, "max_position_embeddings", None)
+        return length if length and length > 0 else None  # -1 is XLNet's way to say so
+
+    def companions(self) -> list[Path]:
+        """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""
+        patterns = (*COMPANIONS, "*.py") if self.trust_remote_code else COMPANIONS
+        found = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
+        return sorted(path for path in found if path.suffix != ".safetensors")
+
+    def write_companions(self, place: Path) -> None:
+        """Copy the companions into the folder `place`."""
+        for path in self.companions():
+            shutil.copyfile(path, place / path.name)
+
+    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+        """Hash of config.json and of every weight file, by name: what makes this model this model."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for path in sorted({info.file for info in self.infos.values()}):
+            digest.update(path.name.encode())
+            hash_file(digest, path, progress)
+        return digest.hexdigest()
+
+
+def hash_file(digest, path: Path, progress: Callable[[int], None]) -> None:
+    """Add the bytes of a file to a digest of hashlib."""
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            progress(len(chunk))
+
+
+def why_no_tokenizer(folder: Path, error: Exception) -> str:
+    """What a person can use of the `error` that transformers raised."""
+    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+    found = any(path for pattern in patterns for path in folder.glob(pattern))
+    return first_line(error) if found else "there are no files of one"
+
+
+class _Parts(dict[str, torch.Tensor]):
+    """Tensors of a packed linear; asking for one that is not stored is the checkpoint's error."""
+
+    def __init__(self, linear: str, parts: dict[str, torch.Tensor]):
+        super().__init__(parts)
+        self.linear = linear
+
+    def __missing__(self, part: str) -> torch.Tensor:
+        raise QuantkitError(
+            f"{self.linear} is quantized, but {self.linear}.{part} is absent", hint="download it again"
+        )

@@ -1,0 +1,233 @@
+"""The GGUF container, read: every size is checked before it is believed. gguf_writer.py writes it.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little-endian: magic, version,
+counts, metadata, one entry a tensor (name, dimensions with the fastest first, type, offset), then the
+tensors, each at a multiple of the alignment. The `gguf` package knows the types and their sizes; its own
+reader believes every size, hence this one.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
+from gguf import GGUFValueType as Kind
+
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
+from quantkit.models.files.git_lfs import refuse_pointer
+from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo
+
+MAGIC = b"GGUF"
+MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
+MAX_ITEMS = 1 << 22  # of all arrays together: sixteen vocabularies of 262,144 tokens
+MAX_DIMENSIONS = 4
+SPLIT = "split.count"
+NUMBERS = {  # GGUF value type -> how it lies in the file
+    code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
+} | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
+TYPES = {type.value: type.name for type in GGMLQuantizationType}
+Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy array of those
+
+
+def tensor_bytes(type: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor `[..., in]`. Raises ValueError unless `in` is a multiple of the type's block."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
+    if shape[-1] % block:
+        raise ValueError(f"{shape[-1]} columns are no whole blocks of {block} ({type})")
+    return math.prod(shape) // block * size
+
+
+def spans(path: Path) -> tuple[dict[str, tuple[int, int]], int, int]:
+    """Where the key and value of every entry of the metadata lie in the file; where the header ends, and
+    where the tensors begin. For a file that `read_header` has read."""
+    metadata, _ = read_header(path)
+    with _opened(path) as cursor:
+        cursor.take(8)
+        tensors, pairs = cursor.unpack("<QQ")
+        found = {}
+        for _ in range(pairs):
+            start = cursor.place
+            key = cursor.text()
+            cursor.value()
+            found[key] = start, cursor.place
+        for _ in range(tensors):
+            _info(cursor)
+    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    return found, cursor.place, cursor.place + -cursor.place % alignment
+
+
+def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
+    """Metadata and the place of every tensor, from the header alone; shapes are `[out, in]` as in torch.
+
+    Raises QuantkitError naming the file when it is a Git LFS pointer, is not GGUF, is cut short, or its
+    header contradicts itself or the size of the file.
+    """
+    try:
+        refuse_pointer(path)
+        if not path.stat().st_size:
+            raise _broken(path, "it is empty")
+        with _opened(path) as cursor:
+            return _parse(cursor)
+    except OSError as error:
+        raise QuantkitError(
+            f"{path} cannot be read: {error.strerror}", "check the path", exit_code=NOT_FOUND
+        ) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Cursor]:
+    """The beginning of a file. No more is mapped than a header takes: under `ulimit -v` a model larger than
+    the limit could not be opened."""
+    with open(path, "rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        most = min(file_bytes, MAX_HEADER_BYTES)
+        with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as mapped:
+            cursor = _Cursor(path, memoryview(mapped), file_bytes)
+            try:
+                yield cursor
+            finally:
+                cursor.data.release()
+
+
+@dataclass
+class _Cursor:
+    """A place in the header; never goes beyond what is there."""
+
+    path: Path
+    data: memoryview
+    file_bytes: int
+    place: int = 0
+    items: int = 0
+
+    def take(self, nbytes: int) -> int:
+        """Where the next `nbytes` begin."""
+        start = self.place
+        if nbytes > len(self.data) - start:
+            if start + nbytes > self.file_bytes:
+                raise _broken(self.path, f"its header goes on at byte {self.file_bytes}, where it ends")
+            raise _broken(self.path, f"its header is longer than {MAX_HEADER_BYTES} bytes")
+        self.place += nbytes
+        return start
+
+    def unpack(self, form: str) -> tuple:
+        return struct.unpack_from(form, self.data, self.take(struct.calcsize(form)))
+
+    def text(self) -> str:
+        (length,) = self.unpack("<Q")
+        start = self.take(length)
+        return str(self.data[start : start + length], "utf-8", "surrogateescape")
+
+    def numbers(self, code: int, count: int) -> np.ndarray:
+        dtype = NUMBERS.get(code)
+        if dtype is None:
+            raise _broken(self.path, f"value type {code} at byte {self.place} is unknown")
+        start = self.take(count * dtype.itemsize)
+        return np.frombuffer(bytes(self.data[start : self.place]), dtype)
+
+    def value(self) -> Any:
+        (code,) = self.unpack("<I")
+        if code == Kind.STRING:
+            return self.text()
+        if code != Kind.ARRAY:
+            return self.numbers(code, 1)[0].item()
+        code, count = self.unpack("<IQ")
+        if code == Kind.STRING and count > (len(self.data) - self.place) // 8:
+            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
+        self.items += count
+        if self.items > MAX_ITEMS and count <= len(self.data) - self.place:
+            raise _broken(self.path, f"its arrays have {self.items:,} items")
+        if code != Kind.STRING:
+            return self.numbers(code, count).tolist()
+        return [self.text() for _ in range(count)]
+
+
+def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
+    path = cursor.path
+    start = cursor.take(4)
+    if bytes(cursor.data[start:4]) != MAGIC:
+        raise _broken(path, "it does not begin with GGUF")
+    (version,) = cursor.unpack("<I")
+    if version not in (2, 3):
+        why = "is big-endian" if version & 0xFFFF == 0 else f"has GGUF version {version}"
+        raise QuantkitError(
+            f"{path} {why}", "quantkit reads versions 2 and 3, little-endian", exit_code=UNSUPPORTED
+        )
+    tensors, pairs = cursor.unpack("<QQ")
+    metadata: Metadata = {}
+    for _ in range(pairs):
+        key = cursor.text()
+        if key in metadata:
+            raise _broken(path, f"the key {key} comes twice")
+        metadata[key] = cursor.value()
+    if metadata.get(SPLIT, 1) != 1:
+        raise QuantkitError(
+            f"{path} is one of {metadata[SPLIT]} parts of a model",
+            hint="join them first: llama-gguf-split --merge FIRST-PART OUTPUT",
+            exit_code=UNSUPPORTED,
+        )
+    infos = [_info(cursor) for _ in range(tensors)]
+    return metadata, _placed(cursor, infos, metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+
+
+def _info(cursor: _Cursor) -> TensorInfo:
+    """A tensor of the header; its offset still counts from the end of the header."""
+    name = cursor.text()
+    if len(name) > LONGEST_TENSOR:
+        raise _broken(cursor.path, f"a tensor has a name of {len(name):,} characters")
+    (count,) = cursor.unpack("<I")
+    if not 1 <= count <= MAX_DIMENSIONS:
+        raise _broken(cursor.path, f"{name} has {count} dimensions")
+    shape = cursor.unpack(f"<{count}Q")[::-1]
+    code, offset = cursor.unpack("<IQ")
+    if code not in TYPES:
+        raise QuantkitError(
+            f"{name} of {cursor.path} has type {code}, which is unknown",
+            hint="a newer gguf package may know it: pip install -U gguf",
+            exit_code=UNSUPPORTED,
+        )
+    type = TYPES[code]
+    try:
+        nbytes = tensor_bytes(type, shape)
+    except ValueError as error:
+        raise _broken(cursor.path, f"{name}: {error}") from error
+    if nbytes == 0:
+        raise _broken(cursor.path, f"{name} is empty: {list(shape)}")
+    return TensorInfo(name, type, shape, cursor.path, offset, nbytes)
+
+
+def _placed(cursor: _Cursor, infos: list[TensorInfo], alignment: Any) -> dict[str, TensorInfo]:
+    """Tensors by name with offsets from the beginning of the file; all inside it, none over another."""
+    path = cursor.path
+    if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise _broken(path, f"its alignment is {alignment}")
+    base = cursor.place + -cursor.place % alignment
+    placed: dict[str, TensorInfo] = {}
+    end = base
+    for info in sorted(infos, key=lambda info: info.offset):
+        start = base + info.offset
+        if info.offset % alignment or start < end:
+            raise _broken(path, f"{info.name} begins at byte {start}, where it cannot")
+        end = start + info.nbytes
+        if end > cursor.file_bytes:
+            raise _broken(path, f"{info.name} ends at byte {end}, the file has {cursor.file_bytes}")
+        if info.name in placed:
+            raise _broken(path, f"the tensor {info.name} comes twice")
+        placed[info.name] = TensorInfo(info.name, info.dtype, info.shape, path, start, info.nbytes)
+    return {info.name: placed[info.name] for info in infos}
+
+
+def _broken(path: Path, why: str) -> QuantkitError:
+    return QuantkitError(
+        f"{path} is truncated or not GGUF: {why}",
+        hint="download or copy the file again and compare its size with the original",
+    )

@@ -1,0 +1,173 @@
+"""The GGUF container, written tensor by tensor, as they come; the format: gguf_file.py.
+
+The `gguf` package's own writer packs a vocabulary value by value, wants an architecture in every file and
+has no empty arrays, hence this one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUF_DEFAULT_ALIGNMENT as ALIGNMENT
+from gguf import GGUF_VERSION, GGMLQuantizationType
+from gguf import GGUFValueType as Kind
+
+from quantkit.models.files import gguf_file
+from quantkit.models.files.gguf_file import MAGIC, NUMBERS, tensor_bytes
+
+MAX_NAME_BYTES = 63  # of a tensor; ggml's buffer holds 64 with the terminator
+CODES = {dtype: code for code, dtype in NUMBERS.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: `type` names a ggml type ("Q4_K"), `shape` is `[out, in]` as in torch."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return tensor_bytes(self.type, self.shape)
+
+
+class GgufWriter:
+    """Writes one file, tensor by tensor in the order of `entries`, in constant memory; a context manager.
+
+    The file has its name when the last tensor is in it: before that it lies beside it as `NAME.partial`,
+    and nothing is left when an exception leaves the context. The same arguments make the same bytes.
+    Numbers of `metadata` become uint32 (int32 where one is negative, 64 bits where they need them),
+    float32 and bool; numpy arrays and scalars keep their type.
+    """
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Sequence[Entry]):
+        assert len({entry.name for entry in entries}) == len(entries), "tensor names are unique"
+        self.path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._entries = list(entries)
+        self._done = self._written = 0
+        self._header = _header(metadata, self._entries)
+
+    def __enter__(self) -> GgufWriter:
+        self._file = open(self._partial, "wb")
+        try:
+            self._file.write(self._header)
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def write(self, name: str, chunks: Iterable[bytes | memoryview | np.ndarray]) -> None:
+        """Write the next tensor, or more of it: its bytes are those of all `chunks`, one after the other."""
+        entry = self._entries[self._done]
+        assert entry.name == name, f"{name}: {self._missing()}"
+        for chunk in chunks:
+            self._written += self._file.write(memoryview(chunk).cast("B"))
+        assert self._written <= entry.nbytes, f"{name}: {self._written} bytes of {entry.nbytes}"
+        if self._written == entry.nbytes:
+            self._file.write(bytes(-self._written % ALIGNMENT))
+            self._done, self._written = self._done + 1, 0
+
+    def _missing(self) -> str:
+        entry = self._entries[self._done]
+        return f"{entry.name} was not written, {self._written} bytes of {entry.nbytes} were"
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            assert self._done == len(self._entries), self._missing()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except BaseException:
+            self._abandon()
+            raise
+        self._file.close()
+        os.replace(self._partial, self.path)
+
+    def _abandon(self) -> None:
+        try:
+            self._file.close()  # flushes, and fails on a full disk
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+
+def with_text(source: Path, place: Path, key: str, text: str) -> int:
+    """Copy a GGUF file with another text under `key` of its metadata, added where there was none; all else,
+    tensors above all, keeps its bytes. Returns by how many bytes the tensors lie further back."""
+    found, end, tensors = gguf_file.spans(source)
+    with open(source, "rb") as old:
+        head = old.read(end)
+    alignment = gguf_file.read_header(source)[0].get("general.alignment", ALIGNMENT)
+    entry = _packed(key) + _value(text)
+    if key in found:
+        start, stop = found[key]
+        head = head[:start] + entry + head[stop:]
+    else:
+        last = max((stop for _, stop in found.values()), default=24)
+        counts = struct.pack("<Q", len(found) + 1)
+        head = head[:16] + counts + head[24:last] + entry + head[last:]
+    head += bytes(-len(head) % alignment)
+    with open(source, "rb") as old, open(place, "wb") as new:
+        new.write(head)
+        old.seek(tensors)
+        shutil.copyfileobj(old, new, 1 << 22)
+    return len(head) - tensors
+
+
+def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
+    parts = [MAGIC, struct.pack("<IQQ", GGUF_VERSION, len(entries), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_packed(key), _value(value)]
+    offset = 0
+    for entry in entries:
+        assert len(entry.name.encode()) <= MAX_NAME_BYTES, f"{entry.name} is too long a name"
+        shape = entry.shape[::-1]
+        code = GGMLQuantizationType[entry.type]
+        parts += [_packed(entry.name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, code, offset)]
+        offset += entry.nbytes + -entry.nbytes % ALIGNMENT
+    header = b"".join(parts)
+    return header + bytes(-len(header) % ALIGNMENT)
+
+
+def _packed(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """A metadata value with its type before it."""
+    if isinstance(value, str):
+        return struct.pack("<I", Kind.STRING) + _packed(value)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], str):
+        return struct.pack("<IIQ", Kind.ARRAY, Kind.STRING, len(value)) + b"".join(map(_packed, value))
+    array = _numbers(value)
+    code = CODES[array.dtype.newbyteorder("<")]
+    if array.ndim == 0:
+        return struct.pack("<I", code) + array.tobytes()
+    assert array.ndim == 1
+    return struct.pack("<IIQ", Kind.ARRAY, code, len(array)) + array.tobytes()
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """Numbers in the type they are stored in, little-endian."""
+    array = np.asarray(value)
+    if not isinstance(value, (np.ndarray, np.generic)):
+        if array.dtype.kind == "i":
+            low, high = array.min(initial=0), array.max(initial=0)
+            narrow, wide = ("<i4", "<i8") if low < 0 else ("<u4", "<u8")
+            limits = np.iinfo(narrow)
+            array = array.astype(narrow if limits.min <= low and high <= limits.max else wide)
+        elif array.dtype.kind == "f":
+            array = array.astype("<f4")
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)

@@ -1,0 +1,195 @@
+"""From what the user typed to a local folder: an existing path, or a hub id and its snapshot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.models.files import untrusted
+from quantkit.models.files.safetensors_folder import INDEX, SINGLE
+
+COMPANIONS = (
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+TEMPLATES = "additional_chat_templates"  # the one folder inside that is read
+LARGE_BYTES = 1 << 28  # eight times the largest tokenizer.json
+WEIGHTS = (".safetensors", ".gguf")
+
+
+def is_id(source: str) -> bool:
+    """Whether this can be a hub id, `OWNER/NAME`."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith((".", "/"))
+
+
+def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
+    """The folder that holds `source`, or the GGUF file that it is: itself if it exists, else a snapshot of
+    the hub repository.
+
+    The token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
+    Raises QuantkitError (exit code 3) when it is neither, or the hub cannot be reached.
+    """
+    return local(source) or _download(source, revision, offline)
+
+
+def local(source: str) -> Path | None:
+    """The folder `source` if it exists; None for a hub id. Raises QuantkitError (exit code 3) for neither."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        refuse_links(path)
+        refuse_odd_files(path)
+        return path
+    if path.is_file() and is_gguf(path):
+        return path
+    if path.exists():
+        raise QuantkitError(
+            f"{source} is a file",
+            hint="give the folder that holds config.json, or a GGUF file",
+            exit_code=NOT_FOUND,
+        )
+    if source.endswith(".gguf"):
+        raise QuantkitError(f"no such file: {source}", "check the path", exit_code=NOT_FOUND)
+    if not is_id(source):
+        raise QuantkitError(
+            f"no such folder: {source}",
+            hint="give a local checkpoint folder, or a hub id of the form OWNER/NAME",
+            exit_code=NOT_FOUND,
+        )
+    return None
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise QuantkitError for links that lead out of a model's folder: what they lead to would be read as the
+    model's, and much of it copied into the output. Those of the hub's cache lead to its blobs; weights that
+    lie elsewhere are the user's own affair."""
+    inside = folder.resolve()
+    allowed = [inside, *([inside.parents[1] / "blobs"] if inside.parent.name == "snapshots" else [])]
+    leading_out = sorted(
+        str(path.relative_to(folder))
+        for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
+        if path.is_symlink()
+        and path.suffix not in WEIGHTS
+        and not any(path.resolve().is_relative_to(place) for place in allowed)
+    )
+    if leading_out:
+        raise QuantkitError(
+            f"{folder} holds links that lead out of it: {name_all(leading_out)}",
+            hint="a downloaded model has none; put the files themselves there if you trust them",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """Raise QuantkitError for small files, as transformers reads them whole, that are none."""
+    for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
+        if not path.exists():
+            continue  # a link to nowhere: whoever wants it says so
+        untrusted.refuse_irregular(path)
+        if path.is_file() and path.stat().st_size > LARGE_BYTES:
+            raise QuantkitError(
+                f"{path} is larger than {LARGE_BYTES >> 20} MiB: not read", "download it again", UNSUPPORTED
+            )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file says of itself that it is GGUF, or its name does."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+
+
+def dataset_revision(repo: str, revision: str | None = None) -> str:
+    """The commit that `revision` (default: main) of a dataset repository stands for; its files may be read.
+
+    Raises QuantkitError (exit code 3) as `resolve` does.
+    """
+    from huggingface_hub import HfApi
+
+    with explained(repo, revision, kind="dataset"):
+        api = HfApi()
+        api.auth_check(repo, repo_type="dataset")  # a gated repository describes itself to everyone
+        commit = api.dataset_info(repo, revision=revision, timeout=30).sha
+    assert commit is not None
+    return commit
+
+
+def _download(repo: str, revision: str | None, offline: bool) -> Path:
+    """The small files first, then the weights that the index of shards names, or those there are.
+
+    Beside them many repositories hold the same weights again: `consolidated.safetensors`, or in subfolders.
+    """
+    from huggingface_hub import snapshot_download
+
+    def fetch(patterns: Iterable[str], revision: str | None) -> Path:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*"],
+                local_files_only=offline,
+            )
+        )
+
+    with explained(repo, revision, offline):
+        folder = fetch(COMPANIONS, revision)
+        return fetch(_weights(folder), folder.name)  # of the same commit
+
+
+def _weights(folder: Path) -> list[str]:
+    """Names of the weight files of a snapshot."""
+    index = folder / INDEX
+    try:
+        named = (
+            set(untrusted.parse(untrusted.read(index))["weight_map"].values()) if index.is_file() else set()
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        named = set()  # reading the folder will say what is wrong with it
+    return sorted(map(str, named)) or [SINGLE]
+
+
+@contextmanager
+def explained(
+    repo: str, revision: str | None = None, offline: bool = False, kind: str = "model"
+) -> Iterator[None]:
+    """Turn what huggingface_hub raises about a repository into QuantkitError (exit code 3) with a way out."""
+    from huggingface_hub import errors as hub
+
+    noun, local, option = (
+        ("", "folder", "") if kind == "model" else ("dataset ", "file", " --repo-type dataset")
+    )
+    try:
+        yield
+    except hub.GatedRepoError as error:
+        raise QuantkitError(
+            f"{repo} is gated", hint="accept its terms on the hub and set HF_TOKEN", exit_code=NOT_FOUND
+        ) from error
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
+        where = f"{repo} at revision {revision}" if revision else repo
+        raise QuantkitError(
+            f"the hub has no {noun}{where}, or it is private",
+            hint="check the spelling; for a private repository set HF_TOKEN",
+            exit_code=NOT_FOUND,
+        ) from error
+    except hub.HFValidationError as error:
+        raise QuantkitError(
+            f"{repo} is no local {local} and no hub id",
+            hint=f"give a local {'checkpoint folder' if kind == 'model' else 'file'}, "
+            "or a hub id of the form OWNER/NAME",
+            exit_code=NOT_FOUND,
+        ) from error
+    except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
+        why = "is not in the local cache" if offline else "could not be fetched"
+        raise QuantkitError(
+            f"{repo} is no local {local} and {why}: {first_line(error)}",
+            hint=f"give a local {local}, or fetch it once with a connection: hf download {repo}{option}",
+            exit_code=NOT_FOUND,
+        ) from error

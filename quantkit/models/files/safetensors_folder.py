@@ -1,0 +1,311 @@
+"""A folder of safetensors files: headers read and checked, tensors copied as raw bytes.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets}}`, then the tensors without holes).
+Nothing here imports torch: sizes are known, and files merged, without loading a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.files import untrusted
+from quantkit.models.files.git_lfs import refuse_pointer
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
+MAX_DIMENSIONS = 64  # as many as torch has
+LONGEST_NAME = 255  # bytes of the name of a file
+LONGEST_TENSOR = 1024  # characters of the name of a tensor; a number in it may have as many digits
+COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
+DTYPE_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `nbytes` bytes at `offset` of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+def natural(name: str) -> list:
+    """Sort key that puts block 2 before block 10."""
+    return [_number(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
+
+
+def _number(digits: str) -> tuple[int, str]:
+    """Sorts as the number does, of however many digits."""
+    digits = digits.lstrip("0")
+    return len(digits), digits
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of one safetensors file, from its header alone.
+
+    Raises QuantkitError naming the file if it is a Git LFS pointer, the header is malformed, a size does not
+    fit its dtype and shape, or the tensors do not fill the file without holes.
+    """
+    try:
+        refuse_pointer(path)
+        file_bytes = path.stat().st_size
+        if not file_bytes:
+            raise _broken(path, "it is empty")
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
+            header = untrusted.parse(file.read(length))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise _malformed(path, error) from error
+    return check_header(path, header, file_bytes, 8 + length)
+
+
+def check_header(
+    path: Path, header: dict, file_bytes: int | None = None, base: int = 0
+) -> dict[str, TensorInfo]:
+    """Every tensor of a parsed header, at its place in a file whose tensors begin at byte `base`.
+
+    file_bytes: None leaves the end of the file unchecked. Raises as `read_header` does.
+    """
+    try:
+        header.pop("__metadata__", None)
+        infos = {name: _info(path, base, name, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _malformed(path, error) from error
+    end = base
+    for info in sorted(infos.values(), key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            raise _broken(path, f"{info.name} begins at byte {info.offset} instead of {end}")
+        end += info.nbytes
+    if file_bytes is not None and end != file_bytes:
+        raise _broken(path, f"its tensors end at byte {end}, the file has {file_bytes}")
+    return infos
+
+
+def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
+    if len(name) > LONGEST_TENSOR:
+        raise ValueError(f"a name of {len(name):,} characters: {name[:40]}…")
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    nbytes = end - start
+    if not isinstance(entry["dtype"], str):
+        raise ValueError(f"{name}: no dtype")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name}: {len(shape)} dimensions")
+    if not all(type(size) is int and size >= 0 for size in (start, end, nbytes, *shape)):
+        raise ValueError(f"{name}: sizes must be whole numbers")
+    if entry["dtype"] in DTYPE_BYTES and nbytes != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
+        raise ValueError(f"{name}: {nbytes} bytes do not hold {entry['dtype']} {list(shape)}")
+    return TensorInfo(name, entry["dtype"], shape, path, base + start, nbytes)
+
+
+def _unreadable(path: Path, error: OSError) -> QuantkitError:
+    return QuantkitError(f"{path} cannot be read: {error.strerror}", "check who may read it", NOT_FOUND)
+
+
+def _malformed(path: Path, error: Exception) -> QuantkitError:
+    return _broken(path, f"its header is not a safetensors header ({error})")
+
+
+def _broken(path: Path, why: str) -> QuantkitError:
+    return QuantkitError(
+        f"{path} is truncated or not safetensors: {why}",
+        hint="download or copy the file again and compare its size with the original",
+    )
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file. Raises QuantkitError (exit code 3 if it is absent) for anything but an object."""
+    if not path.is_file():
+        raise QuantkitError(
+            f"{path.parent} holds no {path.name}",
+            hint="give a checkpoint folder, a GGUF file or a hub id",
+            exit_code=NOT_FOUND,
+        )
+    try:
+        content = untrusted.parse(untrusted.read(path))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
+    if not isinstance(content, dict):
+        raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
+    return content
+
+
+def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:
+    """All tensors of a checkpoint folder, single-file or sharded.
+
+    Raises QuantkitError when there are no weights, only pickles, or the index names a file that is
+    absent, outside the folder, or does not hold the tensor. `errors` takes what is wrong with single shards
+    instead, and the tensors of all others are returned.
+    """
+    if (folder / INDEX).is_file():
+        return _read_sharded(folder, errors)
+    if (folder / SINGLE).is_file():
+        return read_header(folder / SINGLE)
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+        path.name for path in folder.glob("*.pt*")
+    )
+    if pickles:
+        raise QuantkitError(
+            f"{folder} holds pickle weights only ({name_all(pickles, 3)}), which can run code when opened",
+            hint="convert once where you trust the source: AutoModelForCausalLM.from_pretrained(PATH)"
+            ".save_pretrained(NEW) writes safetensors",
+            exit_code=UNSUPPORTED,
+        )
+    raise QuantkitError(
+        f"{folder} holds no {SINGLE} and no {INDEX}",
+        hint="give a Hugging Face checkpoint folder or hub id",
+        exit_code=NOT_FOUND,
+    )
+
+
+def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str, TensorInfo]:
+    path = folder / INDEX
+    weight_map = _read_index(path)
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (folder / name).is_file()]
+    found = []
+    if absent:
+        what = f"{len(absent)} of {len(names)} shards named in {path} are absent: {name_all(absent)}"
+        found.append(QuantkitError(what, "download the missing files", NOT_FOUND))
+    infos: dict[str, TensorInfo] = {}
+    for name in names:
+        try:
+            infos |= {} if name in absent else read_header(folder / name)
+        except QuantkitError as error:
+            absent.append(name)
+            found.append(error)
+    lost = [
+        key
+        for key, name in weight_map.items()
+        if name not in absent and (key not in infos or infos[key].file.name != name)
+    ]
+    if lost:
+        what = f"{path} places tensors in shards that do not hold them: {name_all(lost)}"
+        found.append(QuantkitError(what, "index and shards belong to different downloads; fetch both again"))
+    if errors is None and found:
+        raise found[0]
+    if errors is not None:
+        errors += found
+    return infos
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The shard of every tensor. Raises QuantkitError for no index, or one that points outside its folder."""
+    try:
+        weight_map = dict(untrusted.parse(untrusted.read(path))["weight_map"])
+        if any(len(name) > LONGEST_TENSOR for name in weight_map):
+            raise ValueError(f"names of more than {LONGEST_TENSOR} characters")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("shard names must be strings")
+        for name in weight_map.values():
+            name.encode()  # no lone surrogates
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise QuantkitError(
+            f"{path} is not a safetensors index ({error})", hint="download it again"
+        ) from error
+    unnamed = [name for name in weight_map.values() if "\0" in name or len(name.encode()) > LONGEST_NAME]
+    if unnamed:
+        what = f"{path} names files that cannot be: {name_all(sorted(set(unnamed)), 3)}"
+        raise QuantkitError(what, hint="download it again", exit_code=UNSUPPORTED)
+    outside = [name for name in weight_map.values() if Path(name).name != name or name in ("", ".", "..")]
+    if outside:
+        raise QuantkitError(
+            f"{path} points outside its folder: {name_all(sorted(set(outside)))}",
+            hint="do not trust this checkpoint; shards must lie beside their index",
+            exit_code=UNSUPPORTED,
+        )
+    return weight_map
+
+
+def raw(info: TensorInfo) -> Iterator[bytes]:
+    """A tensor's bytes where they lie, piece by piece."""
+    with open(info.file, "rb", buffering=0) as source:
+        source.seek(info.offset)
+        left = info.nbytes
+        while left:
+            chunk = source.read(min(COPY_BYTES, left))
+            if not chunk:
+                raise _broken(info.file, f"{info.name} ends early")
+            yield chunk
+            left -= len(chunk)
+
+
+Data = Callable[[TensorInfo], Iterable[bytes | memoryview]]
+
+
+def write_file(path: Path, infos: Iterable[TensorInfo], data: Data = raw) -> None:
+    """Write one safetensors file; `data` gives each tensor's bytes, by default those where it lies now.
+
+    Larger dtypes come first, so that every tensor is aligned without holes (the format allows none).
+    The metadata map has one key: with more, their order would change from run to run.
+    """
+    infos = sorted(infos, key=lambda info: (-DTYPE_BYTES.get(info.dtype, 1), natural(info.name)))
+    header: dict = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in infos:
+        span = [offset, offset + info.nbytes]
+        header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": span}
+        offset += info.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for info in infos:
+            out.writelines(data(info))
+
+
+def shards(infos: Iterable[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
+    """Split tensors, in natural order of their names, into files of at most `shard_bytes`.
+
+    A single tensor larger than that gets a file of its own.
+    """
+    groups: list[list[TensorInfo]] = [[]]
+    size = 0
+    for info in sorted(infos, key=lambda info: natural(info.name)):
+        if groups[-1] and size + info.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(info)
+        size += info.nbytes
+    return groups
+
+
+def write_folder(folder: Path, infos: Iterable[TensorInfo], shard_bytes: int, data: Data = raw) -> None:
+    """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index."""
+    groups = shards(infos, shard_bytes)
+    if len(groups) == 1:
+        write_file(folder / SINGLE, groups[0], data)
+        return
+    weight_map = {}
+    for number, group in enumerate(groups, start=1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_file(folder / name, group, data)
+        weight_map.update({info.name: name for info in group})
+    total = sum(info.nbytes for group in groups for info in group)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

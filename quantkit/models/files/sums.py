@@ -1,0 +1,52 @@
+"""sha256 sums of what was written, in the manifest of a folder and in the metadata of a GGUF file.
+
+They tell damage, not forgery: whoever changes a file can change its sum, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+IN_FILE = "quantkit.tensors_sha256"  # of everything behind the header of a GGUF file
+BLANK = "0" * 64  # where it will stand
+PIECE = 1 << 22
+
+
+def of_folder(
+    folder: Path, leave: Collection[str], listen: Callable[[int], None] = lambda nbytes: None
+) -> dict[str, str]:
+    """sha256 by file name, but for those to `leave`. listen: of bytes as they are read."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in leave)
+    return {path.name: of_file(path, listen=listen) for path in files}
+
+
+def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:
+    """sha256 of a file from a byte on."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            listen(len(piece))
+    return digest.hexdigest()
+
+
+def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) -> str:
+    """sha256 of everything behind the header of a GGUF file."""
+    from quantkit.models.files import gguf_file
+
+    return of_file(path, gguf_file.spans(path)[2], listen)
+
+
+def seal(path: Path) -> None:
+    """Put the sum of its tensors into a GGUF file, where its metadata has a place for it."""
+    from quantkit.models.files import gguf_file
+
+    found, _, tensors = gguf_file.spans(path)
+    if IN_FILE in found:
+        digest = of_file(path, tensors)
+        with open(path, "r+b") as file:
+            file.seek(found[IN_FILE][1] - len(BLANK))  # a text ends its entry
+            file.write(digest.encode())

@@ -1,0 +1,305 @@
+"""A GGUF file as a checkpoint: names, shapes and values as transformers has them, whatever llama.cpp did."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.layouts.ggml.blocks import decode_rows
+from quantkit.models.files import gguf_file, unchanged
+from quantkit.models.files.checkpoint import Checkpoint, hash_file
+from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
+from quantkit.models.gguf import configuration, rope, tensors
+from quantkit.models.gguf.file_config import refuse_imatrix
+from quantkit.models.gguf.mixtures import scale_of
+from quantkit.models.gguf.tensors import Target
+from quantkit.models.skeleton.loading import TORCH_DTYPES
+
+PLAIN = ("F32", "F16", "BF16")
+NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
+INPUT_SCALE = ".input_scale"
+CHUNK = 1 << 20  # weights decoded at a time
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint(Checkpoint):
+    """A GGUF file, opened: the header is read and checked, the factors of rotary embeddings are loaded.
+
+    `infos` hold the names and shapes of a checkpoint of the same model, and where the file has their
+    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names. pieces: of
+    a tensor that lies there as several, all of them and where they are; its info is that of the first.
+    scales: what the matrices of a tensor are multiplied with, by its name in the file.
+    """
+
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
+    pieces: Mapping[str, list[tuple[Target, TensorInfo]]] = field(default_factory=dict, repr=False)
+    scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What the file says the model is called."""
+        name = self.metadata.get("general.name")
+        return name if isinstance(name, str) and name else self.folder.stem
+
+    @property
+    def quantized(self) -> bool:
+        """Whether tensors are stored in blocks of codes."""
+        return bool(self.coded_bytes())
+
+    def coded_bytes(self) -> dict[str, int]:
+        """Bytes of every tensor that is stored in blocks of codes."""
+        stored = {name: info for name, info in self.infos.items() if info.file == self.folder}
+        return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
+
+    def manifest(self) -> str | None:
+        """The manifest that quantkit wrote into the file."""
+        found = self.metadata.get("quantkit.manifest")
+        return found if isinstance(found, str) else None
+
+    @property
+    def disk_bytes(self) -> int:
+        """Size of the file."""
+        return self.folder.stat().st_size
+
+    def _load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's values, in the order and orientation that transformers stores.
+
+        In 16 bit where the file has 16 bit, else float32, unless `dtype` says otherwise.
+        """
+        info = self.infos[name]
+        if info.file != self.folder:
+            return super()._load(name, dtype)
+        if name in self.pieces:
+            return self._joined(name, info.shape, dtype)
+        target = self.targets[name]
+        shape = target.shape if target.parameters == (name,) else info.shape
+        values = _decode(info, shape, dtype, target, self._scale(target, name))
+        if target.changed:
+            values = target.to_hf(values).to(dtype or torch.float32)
+        if target.single:
+            values = values[:, None]
+        return values.t().contiguous() if target.conv1d else values
+
+    def _joined(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        values = [
+            _decode(info, target.shape, dtype, target, self._scale(target))
+            for target, info in self.pieces[name]
+        ]
+        whole = torch.empty(shape, dtype=values[0].dtype)
+        for (target, _), part in zip(self.pieces[name], values, strict=True):
+            target.part.of(whole).copy_(part)
+        return whole
+
+    def _scale(self, target: Target, name: str | None = None) -> Tensor | None:
+        """What its matrices are multiplied with, or the one of them that has this name."""
+        scale = self.scales.get(target.name)
+        alone = scale is None or len(target.parameters) == 1 or name is None
+        return scale if alone else scale[[target.parameters.index(name)]]
+
+    def _plain(self, info: TensorInfo) -> TensorInfo:
+        """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
+        if info.file != self.folder:
+            return info
+        dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
+        return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
+
+    def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+        """The bytes of what `plain` describes."""
+        if info.file != self.folder:
+            yield from super()._data(info)
+        else:
+            yield self.load(info.name, TORCH_DTYPES[info.dtype]).view(torch.uint8).numpy().data
+
+    @cached_property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """The tokenizer that the metadata describe. Raises QuantkitError when they describe none."""
+        from quantkit.models.gguf import tokenizer
+
+        return tokenizer.from_metadata(self.metadata)
+
+    def write_companions(self, place: Path) -> None:
+        """Tokenizer files made from the metadata; none where the file has no tokenizer."""
+        if "tokenizer.ggml.model" in self.metadata:
+            self.tokenizer.save_pretrained(place)
+
+    def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
+        """Hash of the file."""
+        digest = hashlib.sha256()
+        hash_file(digest, self.folder, progress)
+        return digest.hexdigest()
+
+
+def open_file(source: str, path: Path) -> GgufCheckpoint:
+    """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
+    seen = unchanged.look(path)
+    metadata, stored = gguf_file.read_header(path)
+    refuse_imatrix(source, metadata)
+    factors = {
+        name: _decode(stored[name], stored[name].shape)
+        for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
+        if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
+    }
+    config, targets = _understood(source, metadata, stored, factors)
+    scales = _scales(stored, targets)
+    beside = {name for name in stored if name.endswith(INPUT_SCALE)}  # of engines that round inputs, too
+    _check(path, stored, targets, {*factors, *scales, *beside})
+    whole = [target for target in targets if target.part is None]
+    infos = {name: info for target in whole for name, info in _parts(target, stored[target.name])}
+    pieces: dict[str, list[tuple[Target, TensorInfo]]] = {}
+    for target in targets:
+        if target.part:
+            pieces.setdefault(target.parameters[0], []).append((target, stored[target.name]))
+    infos |= {name: _whole(name, parts) for name, parts in pieces.items()}
+    return GgufCheckpoint(
+        source=source,
+        folder=path,
+        raw_config=json.loads(config.to_json_string()),
+        config=config,
+        infos=infos,
+        layout=None,
+        metadata=metadata,
+        targets={name: target for target in targets for name in target.parameters},
+        pieces=pieces,
+        scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
+        seen=seen,
+    )
+
+
+def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, Tensor]:
+    """What tensors are multiplied with, by the names of the scales. Raises QuantkitError for one that is not
+    of a matrix each."""
+    found = {}
+    for target in targets:
+        owner = stored.get(target.name)
+        if owner is None or (place := scale_of(target.name, owner.dtype, target.shape)) is None:
+            continue
+        name, shape = place
+        if name not in stored:
+            continue
+        if stored[name].dtype != "F32" or stored[name].shape != shape:
+            told = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
+            raise QuantkitError(told, "download the file again")
+        found[name] = _decode(stored[name], shape)
+    return found
+
+
+def _understood(
+    source: str,
+    metadata: gguf_file.Metadata,
+    stored: Mapping[str, TensorInfo],
+    factors: Mapping[str, Tensor],
+) -> tuple[transformers.PretrainedConfig, list[Target]]:
+    """The configuration, and the tensors that its model has in the file."""
+    try:
+        config = configuration.to_config(metadata, stored, factors)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        return config, [target for target in tensors.of_config(config, source) if target.parameters]
+    except QuantkitError:
+        raise
+    except Exception as error:  # values that do not go together end in many kinds of errors
+        raise QuantkitError(
+            f"the metadata of {source} describe no model: {first_line(error)}", "download the file again"
+        ) from error
+
+
+def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], factors: set[str]) -> None:
+    """Raise QuantkitError unless the file holds the model's tensors, all of them and no others."""
+    wanted = {target.name: target for target in targets}
+    absent = [name for name in wanted if name not in stored]
+    if absent:
+        raise QuantkitError(f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
+    unknown = [name for name in stored if name not in wanted and name not in factors]
+    if unknown:
+        raise QuantkitError(
+            f"{path} holds tensors that are not understood: {name_all(unknown)}",
+            hint="quantkit reads plain language models of the architectures that it writes",
+            exit_code=UNSUPPORTED,
+        )
+    odd = [
+        f"{name} is {list(stored[name].shape)} instead of {list(target.shape)}"
+        for name, target in wanted.items()
+        if _matrix(stored[name].shape) != _matrix(target.shape)
+    ]
+    if odd:
+        raise QuantkitError(
+            f"{path}: {name_all(odd)}", hint="metadata and tensors belong to different models"
+        )
+    types = [
+        f"{name} ({stored[name].dtype})"
+        for name, target in wanted.items()
+        if stored[name].dtype in NO_WEIGHTS or (len(target.shape) == 1 and stored[name].dtype not in PLAIN)
+    ]
+    if types:
+        raise QuantkitError(
+            f"{path} holds weights of types that are not understood: {name_all(types)}",
+            hint="convert the model again",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading dimensions of 1, which ggml does not tell apart."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """The stored tensors that a tensor of the file stands for, each with its place."""
+    if len(target.parameters) == 1:
+        name = target.parameters[0]
+        shape = target.shape[::-1] if target.conv1d else target.shape
+        yield name, replace(info, name=name, shape=(shape[0], 1, shape[1]) if target.single else shape)
+        return
+    nbytes = info.nbytes // len(target.parameters)
+    for row, name in enumerate(target.parameters):
+        start = info.offset + row * nbytes
+        yield name, replace(info, name=name, shape=info.shape[1:], offset=start, nbytes=nbytes)
+
+
+def _whole(name: str, parts: list[tuple[Target, TensorInfo]]) -> TensorInfo:
+    """Of a tensor that the file holds in parts."""
+    target, first = parts[0]
+    return replace(first, name=name, shape=target.part.shape, nbytes=sum(info.nbytes for _, info in parts))
+
+
+def _decode(
+    info: TensorInfo,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+    target: Target | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """Values of `shape`; rows go back to the model's order before they are decoded. scale: of each matrix,
+    what its values are multiplied with."""
+    raw = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset)
+    if len(raw) != info.nbytes:
+        raise QuantkitError(f"{info.name} ends early in {info.file}", "download the file again")
+    encoded = torch.from_numpy(raw)
+    if target is not None and target.index is not None:
+        encoded = target.to_hf(encoded.view(shape[0], -1))
+    encoded = encoded.view(math.prod(shape[:-1]), -1)
+    if info.dtype in PLAIN:
+        values = encoded.view(TORCH_DTYPES[info.dtype])
+        return values.to(dtype or values.dtype).view(shape)
+    values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
+    step = max(1, CHUNK // shape[-1])
+    for start in range(0, len(encoded), step):
+        part = slice(start, start + step)
+        rows = decode_rows(info.dtype, encoded[part], shape[-1])
+        if scale is not None:
+            rows *= scale.repeat_interleave(len(encoded) // len(scale))[part, None]
+        values[part] = rows
+    return values.view(shape)

@@ -1,0 +1,209 @@
+"""transformers' configuration <-> the metadata keys of an architecture, by the rows of `architectures`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.gguf import architectures, file_config, rope
+from quantkit.models.gguf.architecture import DEFAULTS, Architecture, head_dim, inexpressible
+from quantkit.models.gguf.file_config import PATTERN, SLIDING, layer_types, pattern
+
+REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+NEEDED = ("epsilon", "expert_used_count")  # of the keys that not every architecture has
+MAX_HEAD_DIM = 1 << 16
+SPECIAL_TOKENS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+
+
+def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
+    """All keys of the architecture, `general.architecture` first.
+
+    Raises QuantkitError (exit code 4) naming everything about the model that llama.cpp would compute
+    otherwise.
+    """
+    row = architectures.of_config(config)
+    _refuse_others(row, config)
+    keys = {key: _value(config, key, names) for key, names in row.fields.items()}
+    keys |= {key: compute(config) for key, compute in row.computed.items()}
+    keys |= _window(row, config) | rope.metadata(row, config) | dict(row.constants)
+    given = {f"{row.name}.{key}": value for key, value in keys.items() if value is not None}
+    return {"general.architecture": row.name} | given
+
+
+def _value(config: PretrainedConfig, key: str, names: str | tuple[str, ...] | None) -> Any:
+    names = () if names is None else (names,) if isinstance(names, str) else names
+    found = (getattr(config, name, None) for name in names)
+    value = next((value for value in found if value is not None), None)
+    return DEFAULTS[key](config) if value is None and key in DEFAULTS else value
+
+
+def _refuse_others(row: Architecture, config: PretrainedConfig) -> None:
+    """Raise QuantkitError if llama.cpp would compute something else than this configuration says."""
+    why = [
+        f"{name} {getattr(config, name)!r}"
+        for name, allowed in row.fixed.items()
+        if getattr(config, name, allowed[0]) not in allowed
+    ]
+    size = head_dim(config)
+    if not row.free_head_dim and size * config.num_attention_heads != config.hidden_size:
+        why.append(f"head_dim {size} with {config.num_attention_heads} heads of {config.hidden_size}")
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    if scalar is not None and scalar != _attention_scalar(row, config):
+        why.append(f"query_pre_attn_scalar {scalar} (only {_attention_scalar(row, config)})")
+    if (further := row.refuse(config)) is not None:
+        why.append(further)
+    if why:
+        raise inexpressible(row, name_all(why))
+
+
+def _attention_scalar(row: Architecture, config: PretrainedConfig) -> int:
+    """By the root of which llama.cpp divides the scores of attention."""
+    if config.num_hidden_layers == row.wide_blocks:
+        return config.hidden_size // config.num_attention_heads
+    return head_dim(config)
+
+
+def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
+    """Which blocks slide, where that is not the architecture's default."""
+    if row.window is None:
+        return {}
+    kinds = list(config.layer_types)
+    usual = row.period(len(kinds))
+    others = () if row.window_depth else range(1, len(kinds) + 1)
+    for period in (usual, *others):
+        if kinds == pattern(period, len(kinds)):
+            return {} if period == usual else {PATTERN: period}
+    raise inexpressible(row, "sliding attention other than in all but every nth block")
+
+
+def notes(config: PretrainedConfig) -> list[str]:
+    """What llama.cpp leaves out of this model, or rounds; it computes the same up to the lengths named."""
+    row = architectures.of_config(config)
+    found = []
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if row.window is None and window and (kinds is None or SLIDING in kinds):
+        if window < config.max_position_embeddings:
+            found.append(f"llama.cpp attends beyond the sliding window of {window} tokens")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "yarn" and not row.truncate:
+        found.append(
+            "llama.cpp rounds the bounds of yarn: dimensions between them turn a little faster or slower"
+        )
+    if parameters.get("rope_type") == "dynamic":
+        found.append(
+            f"llama.cpp does not scale rotary embeddings beyond {config.max_position_embeddings} tokens"
+        )
+    return found
+
+
+def to_config(
+    metadata: Mapping[str, Any], infos: Mapping[str, TensorInfo], factors: Mapping[str, Tensor]
+) -> PretrainedConfig:
+    """The configuration of a file, from its metadata, the places and the names of its tensors.
+
+    factors: the tensors `rope.parameters` wants, read. Raises QuantkitError naming keys that are absent
+    or make no sense; values of wrong types end in the configuration's own errors.
+    """
+    row = architectures.of_file(metadata)
+    prefix = f"{row.name}."
+    keys = {key.removeprefix(prefix): _exact(value) for key, value in metadata.items()}
+    _check(row, keys, infos)
+    heads = keys["attention.head_count"]
+    keys.setdefault("attention.head_count_kv", heads)
+    keys.setdefault("attention.key_length", keys["embedding_length"] // heads)
+    values = file_config.fields(row, keys, infos)
+    if not row.free_head_dim:
+        values.pop("head_dim", None)  # it follows, and not every configuration has the field
+    values["vocab_size"] = infos["token_embd.weight"].shape[0]
+    values["tie_word_embeddings"] = "output.weight" not in infos
+    parameters = rope.parameters(row, keys, keys["attention.key_length"], factors)
+    if parameters is not None:
+        values["rope_parameters"] = parameters
+    values |= _sliding(row, keys) | _special_tokens(metadata, values["vocab_size"])
+    return _build(row, values, infos)
+
+
+def _exact(value: Any) -> Any:
+    """A float32 of the file as the shortest decimal that means it: 1e-06, not 9.99999997e-07."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
+    absent = [f"{row.name}.{key}" for key in REQUIRED if key not in keys]
+    absent += [name for name in ("token_embd.weight",) if name not in infos]
+    absent += [f"{row.name}.{key}" for key in row.fields if key.endswith(NEEDED) and key not in keys]
+    if absent:
+        raise QuantkitError(
+            f"the GGUF file lacks {name_all(absent)}", "it holds no whole model; download it again"
+        )
+    whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length", *EXPERTS)
+    odd = [f"{row.name}.{key}" for key in whole if key in keys and not _is_count(keys[key])]
+    if odd:
+        raise QuantkitError(
+            f"the GGUF file gives no single positive number for {name_all(odd)}",
+            hint="quantkit reads models whose blocks are all alike",
+            exit_code=UNSUPPORTED,
+        )
+    shape = infos["token_embd.weight"].shape
+    limits = {  # the model is built in memory, without its weights: what the tensors do not bear out is not
+        "block_count": len(infos),
+        "embedding_length": shape[-1],
+        "attention.head_count": shape[-1],
+        "attention.key_length": MAX_HEAD_DIM,
+        "expert_count": max(info.shape[0] for info in infos.values()),
+    }
+    large = [f"{row.name}.{key} {keys[key]}" for key, limit in limits.items() if keys.get(key, 0) > limit]
+    if large or len(shape) != 2:
+        raise QuantkitError(
+            f"the GGUF file's token_embd.weight {list(shape)} does not go with {name_all(large)}",
+            hint="metadata and tensors belong to different models",
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
+
+
+def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields about sliding attention and the scale that goes with the architecture."""
+    if row.window is None:
+        return {"sliding_window": None} if keys.get("attention.sliding_window") == 0 else {}
+    kinds = layer_types(row, keys, keys["block_count"])
+    if kinds is None:
+        raise QuantkitError(
+            f"{row.name}.{PATTERN} {keys[PATTERN]!r} makes no sense", "download the file again"
+        )
+    if row.wide_blocks is None:
+        return {"layer_types": kinds, "sliding_window": keys.get("attention.sliding_window")}
+    scalar = keys["attention.key_length"]
+    if keys["block_count"] == row.wide_blocks:
+        scalar = keys["embedding_length"] // keys["attention.head_count"]
+    scales = hasattr(transformers.CONFIG_MAPPING[row.model_types[0]], "query_pre_attn_scalar")
+    return {"layer_types": kinds} | ({"query_pre_attn_scalar": scalar} if scales else {})
+
+
+def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int | None]:
+    """Ids out of range would be the configuration's error; they are of no use either."""
+    ids = {name: metadata.get(key) for name, key in SPECIAL_TOKENS.items()}
+    return {name: id if type(id) is int and 0 <= id < vocab_size else None for name, id in ids.items()}
+
+
+def _build(row: Architecture, values: dict[str, Any], infos: Mapping[str, TensorInfo]) -> PretrainedConfig:
+    config = transformers.AutoConfig.for_model(row.model_types[0], **copy.deepcopy(values))
+    config.dtype = getattr(torch, file_config.dtype(infos))
+    return config

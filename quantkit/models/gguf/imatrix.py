@@ -1,0 +1,190 @@
+"""Importance matrices: how much each input column of a matrix counts, as llama-imatrix writes them.
+
+For every matrix, Σx² of each input column over the calibration tokens, and how many tokens that were. Two
+kinds of files: GGUF with `NAME.in_sum2` and `NAME.counts`, and the older `.dat` of struct after struct.
+Source: llama.cpp, `tools/imatrix/imatrix.cpp` and `common/imatrix-loader.cpp`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
+from quantkit.models.files import gguf_file, gguf_writer
+from quantkit.models.files.safetensors_folder import TensorInfo
+
+DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
+SUMS, COUNTS = ".in_sum2", ".counts"
+HINT = "make one with quantkit imatrix MODEL -o FILE.gguf, or with llama-imatrix"
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """sums, counts: by GGUF name of a matrix, float32; Σx² `[in]` over `[1]` tokens.
+
+    Of stacked experts `[experts, in]` and `[experts]`. A chunk is a sequence of `chunk_size` tokens; 0 where
+    the file does not say. datasets: the texts it was made with.
+    """
+
+    sums: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+    datasets: tuple[str, ...] = ()
+    chunk_count: int = 0
+    chunk_size: int = 0
+
+    def values(self) -> dict[str, Tensor]:
+        """Mean squares by name, as llama-quantize takes them: 1 where no token came by."""
+        return {name: self._mean(name) for name in self.sums}
+
+    def _mean(self, name: str) -> Tensor:
+        counts = self.counts[name]
+        sums = self.sums[name].reshape(len(counts), -1)
+        means = torch.where(counts[:, None] > 0, sums / counts[:, None], 1.0)
+        return means.reshape(self.sums[name].shape)
+
+    def metadata(self, file: str) -> dict[str, Any]:
+        """What llama-quantize says in its output of the importance matrix it used, `file` by name."""
+        dataset = {"quantize.imatrix.dataset": self.datasets[0]} if self.datasets else {}
+        chunks = {"quantize.imatrix.chunks_count": self.chunk_count} if self.chunk_count else {}
+        entries = {"quantize.imatrix.entries_count": len(self.sums)}
+        return {"quantize.imatrix.file": file} | dataset | entries | chunks
+
+
+def write(path: Path, imatrix: Imatrix) -> None:
+    """Write the GGUF kind, whole or not at all; `read` gives the same sums and counts.
+
+    Of experts llama-imatrix writes sums `[experts, in]` and counts `[experts, 1]`.
+    """
+    metadata = {
+        "general.type": "imatrix",
+        DATASETS: list(imatrix.datasets),
+        CHUNK_COUNT: imatrix.chunk_count,
+        CHUNK_SIZE: imatrix.chunk_size,
+    }
+    tensors = {}
+    for name in sorted(imatrix.sums):
+        tensors[name + SUMS] = imatrix.sums[name]
+        counts = imatrix.counts[name]
+        tensors[name + COUNTS] = counts if len(counts) == 1 else counts[:, None]  # one a row
+    entries = [gguf_writer.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with gguf_writer.GgufWriter(path, metadata, entries) as file:
+        for name, tensor in tensors.items():
+            file.write(name, [tensor.numpy()])
+
+
+def read(path: Path) -> Imatrix:
+    """Either kind of file. Raises QuantkitError for one that is neither, is cut short or holds no sums."""
+    try:
+        with open(path, "rb") as file:
+            magic = file.read(len(gguf_file.MAGIC))
+    except OSError as error:
+        raise QuantkitError(
+            f"importance matrix {path} cannot be read: {error.strerror}", HINT, NOT_FOUND
+        ) from error
+    imatrix = _read_gguf(path) if magic == gguf_file.MAGIC else _read_legacy(path)
+    for name, sums in imatrix.sums.items():
+        counts = imatrix.counts[name]
+        if not (torch.isfinite(sums).all() and torch.isfinite(counts).all() and sums.min() >= 0):
+            _refuse(path, f"{name} has values that are no sums of squares")
+    return imatrix
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise QuantkitError(f"{path} is no importance matrix, or a damaged one: {why}", HINT, USAGE)
+
+
+def _read_gguf(path: Path) -> Imatrix:
+    metadata, infos = gguf_file.read_header(path)
+    names = sorted(name.removesuffix(SUMS) for name in infos if name.endswith(SUMS))
+    if not names:
+        what = metadata.get("general.architecture")
+        _refuse(path, f"it is a model, of architecture {what}" if what else f"no tensor ends in {SUMS}")
+    missing = [key for key in (DATASETS, CHUNK_COUNT, CHUNK_SIZE) if key not in metadata]
+    missing += [name + COUNTS for name in names if name + COUNTS not in infos]
+    missing += [
+        name for name in infos if name.endswith(COUNTS) and name.removesuffix(COUNTS) + SUMS not in infos
+    ]
+    if missing:
+        _refuse(path, f"half of it is missing: {name_all(missing)}")
+    if not all(type(metadata[key]) is int for key in (CHUNK_COUNT, CHUNK_SIZE)):
+        _refuse(path, f"{CHUNK_COUNT} and {CHUNK_SIZE} are no whole numbers")
+    sums = {name: _load(path, infos[name + SUMS]) for name in names}
+    counts = {name: _load(path, infos[name + COUNTS]).flatten().add(0.5).floor() for name in names}
+    for name in names:
+        if sums[name].numel() % counts[name].numel():
+            _refuse(path, f"{name} has {sums[name].numel()} sums and {counts[name].numel()} counts")
+        sums[name] = sums[name].reshape(counts[name].numel(), -1).squeeze(0)
+    datasets = metadata[DATASETS] if isinstance(metadata[DATASETS], list) else [metadata[DATASETS]]
+    return Imatrix(sums, counts, tuple(map(str, datasets)), metadata[CHUNK_COUNT], metadata[CHUNK_SIZE])
+
+
+def _load(path: Path, info: TensorInfo) -> Tensor:
+    """A tensor whose place in the file the header's reader has checked."""
+    if info.dtype != "F32":
+        _refuse(path, f"{info.name} is {info.dtype}, not F32")
+    values = np.fromfile(path, "<f4", info.nbytes // 4, offset=info.offset)
+    return torch.from_numpy(values.reshape(info.shape))
+
+
+def _read_legacy(path: Path) -> Imatrix:
+    """i32 entries; each i32 length, name, i32 calls, i32 n, f32[n]; then i32 chunks, i32 length, text.
+
+    The floats are means times `calls`; tokens are not known. What follows the entries may be missing.
+    """
+    sums, counts = {}, {}
+    with open(path, "rb") as file:
+        cursor = _Cursor(path, file, path.stat().st_size)
+        entries = cursor.integer("its number of entries", least=1)
+        for position in range(entries):
+            name = cursor.text(f"the name of entry {position + 1} of {entries}", least=1)
+            if name in sums:
+                _refuse(path, f"{name} comes twice")
+            calls = cursor.integer(f"the calls of {name}")
+            sums[name] = cursor.floats(name)
+            counts[name] = torch.tensor([float(max(calls, 1))])
+        chunks = cursor.integer("its number of chunks", least=0) if cursor.left else 0
+        dataset = cursor.text("its dataset", least=0) if cursor.left else ""
+        if cursor.left:
+            _refuse(path, f"{cursor.left} bytes follow its end")
+    return Imatrix(sums, counts, (dataset,) if dataset else (), chunks)
+
+
+@dataclass
+class _Cursor:
+    """A file read from front to end; every size is held against what is left before it is believed."""
+
+    path: Path
+    file: BinaryIO
+    left: int
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        if nbytes > self.left:
+            _refuse(self.path, f"{what} would take {nbytes} bytes, {self.left} are left")
+        self.left -= nbytes
+        return self.file.read(nbytes)
+
+    def integer(self, what: str, least: int = -(1 << 31)) -> int:
+        (value,) = struct.unpack("<i", self.take(4, what))
+        if value < least:
+            _refuse(self.path, f"{what} is {value}")
+        return value
+
+    def text(self, what: str, least: int) -> str:
+        data = self.take(self.integer(f"the length of {what}", least), what)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            _refuse(self.path, f"{what} is no text")
+
+    def floats(self, name: str) -> Tensor:
+        count = self.integer(f"the number of values of {name}", least=1)
+        values = np.frombuffer(self.take(4 * count, name), "<f4")
+        return torch.from_numpy(values.copy())

@@ -1,0 +1,264 @@
+"""Which ggml type every tensor of a GGUF file gets: llama-quantize's choice.
+
+A file type has a base type and spends more bits where they pay: on the attention's values, its output, the
+way down in the feed-forward, the output matrix. Where a type's blocks do not divide a matrix's columns,
+another type stands in. Source: llama.cpp, `src/llama-quant.cpp`; `scripts/gguf_mixtures.py` compares every
+choice with `llama_model_quantize`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.models.gguf.file_types import (
+    BLOCKS,
+    FILE_TYPES,
+    NEED_IMPORTANCE,
+    SCALED,
+    FileType,
+    Model,
+    Place,
+    parse_type,
+)
+
+FALLBACKS = {  # where 256 does not divide the columns
+    **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"),
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "NVFP4": "Q8_0",
+    **{name: "IQ4_NL" for name, (size, _) in BLOCKS.items() if name.startswith("IQ") and size == 256},
+}
+SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # that llama.cpp scales all of these matrices in
+SCALES = re.compile(  # matrices for whose scales it looks, in files of any architecture
+    r"blk\.\d+\.(attn_(q|k|v|output|qkv)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight$"
+)
+LAST_RESORT = "F16"  # where 32 does not, either
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+FLOATS = (
+    "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "ssm_conv1d.weight",
+)  # fmt: skip
+VALUES, KEYS, QUERIES, ATTENTION = "values", "keys", "queries", "attention"
+DOWN, UP, GATE = "down", "up", "gate"
+KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first counts
+    "attn_qkv.weight": VALUES,
+    "attn_kv_b.weight": VALUES,
+    "attn_v.weight": VALUES,
+    "attn_k.weight": KEYS,
+    "attn_q.weight": QUERIES,
+    "attn_output.weight": ATTENTION,
+    "ffn_up": UP,
+    "ffn_gate": GATE,
+    "ffn_down": DOWN,
+}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user wants otherwise than the mixture, in the words of llama-quantize's options.
+
+    tensor_type: `REGEX=TYPE` each, searched for in GGUF names; the first match counts. pure: the base type
+    for all that is not wished otherwise.
+    """
+
+    tensor_type: tuple[str, ...] = ()
+    output_tensor_type: str | None = None
+    token_embedding_type: str | None = None
+    pure: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The type of one tensor.
+
+    wanted: the type that did not fit its columns, where `type` stands in for it; reason: why not;
+    cost_bytes: how much larger the tensor is for that, were it possible at all.
+    """
+
+    name: str
+    type: str
+    wanted: str | None = None
+    reason: str | None = None
+    cost_bytes: int = 0
+
+
+def stays_float(name: str, shape: Sequence[int]) -> bool:
+    """Whether a tensor is float32 in every file: vectors, biases, norms, positions, gates of experts."""
+    is_matrix = any(size > 1 for size in shape[:-1])  # ggml drops leading dimensions of 1
+    return not is_matrix or not name.endswith(".weight") or any(part in name for part in FLOATS)
+
+
+def without_importance(choices: Sequence[Choice]) -> list[Choice]:
+    """Those tensors that llama-quantize does not make without an importance matrix."""
+    return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
+
+
+def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
+    """Name and shape of what a tensor `[out, in]`, or `[experts, out, in]`, is multiplied with; None where
+    that is nothing."""
+    if type not in SCALED:
+        return None
+    return f"{name.removesuffix('.weight')}.scale", (shape[0] if len(shape) == 3 else 1,)
+
+
+def nbytes(type: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor; where blocks do not divide its rows, what it would take at their bits per weight."""
+    weights, size = BLOCKS[type]
+    return math.prod(shape) * size // weights
+
+
+def choose(
+    file_type: str,
+    model: Model,
+    tensors: Sequence[tuple[str, Sequence[int]]],
+    has_imatrix: bool = False,
+    wishes: Wishes | None = None,
+) -> list[Choice]:
+    """The type of every tensor, `(GGUF name, shape [..., in])` each, in llama-quantize's order.
+
+    It goes further than llama-quantize where that gives up or takes no notice: what no block fits becomes
+    F16, also where blocks of 32 were wanted, and wishes count in unquantized files. Raises QuantkitError
+    naming every wish that is malformed or meets no tensor that could be quantized.
+    """
+    names = [name for name, shape in tensors if not stays_float(name, shape)]
+    asked = _Asked(wishes or Wishes(), names)
+    mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=asked.wishes.pure)
+    choices, biases = [], {name for name, _ in tensors if name.endswith(".bias")}
+    for name, shape in tensors:
+        if stays_float(name, shape):
+            choices.append(Choice(name, "F32"))
+        else:
+            wanted = asked.type(name) or mixture.type(name, shape[-1])
+            unscaled = _unscaled(name, model, biases) if wanted in SCALED else None
+            choices.append(_fitting(name, shape, wanted, unscaled))
+    return choices
+
+
+def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
+    """Why llama.cpp would not multiply a matrix with what lies beside it; None where it does."""
+    if model.architecture not in SCALING:
+        return f"llama.cpp leaves out scales in {model.architecture}"
+    if not SCALES.match(name):
+        return "llama.cpp looks for no scale of it"
+    if f"{name.removesuffix('.weight')}.bias" in biases:
+        return "llama.cpp would scale its bias, too"
+    return None
+
+
+class _Asked:
+    """Types that a user asks for by name."""
+
+    def __init__(self, wishes: Wishes, names: Sequence[str]):
+        self.wishes = wishes
+        self.patterns = [_parse_wish(text) for text in wishes.tensor_type]
+        self.embedding = self.output = None
+        if wishes.token_embedding_type:
+            self.embedding = parse_type(wishes.token_embedding_type, "--token-embedding-type")
+        if wishes.output_tensor_type:
+            self.output = parse_type(wishes.output_tensor_type, "--output-tensor-type")
+        self.tied = OUTPUT not in names
+        lost = [text for text, pattern, _ in self.patterns if not any(map(pattern.search, names))]
+        if lost:
+            raise QuantkitError(
+                f"--tensor-type matches no tensor that is quantized: {name_all(lost)}",
+                hint="it is searched for in the names of the GGUF file, such as blk.0.attn_v.weight",
+                exit_code=USAGE,
+            )
+
+    def type(self, name: str) -> str | None:
+        """What is asked for this tensor; None where that is nothing. A tied embedding is the output, too."""
+        if name == EMBEDDING and self.embedding:
+            return self.embedding
+        if name == OUTPUT and self.output:
+            return self.output
+        matching = (type for _, pattern, type in self.patterns if pattern.search(name))
+        return next(matching, self.output if name == EMBEDDING and self.tied else None)
+
+
+def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
+    """`(text, REGEX, TYPE)` of `REGEX=TYPE`."""
+    pattern, equals, type = text.rpartition("=")
+    example = r"for example --tensor-type 'blk\.0\.ffn_down=Q8_0'"
+    if not pattern or not type:
+        raise QuantkitError(f"--tensor-type {text!r} is not REGEX=TYPE", example, USAGE)
+    try:
+        return text, re.compile(pattern), parse_type(type, f"--tensor-type {text!r}")
+    except re.error as error:
+        raise QuantkitError(
+            f"--tensor-type {text!r} is no regular expression: {error}", example, USAGE
+        ) from error
+
+
+class _Mixture:
+    """Types by the rules of a file type. It counts the tensors it is asked for, so ask in order.
+
+    Those that a user names a type for are not asked for and not counted: llama-quantize does so, too.
+    """
+
+    def __init__(self, chosen: FileType, model: Model, has_imatrix: bool, names: Sequence[str], pure: bool):
+        self.chosen = chosen
+        self.model = model
+        self.has_imatrix = has_imatrix
+        self.plain = pure or BLOCKS[chosen.base][0] == 1
+        self.output = OUTPUT if OUTPUT in names else EMBEDDING
+        self.count = dict.fromkeys((DOWN, UP, GATE), model.blocks)
+        self.count[VALUES] = sum(_kind(name) == VALUES for name in names)
+        self.seen = Counter()
+
+    def type(self, name: str, columns: int) -> str:
+        """`columns`: whether blocks fit those of the output matrix counts before its type is chosen."""
+        if self.plain:
+            return self.chosen.base
+        if self.chosen.experts and "_exps." in name:
+            return self.chosen.experts
+        if name == self.output:
+            wide = self.chosen.base == "Q8_0" or self.model.architecture == "falcon"
+            fits = columns % BLOCKS[self.chosen.output][0] == 0
+            return "Q8_0" if wide else self.chosen.output if fits else "Q6_K"
+        if name == EMBEDDING and self.chosen.embedding:
+            return self.chosen.embedding
+        return self._by_rule(name, _kind(name)) or self.chosen.base
+
+    def _by_rule(self, name: str, kind: str | None) -> str | None:
+        chosen, index = self.chosen, self.seen[kind]
+        self.seen[kind] += 1
+        if kind in (DOWN, UP, GATE) and self.model.experts > 1 and not chosen.sparing:
+            index = int(name.split(".")[1])  # one tensor per expert: only the name tells the block
+        at = Place(index, self.count.get(kind, 0), self.model, self.has_imatrix)
+        eight = self.model.experts == 8 and not chosen.sparing
+        if kind == VALUES:
+            found = chosen.values(at)
+            if self.model.is_70b and not chosen.sparing and (found or chosen.base) in ("Q3_K", "Q4_K"):
+                found = "Q5_K"
+            return "Q8_0" if eight else found
+        if kind == KEYS:
+            return "Q8_0" if eight else chosen.keys(at)
+        if kind == ATTENTION:
+            return chosen.eight_experts if eight and not at.falcon else chosen.attention(at)
+        rules = {QUERIES: chosen.queries, DOWN: chosen.down, UP: chosen.wide, GATE: chosen.wide}
+        return rules[kind](at) if kind in rules else None
+
+
+def _kind(name: str) -> str | None:
+    return next((kind for part, kind in KINDS.items() if part in name), None)
+
+
+def _fitting(name: str, shape: Sequence[int], wanted: str, unscaled: str | None = None) -> Choice:
+    """The type itself, or what stands in for it where its blocks do not divide the columns, or nobody would
+    scale them."""
+    columns, block = shape[-1], BLOCKS[wanted][0]
+    if unscaled:
+        type = _fitting(name, shape, "Q8_0").type
+        return Choice(name, type, wanted, unscaled, nbytes(type, shape) - nbytes(wanted, shape))
+    if columns % block == 0:
+        return Choice(name, wanted)
+    type = FALLBACKS.get(wanted, LAST_RESORT)
+    if columns % BLOCKS[type][0]:
+        type = LAST_RESORT
+    reason = f"{columns} columns are no multiple of {block}"
+    return Choice(name, type, wanted, reason, nbytes(type, shape) - nbytes(wanted, shape))

@@ -1,0 +1,224 @@
+"""Rotary embeddings between transformers' `rope_parameters` and llama.cpp's keys and factor tensors.
+
+llama.cpp (src/llama-context.cpp, ggml's rope): base and dimensions as usual; linear and YaRN as numbers in
+the metadata; LongRoPE as two tensors of divisors of the frequencies, one for contexts up to the original
+length and one beyond; Llama 3's scaling as one such tensor. YaRN multiplies what it rotates by
+1 + 0.1 ln(factor) of its own accord (arXiv:2309.00071, section 3.4), times `attn_factor`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quantkit.errors import name_all
+from quantkit.models.gguf.architecture import ROPE_SECTIONS, Architecture, head_dim, inexpressible
+
+LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
+ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far, but for Llama 4
+LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
+LLAMA3_CONTEXT = 8192
+YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
+
+
+def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
+    """Keys below the architecture's name. Raises QuantkitError for rotary embeddings it cannot express."""
+    if row.rope is None:
+        return {}
+    rope, sliding = _parameters(config)
+    kind = rope["rope_type"]
+    partial = rope.get("partial_rotary_factor") or 1.0
+    dimensions = int(head_dim(config) * partial)
+    if kind not in ("default", "dynamic", *row.rope):
+        raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
+    if odd := _odd(rope, kind, dimensions, row.truncate):
+        raise inexpressible(row, f"{kind} with {name_all(odd)}")
+    if partial != 1.0 and not row.partial_rotary:
+        raise inexpressible(row, f"rotating {partial:g} of each head")
+    keys: dict[str, Any] = {
+        "rope.dimension_count": dimensions,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if sliding is not None:
+        if sliding["rope_type"] != "default":
+            raise inexpressible(row, "scaled rotary embeddings in blocks with sliding attention")
+        keys["rope.freq_base_swa"] = float(sliding["rope_theta"])
+    if row.latent and kind == "yarn":
+        return keys | _latent_yarn(row, rope, config)
+    return keys | _scaling(config, rope, kind)
+
+
+def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
+    """Numbers of a scaling that llama.cpp has no key for, or would refuse."""
+    if kind == "yarn":
+        usual = YARN | {"truncate": truncate}
+        found = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
+        return [f"{name} {found[name]}" for name in usual if found.get(name, usual[name]) != usual[name]]
+    if kind == "longrope":
+        lengths = {name: len(rope[name]) for name in ("long_factor", "short_factor")}
+        return [f"{found} numbers as {name}" for name, found in lengths.items() if 2 * found != dimensions]
+    return []
+
+
+def _parameters(config: PretrainedConfig) -> tuple[dict, dict | None]:
+    """Of blocks with full attention, and of those with sliding attention where they have their own."""
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        return rope["full_attention"], rope.get("sliding_attention")
+    return rope, None
+
+
+def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
+    if kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if kind not in ("yarn", "longrope"):
+        return {}
+    original = rope["original_max_position_embeddings"]
+    keys: dict[str, Any] = {"rope.scaling.type": kind, "rope.scaling.original_context_length": original}
+    if kind == "longrope":
+        return keys | {ATTENTION: _attention(config, kind)}
+    factor = rope["factor"] or config.max_position_embeddings / original
+    keys["rope.scaling.factor"] = float(factor)
+    if rope.get("attention_factor") is not None or (rope.get("mscale") and rope.get("mscale_all_dim")):
+        keys[ATTENTION] = _attention(config, kind) / _mscale(factor)
+    return keys
+
+
+def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
+    """Of multi-head latent attention: what is rotated keeps its size, the scores grow by `mscale_all_dim`."""
+    share = rope.get("mscale_all_dim")
+    if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
+        raise inexpressible(row, "yarn with an attention_factor, or without mscale equal to mscale_all_dim")
+    return {key: value for key, value in _scaling(config, rope, "yarn").items() if key != ATTENTION} | {
+        LOG_MULTIPLIER: 0.1 * share
+    }
+
+
+def _mscale(factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+def _attention(config: PretrainedConfig, kind: str) -> float:
+    """The factor on what is rotated."""
+    _, factor = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config), torch.device("cpu"))
+    return float(factor)
+
+
+def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
+    """Tensors the file needs beside the model's own: float32 `[dimensions / 2]`, by GGUF name."""
+    if row.rope is None:
+        return {}
+    rope, _ = _parameters(config)
+    if rope["rope_type"] == "longrope":
+        return {LONG: torch.tensor(rope["long_factor"]), SHORT: torch.tensor(rope["short_factor"])}
+    if rope["rope_type"] == "llama3":
+        return {FREQUENCIES: _llama3(rope, head_dim(config))}
+    return {}
+
+
+def _llama3(rope: Mapping[str, Any], dimensions: int) -> Tensor:
+    """Divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between.
+
+    Source: Llama 3.1's reference code (`apply_scaling`).
+    """
+    wavelength = (
+        2 * math.pi * rope["rope_theta"] ** (torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions)
+    )
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    share = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)
+    share = share.clamp(0, 1)
+    return (1 / ((1 - share) / factor + share)).float()
+
+
+def parameters(
+    row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any] | None:
+    """`rope_parameters` of a file, from its keys below the architecture's name and its factor tensors.
+
+    dimensions: of a head. Raises QuantkitError for a scaling that is not understood.
+    """
+    if row.rope is None:
+        return None
+    rope: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10000.0)} | _unscaled(
+        row, keys, dimensions, tensors
+    )
+    if row.partial_rotary:
+        rope["partial_rotary_factor"] = keys.get("rope.dimension_count", dimensions) / dimensions
+    if ROPE_SECTIONS in keys:
+        rope["mrope_section"] = list(keys[ROPE_SECTIONS])[:3]
+    if row.name != "gemma3":
+        return rope
+    sliding = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10000.0)}
+    return {"full_attention": rope, "sliding_attention": sliding}
+
+
+def _unscaled(
+    row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The type of scaling and its numbers."""
+    kind = keys.get("rope.scaling.type", "none")
+    original = keys.get("rope.scaling.original_context_length", keys["context_length"])
+    if LONG in tensors and SHORT in tensors:
+        return {
+            "rope_type": "longrope",
+            "long_factor": tensors[LONG].tolist(),
+            "short_factor": tensors[SHORT].tolist(),
+            "attention_factor": keys.get(ATTENTION, 1.0),
+            "original_max_position_embeddings": original,
+        }
+    if FREQUENCIES in tensors:
+        return _read_frequencies(tensors[FREQUENCIES], keys, dimensions)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": keys.get("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        factor = keys.get("rope.scaling.factor", 1.0)
+        rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        if ATTENTION in keys:
+            rope["attention_factor"] = keys[ATTENTION] * _mscale(factor)
+        if not row.truncate:
+            rope["truncate"] = False
+        if row.latent:
+            rope["mscale"] = rope["mscale_all_dim"] = round(10 * keys.get(LOG_MULTIPLIER, 0.0), 6)
+        return rope
+    if kind not in ("none", "longrope"):
+        raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
+    return {"rope_type": "default"}
+
+
+def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
+    """Llama 3's scaling if its usual bounds give these divisors, else LongRoPE with them at any length."""
+    theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
+    for original in (LLAMA3_CONTEXT, *_original_lengths(divisors.double(), theta, factor)):
+        for bounds in (LLAMA3, LLAMA4):
+            usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
+            expected = _llama3(usual | bounds | {"rope_theta": theta}, dimensions)
+            if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
+                return usual | bounds
+    always = divisors.tolist()
+    return {
+        "rope_type": "longrope",
+        "long_factor": always,
+        "short_factor": always,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": keys["context_length"],
+    }
+
+
+def _original_lengths(divisors: Tensor, theta: float, factor: float) -> list[int]:
+    """The original context that `_llama3` must have had, from a divisor that it blended."""
+    blended = ((divisors > 1) & (divisors < factor)).nonzero().flatten().tolist()
+    if not blended:
+        return []
+    index = blended[0]
+    wavelength = 2 * math.pi * theta ** (index / len(divisors))
+    share = (1 / divisors[index].item() - 1 / factor) / (1 - 1 / factor)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    return [round(wavelength * (low + share * (high - low)))]

@@ -1,0 +1,340 @@
+"""The tensors of a model as llama.cpp wants them: names, order of rows, shifted norms; both directions.
+
+The model that transformers builds says which parameters there are; the `gguf` package's name map says what
+llama.cpp calls them. Weights keep their orientation `W [out, in]`: only rows change places, so values and
+encoded rows (`uint8 [out, bytes]`) are treated alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import gguf
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.models.gguf import architectures, rope
+from quantkit.models.gguf.architecture import Architecture, inexpressible, kv_heads
+from quantkit.models.skeleton import meta_model
+from quantkit.models.skeleton.experts import Experts, take_apart
+from quantkit.models.skeleton.loading import checked
+
+if TYPE_CHECKING:
+    from quantkit.models.files.checkpoint import Checkpoint
+
+STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # one norm a head, one tensor in the file
+BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of it is computed nowadays
+    r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
+)
+HEAD = "output.weight"
+KINDS = gguf.MODEL_TENSOR.FFN_GATE_EXP, gguf.MODEL_TENSOR.FFN_UP_EXP, gguf.MODEL_TENSOR.FFN_DOWN_EXP
+BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\.e_score_correction_bias$")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Several tensors of a file may hold a parameter of `shape`: `of` gives one of them as a view of it."""
+
+    shape: tuple[int, ...]
+    of: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor of a GGUF file.
+
+    parameters: the model's names of what it is made of, one or (a norm per head, a linear per expert)
+    several to be stacked; none for computed ones, whose values are `values`. stored: the same by the
+    checkpoint's names. shape: `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row
+    `index[k]` of the model; None when they agree. shift: what the file's values have over the model's.
+    part: what it holds of its parameter, where that is not all. decay: it has minus their exponential.
+    conv1d: the checkpoint holds `[in, out]`; single: `[out, 1, in]`.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+    index: Tensor | None = None
+    shift: float = 0.0
+    conv1d: bool = False
+    decay: bool = False
+    single: bool = False
+    values: Tensor | None = None
+    stored: tuple[str, ...] = ()
+    part: Part | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether its values are others than the model's."""
+        return self.decay or self.shift != 0
+
+    @property
+    def parts(self) -> list[Target]:
+        """Its matrices, one for each expert; of any other tensor itself."""
+        if len(self.shape) < 3 or self.part:
+            return [self]
+        pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
+        return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
+
+    def read(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Tensor:
+        """Its values `[out, in]` in the model's order, from the checkpoint; see `to_gguf`.
+
+        Raises QuantkitError if they have another shape or are not finite.
+        """
+        if self.values is not None:
+            return self.values if dtype is None else self.values.to(dtype)
+        parts = [checkpoint.read(name, dtype) for name in self.stored]
+        tensor = parts[0] if len(parts) == 1 else torch.stack(parts)
+        if self.conv1d and not checkpoint.is_quantized(self.stored[0]):
+            tensor = tensor.t().contiguous()
+        if self.single and tensor.ndim == 3:
+            tensor = tensor.squeeze(1)
+        tensor = checked(tensor, self.part.shape if self.part else self.shape, self.stored[0])
+        return self.part.of(tensor).contiguous() if self.part else tensor
+
+    def to_gguf(self, tensor: Tensor) -> Tensor:
+        """From the model's values, or encoded rows, to the file's."""
+        if self.decay:
+            return -tensor.float().exp()
+        if self.shift:
+            return tensor.float() + self.shift
+        return tensor if self.index is None else tensor.index_select(0, self.index.to(tensor.device))
+
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        """The inverse of `to_gguf`."""
+        if self.decay:
+            return (-tensor.float()).log()
+        if self.shift:
+            return tensor.float() - self.shift
+        if self.index is None:
+            return tensor
+        return tensor.index_select(0, torch.argsort(self.index).to(tensor.device))
+
+
+def of_config(config: PretrainedConfig, source: str = "the model") -> list[Target]:
+    """Every tensor of a file of this model, in llama-quantize's order: globals, then block after block.
+
+    Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no place for.
+    """
+    row = architectures.of_config(config)
+    return _targets(row, _model(config, source), config)
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
+    """The same, knowing where each lies in the checkpoint; of a wrapper, those of its language model.
+
+    Raises QuantkitError also for stored tensors that the model does not have, and for absent ones.
+    """
+    config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.text_config)
+    model = _model(config, checkpoint.source)
+    found = meta_model.resolve_names(model, checkpoint.names)
+    ties = model.all_tied_weights_keys
+    if any(_differ(checkpoint, found.get(name), found.get(other)) for name, other in ties.items()):
+        config.tie_word_embeddings = False  # as transformers does when both are stored and unlike
+        model, ties = _model(config, checkpoint.source), {}
+    _refuse_unknown(checkpoint, model, set(found.values()))
+    for name, other in ties.items():
+        for one, twin in ((name, other), (other, name)):
+            if one not in found and twin in found:
+                found[one] = found[twin]
+    targets = _of_language_model(row, model, checkpoint, config)
+    absent = [name for target in targets for name in target.parameters if name not in found]
+    if absent:
+        raise QuantkitError(
+            f"the checkpoint lacks {count(len(absent), 'tensor')} of the model: {name_all(absent)}",
+            hint="the download is incomplete, or config.json belongs to another model",
+        )
+    return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]
+
+
+def _of_language_model(
+    row: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
+) -> list[Target]:
+    """Targets whose parameters have the names of `model`, which may be a wrapper around it."""
+    language = meta_model.language_model(model, checkpoint)
+    if not language:
+        return _targets(row, model, config)
+    text = copy.deepcopy(checkpoint.text_config)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    inner = _model(text, checkpoint.source)
+    prefix, head = inner.base_model_prefix + ".", _name_of(inner, inner.get_output_embeddings())
+    outer = {f"{head}.weight": f"{_name_of(model, model.get_output_embeddings())}.weight"}
+    return [
+        replace(
+            target,
+            parameters=tuple(
+                outer.get(name, f"{language}.{name.removeprefix(prefix)}") for name in target.parameters
+            ),
+        )
+        for target in _targets(row, inner, text)
+    ]
+
+
+def _name_of(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
+
+
+def _model(config: PretrainedConfig, source: str) -> nn.Module:
+    """Shapes alone; experts are linears, as checkpoints have them."""
+    model = meta_model.empty(copy.deepcopy(config), source)
+    take_apart(model)
+    return model
+
+
+def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool:
+    """Whether both are stored, with unlike values."""
+    if name is None or other is None or name == other:
+        return False
+    return not torch.equal(checkpoint.read(name), checkpoint.read(other))
+
+
+def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -> None:
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    unknown = [
+        name
+        for name in checkpoint.names
+        if name not in known and not any(pattern.search(name) for pattern in (BUFFERS, *ignored))
+    ]
+    if unknown:
+        kind = type(model).__name__
+        raise QuantkitError(
+            f"{checkpoint.source} holds tensors that {kind} does not have: {name_all(unknown)}",
+            hint="nothing is left out of a GGUF file in silence: config.json may belong to another model",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> list[Target]:
+    conv1d = meta_model.replace_conv1d(model)
+    tied = {} if row.head == "always" else model.all_tied_weights_keys
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in (*model.named_parameters(remove_duplicate=False), *_stored_buffers(model))
+        if name not in tied
+    }
+    experts = _experts(model)
+    stacks: dict[str, list[str]] = {}
+    for name in shapes:
+        stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
+    found, lost = {}, []
+    names = _Names(row, model, config.num_hidden_layers)
+    for stack, parameters in stacks.items():
+        name = stack if stack in experts.values() else names(stack)
+        if name is None or name in found or (name == HEAD and row.head == "never"):
+            lost += parameters
+            continue
+        shape = shapes[parameters[0]]
+        single = len(shape) == 3 and shape[1] == 1
+        shape = shape[::2] if single else shape
+        shape = (len(parameters), *shape) if parameters != [stack] else shape
+        leaf = name.split(".")[-2]
+        if leaf in row.splits:
+            for other, view in SPLITS[row.splits[leaf]](config).items():
+                part = name.replace(leaf, other)
+                held = tuple(view(torch.empty(shape, device="meta")).shape)
+                found[part] = Target(part, tuple(parameters), held, part=Part(shape, view))
+            continue
+        found[name] = Target(
+            name,
+            tuple(parameters),
+            shape,
+            index=ORDERS[row.rows[leaf]](shape[0], config) if leaf in row.rows else None,
+            shift=row.norm_shift if name.endswith("norm.weight") and leaf != "ssm_norm" else 0.0,
+            conv1d=stack in conv1d,
+            decay=name.endswith(".ssm_a"),
+            single=single,
+        )
+    if lost:
+        raise inexpressible(row, f"tensors such as {name_all(lost)}")
+    for name, values in rope.factors(row, config).items():
+        found[name] = Target(name, (), tuple(values.shape), values=values.float())
+    return sorted(found.values(), key=lambda target: _order(target.name))
+
+
+def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Those that a checkpoint holds, such as what balances experts."""
+    stored = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+
+
+def _experts(model: nn.Module) -> dict[str, str]:
+    """Weight or bias of an expert -> llama.cpp's name of those of all experts of its layer."""
+    found = {}
+    for place, layer in model.named_modules():
+        if isinstance(layer, Experts):
+            block = re.search(r"\.(\d+)\.", place)[1]
+            kinds = dict(zip((layer.gate, layer.up, layer.down), KINDS, strict=True))
+            for name, _ in layer.named_parameters():
+                expert, _, part = name.partition(".")
+                if expert.isdigit():
+                    projection, leaf = part.split(".")
+                    found[f"{place}.{name}"] = (
+                        f"{gguf.TENSOR_NAMES[kinds[projection]].format(bid=block)}.{leaf}"
+                    )
+    return found
+
+
+class _Names:
+    """llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
+
+    def __init__(self, row: Architecture, model: nn.Module, blocks: int):
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
+        self._map = gguf.get_tensor_name_map(arch, blocks)
+        self._prefix = model.base_model_prefix + "."
+
+    def __call__(self, name: str) -> str | None:
+        if name == "lm_head.weight":  # the map has none for those whose head is always tied
+            return HEAD
+        name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
+        spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
+        found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
+        name = next((name for name in found if name), None)
+        if not name or name.endswith(("weight", "bias", "ssm_a")):  # llama.cpp calls state spaces' so
+            return name
+        return f"{name}.weight"  # of a parameter without a module of its own
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return (int(block[1]) if block else -1, name)
+
+
+def _rotary(rows: int, heads: int) -> Tensor:
+    """Rows of each head as pairs to be rotated: (0, d/2), (1, d/2 + 1), … lie side by side in the file."""
+    return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+
+
+def _grouped(rows: int, config: PretrainedConfig) -> Tensor:
+    """Query heads of a group, their key and their value, group after group -> all q, all k, all v."""
+    groups = kv_heads(config)
+    queries = config.num_attention_heads // groups
+    index = torch.arange(rows).view(groups, queries + 2, -1)
+    parts = index[:, :queries], index[:, queries], index[:, queries + 1]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+ORDERS: dict[str, Callable[[int, PretrainedConfig], Tensor]] = {
+    "rotary_q": lambda rows, config: _rotary(rows, config.num_attention_heads),
+    "rotary_kv": lambda rows, config: _rotary(rows, kv_heads(config)),
+    "grouped": _grouped,
+}
+
+
+def _latent(config: PretrainedConfig) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Of every head, the rows that make its keys and those that make its values of a token's vector:
+    keys transposed, `[heads, in, out]`, for queries are multiplied with them, and `[heads, out, in]`."""
+    heads, size = config.num_attention_heads, config.qk_nope_head_dim
+    return {
+        "attn_k_b": lambda weight: weight.unflatten(0, (heads, -1))[:, :size].transpose(1, 2),
+        "attn_v_b": lambda weight: weight.unflatten(0, (heads, -1))[:, size:],
+    }
+
+
+SPLITS = {"latent": _latent}

@@ -1,0 +1,224 @@
+"""The two kinds of BPE that llama.cpp runs, out of what a Hugging Face folder holds.
+
+Byte-level BPE is its "gpt2": merges and a named pre-tokenizer. The BPE of SentencePiece is its "llama":
+no merges but a score for every token. Whatever llama.cpp cannot do is refused where it changes ordinary
+text, and else told to `warn`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
+from quantkit.models.gguf import merges as bpe
+from quantkit.models.gguf import pre_tokenizers
+from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
+from quantkit.models.gguf.tokenizer_files import TokenizerFiles
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # of `tokenizer.ggml.token_type`
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # role -> its name in the keys
+SPACE = "▁"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled")  # normalizers that leave most text alone
+COLLAPSE = {" {2,}": " ", r"\A +| +\z": ""}  # `remove_extra_whitespaces` of SentencePiece, as patterns
+Warn = Callable[[str], None]
+
+
+class Token(NamedTuple):
+    text: str
+    type: int = NORMAL
+    score: float = 0.0
+
+
+Vocabulary = dict[int, Token]  # by id; ids may be missing
+
+
+def byte_level(
+    files: TokenizerFiles, vocab_size: int, pre: str | None, warn: Warn
+) -> tuple[dict[str, Any], Vocabulary]:
+    """Keys of byte-level BPE, and its tokens. `pre` goes before what is recognised."""
+    stored = files.tokenizer
+    model = _bpe(files)
+    _check_forms(files, warn, refuse=pre is None)
+    vocabulary = {number: Token(text) for text, number in model["vocab"].items()}
+    known = {text for text, number in model["vocab"].items() if number < vocab_size}
+    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
+    if pre is None:
+        forms = [step["type"] for step in flat(stored["normalizer"], "normalizers")]
+        pre = _recognise(files, "NFC" in forms, merges).names[0]
+    elif pre not in pre_tokenizers.by_name():
+        near = difflib.get_close_matches(pre, pre_tokenizers.by_name(), n=3)
+        raise QuantkitError(
+            f"--pre {pre} is no pre-tokenizer that quantkit knows",
+            hint=f"did you mean {' or '.join(near)}?" if near else f"one of {_names()}",
+            exit_code=USAGE,
+        )
+    if otherwise := pre_tokenizers.by_name()[pre].otherwise:
+        warn(f"llama.cpp's {pre} {otherwise}")
+    return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary
+
+
+def _recognise(files: TokenizerFiles, nfc: bool, merges: list[bpe.Merge]) -> PreTokenizer:
+    stored = files.tokenizer
+    rows = pre_tokenizers.recognise(stored["pre_tokenizer"])
+    if not rows:
+        steps = (step.get("pattern", step) for step in flat(stored["pre_tokenizer"], "pretokenizers"))
+        raise QuantkitError(
+            f"{files.folder}: llama.cpp has no name for a pre-tokenizer like this one: "
+            + ", then ".join(str(step) for step in steps),
+            hint=f"name the nearest with --pre NAME: {_names()}",
+            exit_code=UNSUPPORTED,
+        )
+    ignore_merges = bool(stored["model"].get("ignore_merges"))
+    row = min(rows, key=lambda row: (row.ignore_merges != ignore_merges, row.nfc != nfc))
+    if row.ignore_merges != ignore_merges:
+        _check_reachable(files, row, merges)
+    return row
+
+
+def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[bpe.Merge]) -> None:
+    """Raise QuantkitError unless the merges alone make every token: then it does not matter."""
+    from tokenizers import models
+
+    vocabulary = files.tokenizer["model"]["vocab"]
+    added = {entry["content"] for _, entry in files.added_tokens()}
+    model = models.BPE(vocabulary, merges)
+    odd = [text for text in vocabulary if text not in added and len(model.tokenize(text)) != 1]
+    if odd:
+        raise QuantkitError(
+            f"{files.folder}: merges do not make {name_all(map(repr, odd))}, and llama.cpp's {row.names[0]} "
+            + ("takes such words whole" if row.ignore_merges else "cannot take such words whole"),
+            hint=f"name another pre-tokenizer with --pre NAME: {_names()}",
+            exit_code=UNSUPPORTED,
+        )
+
+
+def _names() -> str:
+    return ", ".join(row.names[0] for row in pre_tokenizers.ROWS)
+
+
+def sentencepiece_json(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
+    """Keys of a SentencePiece BPE that tokenizer.json holds as merges, and its tokens with scores."""
+    model = _bpe(files)
+    if not model.get("byte_fallback"):
+        raise _refused(files, "which is neither byte-level nor has byte fallback")
+    added = {entry["content"] for _, entry in files.added_tokens()}
+    types = dict.fromkeys(BYTES, BYTE) | {model.get("unk_token"): UNKNOWN}
+    normal = {text for text in model["vocab"] if types.get(text, NORMAL) == NORMAL and text not in added}
+    scores = _scores(files, [(a, b) for a, b in model["merges"] if {a, b, a + b} <= normal], normal)
+    missing = [text for byte, text in enumerate(BYTES) if not {text, chr(byte)} & model["vocab"].keys()]
+    if missing:
+        raise _refused(files, f"which lacks the byte tokens {name_all(missing)}")
+    vocabulary = {
+        number: Token(text, types.get(text, NORMAL), scores.get(text, 0.0))
+        for text, number in model["vocab"].items()
+    }
+    return {"model": "llama", "pre": "default"} | _spaces(files, normal, warn), vocabulary
+
+
+def _scores(files: TokenizerFiles, merges: list[bpe.Merge], normal: set[str]) -> dict[str, float]:
+    """Scores under which llama.cpp merges as `merges` say. Raises QuantkitError where there are none."""
+    scores = bpe.scores(merges)
+    never_made = sorted(text for text in normal if len(text) > 1 and text not in scores)
+    scores |= {text: -float(len(scores) + k) for k, text in enumerate(never_made)}
+    wanted, given = bpe.canonical(merges), bpe.canonical(bpe.from_scores(scores, normal))
+    if wanted != given:
+        pairs = itertools.zip_longest(wanted, given, fillvalue=("", []))
+        here, there = next((here, there) for here, there in pairs if here != there)
+        halves = sorted(set(there[1]) - set(merges)) or there[1]
+        raise _refused(
+            files,
+            f"whose merges no scores express: {there[0] or here[0]!r} would be made of "
+            + name_all(f"{left!r} and {right!r}" for left, right in halves),
+        )
+    return scores
+
+
+def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, Any]:
+    """What is done about spaces: in the normalizer, or by a Metaspace pre-tokenizer."""
+    _check_forms(files, warn)
+    prefix = collapse = False
+    for step in flat(files.tokenizer["normalizer"], "normalizers"):
+        match step:
+            case {"type": "Prepend", "prepend": "▁"}:
+                prefix = True
+                loose = [entry["content"] for _, entry in files.added_tokens() if entry.get("normalized")]
+                if loose:  # they are normalized, too, and get a space
+                    warn(f"llama.cpp finds {name_all(loose)} also where no space stands before")
+            case {"type": "Replace", "pattern": {"Regex": pattern}} if pattern in COLLAPSE:
+                collapse = True
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}:
+                pass
+            case {"type": "Strip"}:
+                collapse = True
+            case {"type": kind} if kind not in FORMS:
+                raise _refused(files, f"which normalizes text with {step}")
+    for step in flat(files.tokenizer["pre_tokenizer"], "pretokenizers"):
+        match step:
+            case {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": split}:
+                prefix = prefix or scheme != "never"
+                if scheme != "never":
+                    warn("llama.cpp puts a space also before a text that begins with one")
+                if scheme == "first":
+                    warn("llama.cpp puts a space also before the text that follows a special token")
+                if split and any(SPACE in text[1:] for text in normal):
+                    warn("llama.cpp also makes tokens that hold a space after their first character")
+            case {"type": "Split", "pattern": {"String": " "}}:
+                pass  # no space is left when it comes to that
+            case _:
+                raise _refused(files, f"which cuts text with {step}")
+    if collapse:
+        warn("llama.cpp keeps runs of spaces, which this tokenizer makes one")
+    return {"add_space_prefix": prefix} | ({"remove_extra_whitespaces": True} if collapse else {})
+
+
+def sentencepiece_model(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
+    """Keys of the SentencePiece BPE in tokenizer.model, and its tokens."""
+    from quantkit.models.gguf import sentencepiece
+
+    model = sentencepiece.read(files.sentencepiece)
+    missing = set(BYTES) - {piece.piece for piece in model.pieces}
+    if missing:
+        raise _refused(files, f"which lacks the byte tokens {name_all(sorted(missing))}")
+    spaces, trainer = model.normalizer_spec, model.trainer_spec
+    if spaces.precompiled_charsmap and spaces.name:
+        warn(f"llama.cpp does not normalize text ({spaces.name})")
+    if spaces.remove_extra_whitespaces:
+        warn("llama.cpp keeps runs of spaces, which this tokenizer makes one")
+    keys = {"model": "llama", "pre": "default", "add_space_prefix": spaces.add_dummy_prefix}
+    keys |= {"remove_extra_whitespaces": True} if spaces.remove_extra_whitespaces else {}
+    ids = {name: getattr(trainer, f"{role}_id") for role, name in ROLES.items()}
+    keys |= {f"{name}_token_id": number for name, number in ids.items() if 0 <= number < len(model.pieces)}
+    return keys, {k: Token(piece.piece, piece.type, piece.score) for k, piece in enumerate(model.pieces)}
+
+
+def _bpe(files: TokenizerFiles) -> Json:
+    model = files.tokenizer["model"]
+    if model["type"] != "BPE":
+        raise _refused(files, f"a {model['type']}")
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise _refused(files, f"which has a {key} ({model[key]!r})")
+    return model
+
+
+def _check_forms(files: TokenizerFiles, warn: Warn, refuse: bool = False) -> None:
+    """Tell of normalizers; `refuse` those that change ordinary text."""
+    steps = list(flat(files.tokenizer["normalizer"], "normalizers"))
+    odd = [str(step) for step in steps if step["type"] not in FORMS]
+    if refuse and odd:
+        raise _refused(files, f"which normalizes text with {', then '.join(odd)}")
+    forms = [step["type"] for step in steps if step["type"] not in ("Prepend", "Replace", "Strip")]
+    if forms:
+        warn(f"llama.cpp does not normalize text ({', '.join(forms)})")
+
+
+def _refused(files: TokenizerFiles, what: str) -> QuantkitError:
+    return QuantkitError(
+        f"{files.folder}: llama.cpp cannot run the tokenizer, {what}",
+        hint="byte-level BPE and SentencePiece BPE with byte fallback can be exported",
+        exit_code=UNSUPPORTED,
+    )

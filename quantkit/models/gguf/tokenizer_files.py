@@ -1,0 +1,168 @@
+"""The tokenizer files of a Hugging Face folder: what they say about special tokens and chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.models.files.checkpoint import why_no_tokenizer
+from quantkit.models.files.safetensors_folder import read_json
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The JSON files of a folder, read when they are asked for; an absent one is empty."""
+
+    folder: Path
+
+    @cached_property
+    def tokenizer(self) -> Json | None:
+        """tokenizer.json as the library reads it; None for a folder with a SentencePiece model only.
+
+        Where there is neither, transformers makes one of the older files (vocab.json, merges.txt).
+        """
+        path = self.folder / "tokenizer.json"
+        if path.is_file():
+            return json.loads(_from_file(path).to_str())
+        if self.sentencepiece.is_file():
+            return None
+        return json.loads(_from_older_files(self.folder).to_str())
+
+    @property
+    def sentencepiece(self) -> Path:
+        return self.folder / "tokenizer.model"
+
+    @cached_property
+    def config(self) -> Json:
+        return _read(self.folder / "tokenizer_config.json") or {}
+
+    @cached_property
+    def _fallbacks(self) -> list[Json]:
+        names = ("generation_config.json", "config.json")
+        return [_read(self.folder / name) or {} for name in names]
+
+    def added_tokens(self) -> Iterator[tuple[int, Json]]:
+        """Ids and entries of the tokens that are found in a text before it is cut into words."""
+        entries = {entry["id"]: entry for entry in (self.tokenizer or {}).get("added_tokens", [])}
+        for number, entry in self.config.get("added_tokens_decoder", {}).items():
+            if not number.isdecimal() or not isinstance(entry, dict) or "content" not in entry:
+                raise self.damaged(f"added token {number} is {entry!r:.40}")
+            entries.setdefault(int(number), entry)
+        for content, number in (_read(self.folder / "added_tokens.json") or {}).items():
+            if not isinstance(number, int):
+                raise self.damaged(f"the id of added token {content} is {number!r:.40}")
+            entries.setdefault(number, {"content": content, "special": False})
+        yield from sorted(entries.items())
+
+    def damaged(self, reason: str) -> QuantkitError:
+        """The error that says so."""
+        return QuantkitError(f"{self.folder}: {reason}", "download the tokenizer's files again")
+
+    def special(self, role: str) -> Iterator[str | int]:
+        """What the token of a role ("bos") is said to be, by text or id, most trusted first."""
+        key = f"{role}_token"
+        for source in (self.config, _read(self.folder / "special_tokens_map.json") or {}):
+            found = source.get(key)
+            found = found.get("content") if isinstance(found, dict) else found
+            if isinstance(found, str):
+                yield found
+        for source in self._fallbacks:
+            found = source.get(f"{key}_id")
+            yield from (k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int))
+
+    def ends(self) -> list[int]:
+        """Ids of all tokens at which the model's own configuration ends a generation."""
+        found = self._fallbacks[0].get("eos_token_id")
+        found = found if isinstance(found, list) else [found]
+        return [number for number in found if isinstance(number, int)]
+
+    def chat_templates(self) -> dict[str, str]:
+        """Templates by name; the one without a name is "default". Files go before the configuration."""
+        path = self.folder / "chat_template.jinja"
+        named = sorted((self.folder / "additional_chat_templates").glob("*.jinja"))
+        found = {"default": _text(path)} if path.is_file() else {}
+        found |= {template.stem: _text(template) for template in named}
+        if found:
+            return found
+        legacy = _read(self.folder / "chat_template.json") or {}
+        stored = self.config.get("chat_template", legacy.get("chat_template"))
+        if isinstance(stored, list):
+            wanted = ("name", "template")
+            if not all(
+                isinstance(row, dict) and all(isinstance(row.get(key), str) for key in wanted)
+                for row in stored
+            ):
+                raise self.damaged("a chat template has no name or no text")
+            return {entry["name"]: entry["template"] for entry in stored}
+        return {"default": stored} if isinstance(stored, str) else {}
+
+
+def affixes(processor: Json | None) -> tuple[list[int], list[int]]:
+    """Ids of the tokens that a post-processor of tokenizer.json puts before and after a text."""
+    before: list[int] = []
+    after: list[int] = []
+    match processor:
+        case {"type": "Sequence", "processors": steps}:
+            for step in steps:
+                first, last = affixes(step)
+                before, after = first + before, after + last
+        case {"type": "TemplateProcessing", "single": template, "special_tokens": tokens}:
+            place = before
+            for item in template:
+                if "SpecialToken" in item:
+                    place += tokens[item["SpecialToken"]["id"]]["ids"]
+                else:
+                    place = after
+        case {"type": "RobertaProcessing" | "BertProcessing", "cls": cls, "sep": sep}:
+            before, after = [cls[1]], [sep[1]]
+    return before, after
+
+
+def _from_file(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise QuantkitError(
+            f"{path} is no tokenizer: {first_line(error)}", "download it again", NOT_FOUND
+        ) from error
+
+
+def _from_older_files(folder: Path) -> tokenizers.Tokenizer:
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises many kinds here; all mean the same to a user
+        raise _no_tokenizer(folder, why_no_tokenizer(folder, error)) from error
+    if not tokenizer.is_fast:
+        raise _no_tokenizer(folder, "it has neither tokenizer.json nor tokenizer.model")
+    return tokenizer.backend_tokenizer
+
+
+def _no_tokenizer(folder: Path, reason: str) -> QuantkitError:
+    return QuantkitError(
+        f"{folder} has no tokenizer to export: {reason}",
+        hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
+        exit_code=NOT_FOUND,
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuantkitError(f"{path} cannot be read: {error}", "download it again") from error
+
+
+def _read(path: Path) -> Json | None:
+    """A JSON object; None where there is no such file."""
+    return read_json(path) if path.is_file() else None

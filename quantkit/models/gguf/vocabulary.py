@@ -1,0 +1,158 @@
+"""The tokenizer of a Hugging Face folder as `tokenizer.ggml.*` metadata of a GGUF file.
+
+What llama.cpp does with the keys: `src/llama-vocab.cpp`; what they mean:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The way back is tokenizer.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.models.gguf import token_models
+from quantkit.models.gguf.pre_tokenizers import is_byte_level
+from quantkit.models.gguf.token_models import (
+    CONTROL,
+    ROLES,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Token,
+    Vocabulary,
+    Warn,
+)
+from quantkit.models.gguf.tokenizer_files import TokenizerFiles, affixes
+
+DEFAULT_EOS = {"gpt2": 11, "llama": 2}
+ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
+ENDS = frozenset(  # llama.cpp stops at these for their text alone
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
+    "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+    "<｜end▁of▁sentence｜>".split()
+)
+
+
+def metadata(
+    folder: Path, vocab_size: int, pre: str | None = None, warn: Warn = lambda message: None
+) -> dict[str, Any]:
+    """Keys and values that describe the tokenizer of `folder` to llama.cpp.
+
+    vocab_size: rows of the embedding, to which the vocabulary is padded or cut. pre: llama.cpp's name for
+    the pre-tokenizer, where it is not to be recognised. `warn` is told in what llama.cpp will differ.
+    Raises QuantkitError for a tokenizer that cannot be represented.
+    """
+    files = TokenizerFiles(folder)
+    if files.tokenizer is not None and is_byte_level(files.tokenizer["pre_tokenizer"]):
+        keys, tokens = token_models.byte_level(files, vocab_size, pre, warn)
+    elif pre is not None:
+        raise QuantkitError(f"--pre {pre} is for byte-level BPE only", "leave it out", USAGE)
+    elif files.tokenizer is not None:
+        keys, tokens = token_models.sentencepiece_json(files, warn)
+    else:
+        keys, tokens = token_models.sentencepiece_model(files, warn)
+    _add(tokens, files, warn)
+    table = _table(tokens, vocab_size, warn)
+    if keys["model"] == "llama":
+        table = [_spaced(token) for token in table]
+        keys["scores"] = np.array([token.score for token in table], np.float32)
+    keys["tokens"] = [token.text for token in table]
+    keys["token_type"] = np.array([token.type for token in table], np.int32)
+    keys |= _special_tokens(files, tokens, keys, vocab_size, warn)
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | _templates(files)
+
+
+def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
+    """Put added tokens in their places. A text has one id: an added token's goes before the model's."""
+    numbers = {token.text: number for number, token in tokens.items()}
+    stripping = []
+    for number, entry in files.added_tokens():
+        text = entry["content"]
+        old = tokens.pop(numbers.get(text, number), Token(text))
+        kind = CONTROL if entry.get("special") else USER_DEFINED
+        tokens[number] = Token(text, UNKNOWN if old.type == UNKNOWN else kind, ADDED_SCORE)
+        if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
+            stripping.append(text)
+    if stripping:
+        warn(f"llama.cpp keeps the spaces beside {name_all(stripping)}, which this tokenizer drops")
+
+
+def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
+    """A token for every row of the embedding."""
+    beyond = [token.text for number, token in sorted(tokens.items()) if number >= vocab_size]
+    if beyond:
+        warn(f"tokens beyond the embedding's {vocab_size} rows are left out: {name_all(beyond)}")
+    taken = {token.text for token in tokens.values()}
+    table = []
+    for number in range(vocab_size):
+        padding = f"[PAD{number}]"
+        while padding in taken:
+            padding += "_"
+        table.append(tokens.get(number) or Token(padding, UNUSED, UNUSED_SCORE))
+    return table
+
+
+def _spaced(token: Token) -> Token:
+    """llama.cpp looks for user-defined tokens in the text as it is, before spaces are replaced."""
+    return token._replace(text=token.text.replace(SPACE, " ")) if token.type == USER_DEFINED else token
+
+
+def _special_tokens(
+    files: TokenizerFiles, tokens: Vocabulary, keys: dict[str, Any], vocab_size: int, warn: Warn
+) -> dict[str, int | bool]:
+    """Ids of special tokens, and whether a text is put between them. What `keys` has is the last resort."""
+    numbers = {token.text: number for number, token in tokens.items()}
+    found: dict[str, int] = {}
+    for role, name in ROLES.items():
+        for value in (*files.special(role), keys.get(f"{name}_token_id")):
+            number = numbers.get(value, value)
+            if isinstance(number, int) and 0 <= number < vocab_size:
+                found.setdefault(role, number)
+    adds = {}
+    for role, wanted in zip(("bos", "eos"), _affixes(files, found), strict=True):
+        if len(wanted) == 1:
+            found.setdefault(role, wanted[0])
+        adds[f"add_{role}_token"] = bool(wanted) and wanted == [found.get(role)]
+        if wanted and not adds[f"add_{role}_token"]:
+            names = name_all(tokens[number].text for number in wanted if number in tokens)
+            warn(f"llama.cpp will not put {names} {'before' if role == 'bos' else 'after'} a text")
+    ends = [number for number in files.ends() if 0 <= number < vocab_size]
+    for number in (*ends, *found.values()):
+        found.setdefault("eos", number)
+    if "eos" not in found:
+        warn(f"llama.cpp will stop at token {DEFAULT_EOS[keys['model']]}, as none is said to end a text")
+    unnamed = [k for k in ends if k != found.get("eos") and k in tokens and tokens[k].text not in ENDS]
+    more = dict(zip(("eot", "eom"), unnamed, strict=False))
+    if len(unnamed) > len(more):
+        warn(f"llama.cpp will not stop at {name_all(tokens[k].text for k in unnamed[2:])}")
+    names = ROLES | {role: role for role in more}
+    return {f"{names[role]}_token_id": number for role, number in (found | more).items()} | adds
+
+
+def _affixes(files: TokenizerFiles, found: dict[str, int]) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer puts before and after every text."""
+    if files.tokenizer is not None:  # transformers, too, believes the file over its own configuration
+        try:
+            return affixes(files.tokenizer["post_processor"])
+        except (KeyError, TypeError, IndexError) as error:
+            raise files.damaged("post_processor of tokenizer.json is not understood") from error
+    flags = files.config.get("add_bos_token", True), files.config.get("add_eos_token", False)
+    before, after = (
+        [found[role]] if flag and role in found else []
+        for role, flag in zip(("bos", "eos"), flags, strict=True)
+    )
+    return before, after
+
+
+def _templates(files: TokenizerFiles) -> dict[str, Any]:
+    templates = files.chat_templates()
+    found: dict[str, Any] = {}
+    if "default" in templates:
+        found["tokenizer.chat_template"] = templates.pop("default")
+    if templates:
+        found["tokenizer.chat_templates"] = sorted(templates)
+        found |= {f"tokenizer.chat_template.{name}": text for name, text in sorted(templates.items())}
+    return found

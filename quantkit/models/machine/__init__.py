@@ -1,0 +1,1 @@
+"""The computer: devices, memory limits, and several processes."""

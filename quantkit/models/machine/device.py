@@ -1,0 +1,151 @@
+"""The device that computes: which one, in which precision, with how much memory; and copies to it.
+
+Everything that is asked of a device is asked here. Its module (`torch.cuda`, `torch.xpu`, `torch.mps`) is
+found by its name, so one code path serves all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
+from quantkit.grids import processor
+from quantkit.models.machine import limits
+
+
+def choose_device(asked: str) -> torch.device:
+    """The device asked for; `auto` is cuda where there is one.
+
+    Products of float32 matrices on it are float32 from here on: Hessians and their factors do not survive
+    the 10 bits of TF32, which some distributions of torch switch on. Raises QuantkitError for what is no
+    device (exit code 2), or is not there (4).
+    """
+    torch.set_float32_matmul_precision("highest")
+    if asked == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise QuantkitError(
+            f"{asked!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    try:
+        if not getattr(torch, device.type).is_available():  # has no such module, or says no
+            raise RuntimeError(f"torch {torch.__version__} finds none")
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, AttributeError) as error:
+        why = "nothing computes there" if isinstance(error, AttributeError) else first_line(error)
+        raise QuantkitError(
+            f"device {asked!r} is not available: {why}",
+            hint="use --device cpu; quantkit doctor says what there is",
+            exit_code=UNSUPPORTED,
+        ) from error
+    return device
+
+
+def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
+    """`auto`: the checkpoint's own 16-bit type where the hardware computes in it, else float32.
+
+    `stored` is the safetensors name of the type the linears are stored in, such as `BF16`.
+    """
+    if asked != "auto":
+        return asked
+    if is_accelerator(device):
+        return {"F16": "float16", "BF16": "bfloat16"}.get(stored, "float32")
+    return "bfloat16" if stored == "BF16" and processor.has_bfloat16() else "float32"
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has memory of its own, and work on it is queued."""
+    return device.type not in ("cpu", "meta")
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes of the device, or of the host where that computes."""
+    if not is_accelerator(device):
+        return host_memory()
+    module = _module(device)
+    if hasattr(module, "mem_get_info"):
+        reusable = getattr(module, "memory_reserved", lambda device: 0)(device)
+        reusable -= getattr(module, "memory_allocated", lambda device: 0)(device)
+        return module.mem_get_info(device)[0] + max(0, reusable)
+    return module.recommended_max_memory() - module.driver_allocated_memory()  # mps
+
+
+def accelerators() -> Iterator[tuple[str, str, int, int]]:
+    """Name for `--device`, the maker's name, free and all bytes of every accelerator that torch sees."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return
+    module = _module(kind)
+    for index in range(module.device_count()):
+        place = torch.device(kind.type, index)
+        total = (
+            module.mem_get_info(place)[1]
+            if hasattr(module, "mem_get_info")
+            else module.recommended_max_memory()
+        )
+        yield str(place), getattr(module, "get_device_name", str)(place), free_memory(place), total
+
+
+def host_memory() -> int:
+    """Bytes of the host that this process may still take: see `limits.room`."""
+    return limits.room().nbytes
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; other devices are left alone."""
+    if is_accelerator(device):
+        module = _module(device)
+        module.synchronize() if device.type == "mps" else module.synchronize(device)
+
+
+def give_back(device: torch.device) -> None:
+    """Let others have the memory that torch keeps for later."""
+    if is_accelerator(device):
+        _module(device).empty_cache()
+
+
+def host_buffer(like: Tensor) -> Tensor:
+    """An empty tensor of the host; pinned for CUDA, which copies to and from pageable memory in steps."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host, pinned where that lets copies to the device run beside other work."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+class Lane:
+    """Copies from the host to a device beside its other work; in line with it where it has no streams."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._module = _module(device)
+        self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
+
+    def send(self, host: Tensor) -> Tensor:
+        """Begin a copy, after the work that the device was given so far; `receive` before it is used."""
+        if self._stream:
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream) if self._stream else nullcontext():
+            return host.to(self._device, non_blocking=True)
+
+    def receive(self, sent: Tensor) -> Tensor:
+        """The same tensor, for work given to the device from now on."""
+        if self._stream:
+            current = self._module.current_stream(self._device)
+            current.wait_stream(self._stream)
+            sent.record_stream(current)  # its memory is not to be used again before that work is done
+        return sent

@@ -1,0 +1,102 @@
+"""How much of the host's memory a process may still take, and who says so: the system, its container, its
+shell, or the user. No torch here: `quantkit plan` asks, too.
+
+Containers: `memory.max` of control groups in version 2, `memory.limit_in_bytes` in version 1, of the group
+and of all above it (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory); pages of files count as free, as
+they are given up before anything is killed.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from quantkit.models.machine import ranks
+
+RESERVE = 256 << 20  # of an address space: heaps of threads (glibc sets aside 64 MiB each) and their stacks
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may be taken on top of what the process has. whose: as an error has it, `... are free`."""
+
+    nbytes: int
+    whose: str = "free"
+
+
+def room(max_memory: int | None = None) -> Room:
+    """The least that anybody allows. max_memory: bytes of the whole process, as the user said.
+
+    What a host or a container has is shared by the ranks on it; the other limits are a process's own.
+    """
+    shared = [Room(psutil.virtual_memory().available), *containers()]
+    found = [Room(one.nbytes // ranks.local(), one.whose) for one in shared] + list(_of_process())
+    if max_memory is not None:
+        found.append(Room(max(0, max_memory - resident()), "left of --max-memory beside Python itself"))
+    return min(found, key=lambda one: one.nbytes)
+
+
+def resident() -> int:
+    """Bytes that this process has in memory now."""
+    return psutil.Process().memory_info().rss
+
+
+def _of_process() -> Iterator[Room]:
+    """What `ulimit` leaves: of the address space (-v) and of what is written to in it (-d)."""
+    taken = None
+    for kind, field, flag in ((resource.RLIMIT_AS, "vms", "-v"), (resource.RLIMIT_DATA, "data", "-d")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            taken = taken or psutil.Process().memory_info()
+            left = limit - getattr(taken, field, taken.vms) - RESERVE
+            yield Room(max(0, left), f"left by ulimit {flag}")
+
+
+def containers(root: Path = Path("/")) -> list[Room]:
+    """What the control groups that this process is in leave. root: of the file system, for tests."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    found = []
+    for line in lines:
+        number, kinds, path = line.split(":", 2)
+        second = number == "0" and not kinds
+        if second or "memory" in kinds.split(","):
+            found += _above(root / "sys/fs/cgroup" / ("" if second else "memory"), path, second)
+    return found
+
+
+def _above(mount: Path, path: str, second: bool) -> Iterator[Room]:
+    """Of a group and all above it; inside a container its path may not be there, but the mount is its own."""
+    names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    own = mount / path.lstrip("/")
+    for group in (own, *own.parents):
+        if not group.is_relative_to(mount):
+            return
+        limit, usage = (_number(group / name) for name in names)
+        if limit is not None and usage is not None:
+            left = limit - usage + _given_up(group / "memory.stat", "" if second else "total_")
+            yield Room(max(0, left), "left in its container")
+
+
+def _number(path: Path) -> int | None:
+    """What a file says; None for `max` and where there is none."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _given_up(path: Path, prefix: str) -> int:
+    """Bytes of a group's pages that files hold."""
+    try:
+        rows = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
+    except OSError:
+        return 0
+    return sum(int(rows.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))

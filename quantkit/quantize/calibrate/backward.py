@@ -1,0 +1,46 @@
+"""Backwards through a model block by block: what flows back, with one block's activations in memory.
+
+Only what enters each block is kept on the way forward; on the way back a block is run again with autograd,
+for the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.quantize.prepare.memory import LOGITS_BYTES, LOGITS_TOKENS
+
+CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many tokens: the model makes a mask
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Of how many tokens the logits are formed at a time."""
+    return min(CHUNK_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))
+
+
+def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """The gradient, `[batch, tokens, hidden]`, of a loss that adds up over the tokens of `final`.
+
+    `loss(hidden, span)`: that of `hidden [n, hidden]`, tokens `span` of all rows one after another; called
+    for at most `size` tokens at a time.
+    """
+    gradient, tokens = torch.empty_like(final), final.flatten(0, 1)
+    place = gradient.flatten(0, 1)
+    for start in range(0, len(tokens), size):
+        span = slice(start, start + size)
+        with torch.enable_grad():
+            part = tokens[span].detach().requires_grad_()
+            loss(part, span).backward()
+        place[span] = part.grad
+    return gradient
+
+
+def through_block(run: Callable[[Tensor], Tensor], entering: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of what enters a block, for that of what leaves it; `run` makes the one of the other."""
+    entering = entering.detach().requires_grad_()
+    with torch.enable_grad():
+        run(entering).backward(gradient)
+    return entering.grad

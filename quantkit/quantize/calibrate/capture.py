@@ -1,0 +1,236 @@
+"""Statistics of a block's inputs: the Hessian, and whatever else a method asks for, of each site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import QuantkitError
+from quantkit.grids.grid import is_finite
+from quantkit.models.machine import ranks
+from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.solvers import SiteStatistics
+
+TINY = torch.finfo(torch.float32).tiny
+KEPT = 512  # inputs of a site that are kept as they are, at most
+
+
+@dataclass(frozen=True)
+class Meant:
+    """What a batch is in the original model. inputs: of the site, `[..., in]`; missing: float32, by how much
+    the hidden states that its linear's output is added to fall short there, `[..., out]`."""
+
+    inputs: Tensor
+    missing: Tensor | None = None
+
+
+def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
+    """`sums [2, width, in]` and `shortᵀ rows` of the first and the second half of a batch."""
+    short = short.reshape(len(rows), -1)
+    if sums is None:
+        sums = rows.new_zeros(2, short.shape[1], rows.shape[1])
+    half = len(rows) // 2
+    for total, part in zip(sums, (slice(0, half), slice(half, None)), strict=True):
+        total.addmm_(short[part].t(), rows[part])
+    return sums
+
+
+class Statistics:
+    """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
+
+    H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
+    rank-k update): little more than half of the products. Sums of squares of
+    batches are added in float64.
+    """
+
+    def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
+        self.in_features, self.device = in_features, device
+        self.tokens = 0
+        self.width = min(in_features, max(128, in_features // 8))
+        self.hessian = torch.zeros(in_features, in_features, device=device) if "hessian" in needs else None
+        self.magnitude = torch.zeros(in_features, device=device) if "magnitude" in needs else None
+        self.peak = torch.zeros(in_features, device=device) if "peak" in needs else None
+        self.squares: list[Tensor] | None = [] if "square" in needs else None  # of each batch
+        self.fourths: list[Tensor] | None = [] if "fourth" in needs else None  # of each half of a batch
+        self.inputs = torch.zeros(0, in_features, device=device) if "inputs" in needs else None
+        self.every = 1  # of so many tokens, one is kept
+        self.drift: Tensor | None = None
+        self.missing: Tensor | None = None
+        self._kept: list[tuple[Tensor, Meant | None]] = []
+
+    def add(self, inputs: Tensor, meant: Meant | None = None, lasting: bool = False) -> None:
+        """Add a batch of inputs `[..., in]`; products and sums are float32. lasting: nobody changes or frees
+        them before `finish`.
+
+        Of several ranks that add up in turn, each keeps what sums are made of until then (`_add_up`).
+        """
+        rows = inputs.reshape(-1, self.in_features).float()
+        self.tokens += len(rows)
+        if not len(rows):  # of an expert that no token of this batch was routed to
+            return
+        if self.peak is not None:
+            self.peak = torch.maximum(self.peak, rows.abs().amax(0))
+        if self.squares is not None:
+            self.squares.append(rows.square().sum(0))
+        if self.inputs is not None:
+            self._keep(rows)
+        if self.fourths is not None:
+            alike = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
+            self.fourths += (part.pow(4).sum(0) for part in alike.tensor_split(2))
+        if ranks.in_order():
+            self._kept.append((inputs if lasting else inputs.clone(), meant))
+            return
+        if self.hessian is not None:
+            for panel in self._panels():
+                self._add_products(panel, rows)
+        if self.magnitude is not None:
+            self.magnitude += rows.abs().sum(0)
+        if meant is not None:
+            self._add_drift(rows, meant)
+        if meant is not None and meant.missing is not None:
+            self._add_missing(rows, meant)
+
+    def _panels(self) -> Iterator[slice]:
+        """Rows of H that are computed at a time, up to the diagonal."""
+        for start in range(0, self.in_features, self.width):
+            yield slice(start, min(start + self.width, self.in_features))
+
+    def _add_products(self, panel: slice, rows: Tensor) -> None:
+        self.hessian[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
+
+    def _add_drift(self, rows: Tensor, meant: Meant) -> None:
+        self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
+
+    def _add_missing(self, rows: Tensor, meant: Meant) -> None:
+        self.missing = _correlate(self.missing, meant.missing, rows)
+
+    def finish(self) -> SiteStatistics:
+        """Those of all ranks, symmetric and averaged; the accumulator is used up."""
+        if ranks.count() > 1:
+            self._add_up()
+        tokens = max(self.tokens, 1)
+        if self.hessian is not None:
+            lower = self.hessian.tril_()
+            diagonal = lower.diagonal().clone()
+            lower.add_(lower.t().clone()).mul_(2 / tokens)
+            lower.diagonal().copy_(diagonal.mul_(2 / tokens))
+        if self.magnitude is not None:
+            self.magnitude.div_(tokens)
+        for sums in (self.drift, self.missing):
+            if sums is not None:
+                sums.mul_(2 / tokens)
+        square = self.square_sums()
+        square = None if square is None else square.float() / tokens
+        return SiteStatistics(
+            self.hessian, self.magnitude, self.peak, square, self.tokens, self.drift, self.missing,
+            inputs=self.inputs, fourth=self._fourth(),
+        )  # fmt: skip
+
+    def _add_up(self) -> None:
+        """What all ranks have seen. In order, it is as if one had seen it: every rank adds its batches to the
+        sums of those before it, a panel of H at a time, so that all are at work on one. Error feedback is
+        chaotic: a sum in another order, which differs in its last digit, ends in other codes everywhere."""
+        self.tokens = sum(ranks.gathered(self.tokens))
+        if self.peak is not None:
+            ranks.largest_(self.peak)
+        if self.squares is not None:
+            self.squares = [one for part in ranks.gathered(self.squares) for one in part]
+        if self.fourths is not None:
+            self.fourths = [one for part in ranks.gathered(self.fourths) for one in part]
+        if self.inputs is not None:
+            parts = ranks.gathered((self.inputs, self.every))
+            self.every = max(every for _, every in parts)
+            self.inputs = torch.cat([inputs[:: self.every // every] for inputs, every in parts])
+            self._thin()
+        if self.hessian is not None:
+            panels = list(self._panels())
+            parts = [self.hessian[panel, : panel.stop] for panel in panels]
+            ranks.in_turn(parts, lambda k: [self._add_products(panels[k], rows) for rows in self._rows()])
+        if self.magnitude is not None:
+            add = self.magnitude.add_
+            ranks.in_turn([self.magnitude], lambda k: [add(rows.abs().sum(0)) for rows in self._rows()])
+        self._add_up_meant()
+        self._kept = []
+
+    def _rows(self) -> Iterator[Tensor]:
+        """Of the batches that were kept."""
+        return (inputs.reshape(-1, self.in_features).float() for inputs, _ in self._kept)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Meant]]:
+        return zip(self._rows(), (meant for _, meant in self._kept), strict=True)
+
+    def _add_up_meant(self) -> None:
+        """The sums beside the original model, where there are any on some rank."""
+        first = self._kept[0][1] if self._kept else None
+        widths = [len(sums[0]) if sums is not None else 0 for sums in (self.drift, self.missing)]
+        if first is not None:
+            widths = [first.inputs.shape[-1], 0 if first.missing is None else first.missing.shape[-1]]
+        drift, missing = max(ranks.gathered(widths))
+        if drift and self.drift is None:
+            self.drift = torch.zeros(2, drift, self.in_features, device=self.device)
+        if missing and self.missing is None:
+            self.missing = torch.zeros(2, missing, self.in_features, device=self.device)
+        if drift:
+            ranks.in_turn([self.drift], lambda _: [self._add_drift(*pair) for pair in self._pairs()])
+        if missing:
+            ranks.in_turn([self.missing], lambda _: [self._add_missing(*pair) for pair in self._pairs()])
+
+    def _keep(self, rows: Tensor) -> None:
+        """Every so many rows, so that KEPT are not exceeded."""
+        self.inputs = torch.cat([self.inputs, rows[:: self.every]])
+        self._thin()
+
+    def _thin(self) -> None:
+        while len(self.inputs) > KEPT:
+            self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
+
+    def _fourth(self) -> Tensor | None:
+        """Means over the first and the second half of all tokens, `[2, in]`."""
+        if self.fourths is None:
+            return None
+        if not self.fourths:
+            return torch.zeros(2, self.in_features, device=self.device)
+        halves = torch.stack(self.fourths).tensor_split(2)
+        return torch.stack([half.sum(0) for half in halves]) * (2 / self.tokens)
+
+    def square_sums(self) -> Tensor | None:
+        """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""
+        if not self.squares:
+            return None if self.squares is None else torch.zeros(self.in_features, dtype=torch.float64)
+        return torch.stack(self.squares).cpu().double().sum(0)
+
+
+def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:
+    """Raise QuantkitError naming the linear whose inputs overflowed when computed in `dtype`."""
+    parts = [getattr(statistics, field.name) for field in fields(statistics)]
+    if not all(is_finite(part) for part in parts if isinstance(part, Tensor)):
+        raise QuantkitError(
+            f"activations entering {linear} are not finite in {dtype}",
+            hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
+        )
+
+
+def gather(
+    block: nn.Module,
+    sites: Iterable[Site],
+    needs: Collection[str],
+    device: torch.device,
+    forward: Callable[[], object],
+    meant: Callable[[Site], Meant | None] = lambda site: None,
+) -> dict[Site, Statistics]:
+    """Sums over the inputs of every site while `forward` runs the block on all batches. meant: what the batch
+    that has come to a site is in the original model."""
+    gathered = {}
+    with ExitStack() as stack:
+        for site in sites:
+            gathered[site] = sums = Statistics(site.in_features, device, needs)
+            hook = block.get_submodule(site.place).register_forward_pre_hook(
+                lambda module, args, sums=sums, site=site: sums.add(args[0], meant(site))
+            )
+            stack.callback(hook.remove)
+        forward()
+    return gathered

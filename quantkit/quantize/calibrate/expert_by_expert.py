@@ -1,0 +1,150 @@
+"""A block that a transform rewrites while its experts are away: what surrounds them first, then each of them.
+
+One forward with the original weights gathers the statistics of what surrounds experts, and of all tokens that
+enter a layer of them; what enters is kept, and where it goes. With that, an expert's own statistics are what
+its original weights make of its tokens, whatever has been changed around it by then. So experts come one by
+one: statistics, what the transform does inside, solving; then the next. The results are those of a block that
+is in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quantkit.models.held import expert_of
+from quantkit.models.skeleton.experts import Experts, Routed
+from quantkit.quantize.calibrate import experts
+from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
+from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.staging.parts import BlockParts
+from quantkit.quantize.transforms import BlockView, Transform
+
+View = Callable[[Mapping[Site, SiteStatistics]], BlockView]
+
+
+class ExpertByExpert:
+    """A block on its way. view: the block for the transform, by statistics; parts: where parameters go that
+    were changed and stay in 16 bit."""
+
+    def __init__(self, by: Measuring, block: Block, transform: Transform, view: View, parts: BlockParts):
+        self._by, self._block, self._view, self._parts = by, block, view, parts
+        self._away = by.skeleton.away(block.index)
+        self._lent: str | None = None
+        self._seen: dict[str, list[Routed]] = {}  # by layer, one for each batch
+        around = [site for site in block.wanted if self._away.isdisjoint(site.linears)]
+        with self._listening():
+            gathered = by.at_once(block, around)
+        self._pools = {site.pool: found for site, found in gathered.items() if not site.linears}
+        experts_alone = [site for site in block.wanted if not self._away.isdisjoint(site.linears)]
+        counted = {site: SiteStatistics(tokens=self._tokens(site)) for site in experts_alone}
+        with by.timings("transform"):
+            self._done = transform.apply(view({**gathered, **counted}))
+        self._statistics = self._done.statistics
+
+    def measured(self) -> Measured:
+        """Statistics of each site in `order`, of an expert's once those before it are quantized."""
+        return Measured(self._of, self._outputs, self._give_back, self._done, self._order())
+
+    def _order(self) -> list[Site]:
+        """Sites of one expert one after another."""
+        found: dict[str, list[Site]] = {}
+        for site in self._block.wanted:
+            if site.linears:
+                found.setdefault(self._expert(site) or site.place, []).append(site)
+        return [site for sites in found.values() for site in sites]
+
+    def _expert(self, site: Site) -> str | None:
+        return expert_of(site.linears[0]) if site.linears[0] in self._away else None
+
+    def _listening(self) -> ExitStack:
+        """Until it is left, keep what enters layers of experts."""
+        stack = ExitStack()
+        where = torch.device("cpu") if self._by.states.on_host else self._by.skeleton.device
+        for name, layer in self._block.module.named_modules():
+            if isinstance(layer, Experts):
+                seen = self._seen[name] = []
+
+                def keep(module: Experts, args: tuple, kwargs: dict, seen: list[Routed] = seen) -> None:
+                    seen.append(module.routed(*args, **kwargs).copied(where))
+
+                stack.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        return stack
+
+    def _place(self, site: Site) -> tuple[str, int]:
+        """Layer and number of a site's expert."""
+        layer, _, number = expert_of(site.linears[0]).rpartition(".")
+        return layer, int(number)
+
+    def _tokens(self, site: Site) -> int:
+        layer, number = self._place(site)
+        return sum(seen.count(number) for seen in self._seen[layer]) if site.pool else 0
+
+    def _of(self, site: Site) -> SiteStatistics:
+        expert = self._expert(site)
+        if expert and expert != self._lent:
+            self._lend(expert)
+        return self._statistics.pop(site)
+
+    def _lend(self, expert: str) -> None:
+        """Bring an expert into memory, and do to it what the transform has left to do."""
+        by, index = self._by, self._block.index
+        linears = [name for name in self._block.rows if name in self._away and expert_of(name) == expert]
+        by.skeleton.lend(index, linears)
+        self._lent = expert
+        sites = [site for site in self._block.wanted if site.linears and self._expert(site) == expert]
+        view = replace(self._view({site: self._gathered(site) for site in sites}), away=frozenset())
+        with by.timings("transform"):
+            done = self._done.expert(view, linears)
+        for name in sorted(done.changed):
+            stored, tensor = by.skeleton.as_stored(index, name)
+            self._parts.add({stored: tensor.contiguous()})
+            by.skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
+        self._done.rtn_errors.update(done.rtn_errors)
+        self._done.notes.update(done.notes)
+        self._done.row_factors.update(done.row_factors)
+        self._done.scaled.update(done.scaled)
+        self._statistics.update(done.statistics)
+
+    def _gathered(self, site: Site) -> SiteStatistics:
+        """Statistics of a site of the expert that is there, whose weights are the original ones."""
+        by = self._by
+        sums = Statistics(site.in_features, by.skeleton.device, by.needs)
+        with by.timings("forward"):
+            for inputs in self._inputs(site) if site.pool else ():
+                sums.add(inputs)
+        own = by.finished(self._block, site, sums)
+        if not site.pool:
+            return own
+        return experts.of_expert(own, self._pools[site.pool], site.in_features, by.choice)
+
+    def _inputs(self, site: Site) -> Iterator[Tensor]:
+        """What enters it, batch by batch."""
+        name, number = self._place(site)
+        layer = self._block.module.get_submodule(name)
+        for seen in self._seen[name]:
+            hidden = seen.hidden.to(self._by.skeleton.device)[seen.rows[number]]
+            yield hidden if site.pool == f"{name}.entering" else layer.inner(number, hidden)
+
+    def _give_back(self) -> None:
+        """Nothing is in memory for longer than it is used any more."""
+        if self._lent:
+            self._by.skeleton.lend(self._block.index, ())
+        self._lent = None
+
+    def _outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, once experts that are kept as they are have been scaled, too."""
+        left = {expert_of(name) for name in self._done.pending}
+        quantized = {self._expert(site) for site in self._block.wanted if site.linears}
+        for expert in sorted(left - quantized):
+            self._lend(expert)
+        self._give_back()
+        self._seen.clear()
+        return self._by.outputs(self._block)

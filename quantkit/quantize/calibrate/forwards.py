@@ -1,0 +1,186 @@
+"""Forward passes that show every site of a block its inputs, behind the sites that were quantized before.
+
+Two ways, with the same results. `SuspendedForward` runs each batch once and suspends it at every site until
+the site's weights are final: true-sequential GPTQ for the price of one forward, in time, and of all live
+activations, in memory. `RepeatedForward` runs the block again up to each site and holds one batch's
+activations. Sites that all read what enters a layer of experts, or all what enters their down projections,
+need not wait for one another: `gather_beside` shows one pass to many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import greenlet
+import torch
+from torch import Tensor, nn
+
+from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.sites import Site
+
+Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `run(count - 1)` are called
+
+
+def one_by_one(run: Callable[[int], Any], count: int) -> Iterator[Any]:
+    """`run(0)`, `run(1)` … up to `count`."""
+    return map(run, range(count))
+
+
+def gather_beside(
+    block: nn.Module,
+    sites: Sequence[Site],
+    needs: Collection[str],
+    device: torch.device,
+    run: Callable[[int], Tensor],
+    batches: int,
+    each: Each,
+) -> dict[Site, Statistics]:
+    """Sums over the inputs of sites that do not depend on one another, in one pass that ends at the last.
+
+    On the way nothing is computed with their weights, so experts are not even read.
+    """
+    gathered = {site: Statistics(site.in_features, device, needs) for site in sites}
+
+    def listen(linear: nn.Module, site: Site) -> Callable[[Tensor], Tensor]:
+        def forward(hidden: Tensor) -> Tensor:
+            if linear is block.get_submodule(site.place):
+                gathered[site].add(hidden)
+                if site is sites[-1]:
+                    raise _Reached(hidden)
+            return hidden if not site.linears else hidden.new_zeros(*hidden.shape[:-1], linear.out_features)
+
+        return forward
+
+    def until(index: int) -> None:
+        with suppress(_Reached):
+            run(index)
+
+    with ExitStack() as stack:
+        for site in sites:
+            for name in site.linears or (site.pool,):
+                module = block.get_submodule(name)
+                module.forward = listen(module, site)
+                stack.callback(delattr, module, "forward")
+        for _ in each(until, batches):
+            pass
+    return gathered
+
+
+class SuspendedForward:
+    """All batches in flight at once, each suspended where it reaches the next site.
+
+    `run(batch_index)` runs the block on one batch. Greenlets switch between the forwards inside one
+    thread, so that the thread pool stays as it is.
+    """
+
+    def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
+        self._block = block
+        self._run = run
+        self._main = greenlet.getcurrent()
+        self._flights = [greenlet.greenlet(run) for _ in range(batches)]
+        self._results: list[Tensor | None] = [None] * batches
+        self._suspended = [self._suspend_at(site.place) for site in sites]
+
+    def _suspend_at(self, name: str) -> nn.Module:
+        """Let a linear hand over its input, and compute with what stands in its place when it goes on."""
+        linear = self._block.get_submodule(name)
+
+        def forward(hidden: Tensor) -> Tensor:
+            self._main.switch(hidden)
+            now = self._block.get_submodule(name)
+            return type(linear).forward(linear, hidden) if now is linear else now(hidden)
+
+        linear.forward = forward
+        return linear
+
+    def _resume(self, index: int) -> Tensor:
+        """What flight `index` reaches next. Each flight enters and leaves no_grad at its own times, so the
+        mode is set here: on resuming as a forward wants it, and afterwards as the caller had it."""
+        flight = self._flights[index]
+        with torch.no_grad():
+            return flight.switch() if flight else flight.switch(index)
+
+    def inputs(self, site: Site) -> Iterator[Tensor]:
+        """The inputs of the next site, batch by batch. Call for every site, in order."""
+        for index in range(len(self._flights)):
+            yield self._resume(index)
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch, once every site has been visited."""
+        try:
+            for index in range(len(self._flights)):
+                yield self._resume(index)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is in flight, with the activations it holds; the linears are themselves again."""
+        for linear in self._suspended:
+            del linear.forward
+        self._suspended = []
+        with torch.no_grad():
+            for flight in self._flights:
+                flight.throw()
+
+
+class RepeatedForward:
+    """One batch in memory at a time: the block runs again up to each site. Same results, more time.
+
+    Where a site wants it whole, it runs to its end.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        sites: Sequence[Site],
+        run: Callable[[int], Tensor],
+        batches: int,
+        each: Each = one_by_one,
+    ):
+        self._block = block
+        self._run = run
+        self._batches = batches
+        self._each = each
+
+    def inputs(self, site: Site) -> Iterator[Tensor]:
+        """The inputs of a site, batch by batch and call by call."""
+        seen: list[Tensor] = []
+
+        def stop(module: nn.Module, args: tuple) -> None:
+            if not site.whole:
+                raise _Reached(args[0])
+            seen.append(args[0].clone())  # the forward goes on, and may change it in place
+
+        def reached(index: int) -> Tensor | None:
+            try:
+                self._run(index)
+            except _Reached as reached:
+                return reached.inputs
+            return None
+
+        handle = self._block.get_submodule(site.place).register_forward_pre_hook(stop)
+        try:
+            for inputs in self._each(reached, self._batches):
+                if inputs is not None:
+                    yield inputs
+                yield from seen
+                seen.clear()
+        finally:
+            handle.remove()
+
+    def outputs(self) -> Iterator[Tensor]:
+        """The block's outputs, batch by batch."""
+        return self._each(self._run, self._batches)
+
+    def close(self) -> None:
+        """Nothing is in flight."""
+
+
+class _Reached(Exception):
+    """Carries a site's inputs out of a forward pass that need not go on."""
+
+    def __init__(self, inputs: Tensor):
+        super().__init__()
+        self.inputs = inputs

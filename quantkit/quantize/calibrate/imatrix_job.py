@@ -1,0 +1,150 @@
+"""`quantkit imatrix`: from options to an importance matrix that llama-quantize and quantkit take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.models.files import unchanged
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.gguf import imatrix, tensors
+from quantkit.models.gguf.imatrix import Imatrix
+from quantkit.models.machine import ranks
+from quantkit.models.machine.device import is_accelerator
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import importance
+from quantkit.quantize.calibrate.importance import Importance
+from quantkit.quantize.calibrate.states import Place
+from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
+from quantkit.quantize.prepare import linears, plan, room
+from quantkit.quantize.prepare.memory import COMFORT, Peak
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.folder import disk_errors
+from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import CalibrationSet
+
+
+@dataclass(frozen=True)
+class ImatrixJob:
+    """A checked job. names: stored name of a linear -> name of its weight in a GGUF file. place: where states
+    wait, None where they have room."""
+
+    checkpoint: Checkpoint
+    skeleton: Skeleton
+    names: dict[str, str]
+    calibration: CalibrationSet
+    batches: list[Tensor]
+    memory_bytes: int
+    output: Path
+    place: Place | None
+
+    def record(self) -> dict:
+        """The versioned JSON of what it does; once done, `seconds` are added."""
+        return {
+            "schema": "quantkit.imatrix/1",
+            "source": self.checkpoint.source,
+            "output": str(self.output),
+            "matrices": len(set(self.names.values())),
+            **({"ranks": ranks.count()} if ranks.count() > 1 else {}),
+            "calibration": self.calibration.record(),
+            "memory_bytes": self.memory_bytes,
+            "execution": {
+                "dtype": str(self.skeleton.dtype).removeprefix("torch."),
+                "device": str(self.skeleton.device),
+                "batch_size": len(self.batches[0]),
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+
+def prepare(request: Request, progress: Progress) -> ImatrixJob:
+    """Open, resolve and check; of `request.run` only what concerns a forward pass counts.
+
+    Raises QuantkitError for all that would fail later.
+    """
+    check_run(request.run)
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
+    ranks.told(lambda: _check_output(output, checkpoint, request.overwrite))
+    if checkpoint.quantized:
+        raise QuantkitError(
+            f"{request.source} is quantized already",
+            hint="an importance matrix is made from the original checkpoint: give that one",
+            exit_code=UNSUPPORTED,
+        )
+    skeleton = open_skeleton(checkpoint, request.run)
+    targets = tensors.of_checkpoint(skeleton.checkpoint)  # which has experts one by one
+    stored = {name: target.name for target in targets for name in target.stored if target.part is None}
+    rows = linears.linears(skeleton)
+    calibrated = calibrate(checkpoint, request, progress)
+    tokens = calibrated.tokens
+    batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
+    batches = plan.own_batches(tokens, batch_size)
+    tokens = torch.cat(batches)
+    sizes = tokens.numel(), batches[0].numel()
+    rooms = room.Rooms.of(skeleton.device, room.asked(request.run))
+    need, place = plan.forward_memory(skeleton, rows, *sizes), None
+    if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
+        need = plan.forward_memory(skeleton, rows, *sizes, spilled=True)
+        place = Place("disk", output.absolute().parent)
+    peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
+    rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
+    if place:
+        progress.warn("hidden states wait in a file beside the output: they do not fit into memory")
+    names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
+    return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
+
+
+def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
+    if output.name not in ("", ".."):
+        replacing.check_place(output)
+    above = next(path for path in output.absolute().parents if path.exists())
+    if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
+        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
+    if output.is_dir() or not above.is_dir():
+        raise QuantkitError(f"{output} cannot be a file", "choose another --output", USAGE)
+    replacing.check(output, True, overwrite)
+
+
+def run(job: ImatrixJob, progress: Progress) -> dict:
+    """Gather and write; the record of what was done. The file appears whole or not at all."""
+    timings = Timings(job.skeleton.device)
+    with unchanged.watched(job.checkpoint):
+        gathered = importance.gather(job.skeleton, job.batches, progress, timings, job.place)
+    ranks.told(lambda: _write(job, gathered, timings))
+    return job.record() | {"seconds": timings.seconds}
+
+
+def _write(job: ImatrixJob, gathered: Importance, timings: Timings) -> None:
+    folder = job.output.absolute().parent
+    with disk_errors(folder, "run the same command again"), timings("write"):
+        folder.mkdir(parents=True, exist_ok=True)
+        imatrix.write(job.output, as_imatrix(gathered, job.names, job.calibration))
+
+
+def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
+    """What was gathered as the content of a file, of experts in their order; a chunk is a calibration
+    sequence."""
+    made = calibrated.provenance
+    alike: dict[str, list[str]] = {}
+    for linear, name in names.items():
+        if linear in gathered.sums:
+            alike.setdefault(name, []).append(linear)
+    sums = {name: torch.stack([gathered.sums[one] for one in linears]) for name, linears in alike.items()}
+    return Imatrix(
+        sums={name: found.squeeze(0) for name, found in sums.items()},
+        counts={
+            name: torch.tensor([float(gathered.tokens[one]) for one in linears])
+            for name, linears in alike.items()
+        },
+        datasets=(made.source,),
+        chunk_count=made.samples,
+        chunk_size=made.seqlen,
+    )

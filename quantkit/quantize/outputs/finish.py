@@ -1,0 +1,153 @@
+"""From staged blocks to a published checkpoint: merge, describe, read back, verify, rename."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.inspection.record import activations
+from quantkit.models.files import unchanged
+from quantkit.models.machine import ranks
+from quantkit.models.machine.heap import mapped, return_freed_pages
+from quantkit.models.open import open_checkpoint
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate.states import HERE
+from quantkit.quantize.job import Job
+from quantkit.quantize.outputs import ExpertTokens, Summary
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.timings import Timings
+
+VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states
+# Relative difference of hidden states between the loop and the files read back. Both compute the same
+# values in the same order; the slack is for devices whose kernels are not bit-reproducible.
+VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
+
+
+def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
+    """Assemble the output beside its place, verify it, publish it.
+
+    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. What the job's skeleton
+    has loaded is given up. A job killed in here does all of it again when resumed.
+    """
+    progress.phase("writing the checkpoint")
+    output, material, records = job.method.output, job.material, job.staging.records()
+    described = manifest(job, records)
+    with timings("write"):
+        place = job.staging.assemble(lambda place: output.write(material, place, described))
+    unchanged.check(job.checkpoint)  # the disk is not to be blamed for it
+    progress.phase("verifying what was written")
+    with timings("verify"):
+        _verify(job, place, final_states)
+    summary = summarize(job, records, timings)
+    output.describe(material, place, described, summary)
+    job.staging.publish()
+    return summary
+
+
+def manifest(job: Job, records: Sequence[dict]) -> dict:
+    """How this checkpoint came to be; `records` of its linears. Nothing in it depends on time or place."""
+    by_name = {record["name"]: record for record in records}
+    linears = []
+    for row in job.specs:
+        named = {"name": row.name, "shape": [row.out_features, row.in_features]}
+        named |= {"tower": True} if row.block is None else {}
+        if row.kept:
+            linears.append(named | {"kept": row.kept})
+        elif row.grid:
+            linears.append(named | {"grid": asdict(row.grid)} | by_name[row.name])
+    several = {"ranks": ranks.count()} if ranks.count() > 1 else {}
+    described = {
+        "schema": "quantkit.manifest/1",
+        "quantkit": __version__,
+        "source": {"name": Path(job.request.source).name, "sha256": job.source_sha256.result()},
+        "method": job.request.method,
+        "job": job.identity,
+        **several,
+        "linears": linears,
+    }
+    if kept := job.kept_parameters:
+        described["kept_parameters"] = [parameter.record() for parameter in kept]
+    return described | ({"notes": list(job.method.notes)} if job.method.notes else {})
+
+
+def _verify(job: Job, place: Path, expected: Tensor) -> None:
+    """Read it back and run the loop's first batch through it, block by block."""
+    last = slice(-VERIFY_TOKENS, None)
+    wanted = job.skeleton.logits(expected[0, last])
+    job.skeleton.model.to("meta")  # no second embedding beside that of what was written
+    return_freed_pages(also_kept=True)
+    written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
+    skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
+    with mapped():
+        skeleton.load_rest()
+    (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
+    logits = skeleton.logits(hidden[0, last]), wanted
+    for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():
+        difference = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        if difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
+            continue
+        raise QuantkitError(
+            f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
+            "from those it was made with",
+            hint="the disk or memory may be faulty; --resume writes and checks it again. Please report this",
+            exit_code=VERIFICATION,
+        )
+
+
+def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
+    """How many tokens the experts of a mixture saw; None where there is none, or no data was needed."""
+    widths = {row.name: row.in_features for row in job.specs}
+    tokens: dict[str, int] = {}
+    starved = set()
+    for record in records:
+        if "tokens" in record:
+            expert = record["name"].rpartition(".")[0]
+            tokens[expert] = record["tokens"]
+            if record["tokens"] < widths[record["name"]]:
+                starved.add(expert)
+    if not tokens:
+        return None
+    seen = sorted(tokens.values())
+    return ExpertTokens(
+        len(seen), seen[0], seen[len(seen) // 2], seen[-1], len(starved), job.request.run.experts
+    )
+
+
+def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
+    """What to report of a job whose linears have these records. Errors are those of the blocks' linears:
+    towers have no inputs to weigh theirs with."""
+    beside = {row.name for row in job.specs if row.block is None and row.grid}
+    records = [record for record in records if record["name"] not in beside]
+    baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
+    return Summary(
+        source=job.request.source,
+        output=str(job.staging.output),
+        source_bytes=job.plan.source_bytes,
+        output_bytes=job.plan.output_bytes,
+        bits_per_weight=job.plan.bits_per_weight,
+        bits_per_weight_model=8 * job.plan.output_bytes / job.method.output.parameters(job.skeleton),
+        linears=len([row for row in job.specs if not row.kept]),
+        kept=len([row for row in job.specs if row.kept]),
+        error=sum(row["error"] for row in records) / len(records) if records else None,
+        rtn_error=sum(baselines) / len(baselines) if baselines else None,
+        fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
+        notes={row["name"]: row["notes"] for row in records if row["notes"]},
+        kept_parameters=[parameter.record() for parameter in job.kept_parameters],
+        left_out=dict(job.method.output.left_out),
+        towers=len(beside),
+        copied=job.copied,
+        experts=_reached(job, records),
+        outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
+        scaled={row["name"]: row["scaled"] for row in records if "scaled" in row}
+        if job.method.transform
+        else None,
+        seconds=dict(timings.seconds),
+        steps_down=list(timings.notes),
+        activations=activations(job.material.config),
+    )

@@ -1,0 +1,325 @@
+"""Recipes: a job in a YAML file. Flags win over `--set`, `--set` over the recipe, the recipe over defaults.
+
+Inside this module an option goes by its dotted key, section and field: `quant.bits`, `run.exclude`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.models.files import untrusted
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize import methods
+from quantkit.text.shipped import shipped_folder
+
+RECIPE_BYTES = 1 << 20
+SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections every method has
+
+
+class Key(NamedTuple):
+    """What a recipe may say under a key."""
+
+    kind: Any
+    help: str
+
+
+ABOUT = {"method": Key(str, "One of the methods."), "description": Key(str, "A line on what it is for.")}
+PLACES = {
+    "model": Key(str | None, "Checkpoint folder, GGUF file or hub id."),
+    "output": Key(str | None, "Output folder."),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A loaded recipe. values: dotted key -> checked value, only of what the recipe says."""
+
+    method: str
+    name: str = ""
+    description: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What command line and recipe ask for together, defaults filled in."""
+
+    method: str
+    model: str
+    output: Path | None
+    options: Any  # the method's Options
+    calibration: CalibrationOptions
+    run: RunOptions
+
+
+def sections(method: str) -> dict[str, type]:
+    """Sections of a method's recipes, and of its flags: name -> dataclass of the options in it."""
+    return {"quant": methods.load(method).Options} | SHARED
+
+
+def keys(method: str) -> dict[str, Key]:
+    """Every key a recipe of this method can have."""
+    options = {
+        f"{section}.{option.name}": Key(get_type_hints(kind)[option.name], option.metadata["help"])
+        for section, kind in sections(method).items()
+        for option in dataclasses.fields(kind)
+    }
+    return ABOUT | PLACES | options
+
+
+# ---- reading
+
+
+def shipped() -> dict[str, Path]:
+    """Recipes that come with quantkit, by name."""
+    return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.yaml"))}
+
+
+def read(name: str) -> tuple[Path, str]:
+    """Path and text of a shipped recipe or a file. Raises QuantkitError where there is none."""
+    path = shipped().get(name, Path(name))
+    try:
+        return path, untrusted.read(path, RECIPE_BYTES).decode("utf-8")
+    except OSError as error:
+        near = difflib.get_close_matches(name, shipped(), 1)
+        raise QuantkitError(
+            f"no recipe {name}: {error.strerror}",
+            hint=_did_you_mean(near) + f"shipped recipes: {', '.join(shipped())}; or give a YAML file",
+            exit_code=NOT_FOUND,
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _not_yaml(str(path), error) from error
+
+
+def load(name: str, method: str | None = None) -> Recipe:
+    """A shipped recipe or a YAML file, checked against the options of its method.
+
+    Raises QuantkitError for a missing file, a recipe of another method than `method`, and keys or
+    values that no option takes; unknown keys are answered with the valid ones.
+    """
+    path, text = read(name)
+    content, lines = _parse(str(path), text)
+    if not isinstance(content, dict) or "method" not in content:
+        raise QuantkitError(f"{path} names no method", "begin it with 'method: gptq'", USAGE)
+    named = str(content["method"])
+    if method and named != method:
+        raise QuantkitError(f"{path} is no recipe for {method}", "run it with its own method", USAGE)
+    try:
+        known = keys(named)
+    except QuantkitError as error:
+        raise QuantkitError(f"{path}: {error.message}", error.hint, error.exit_code) from error
+    flat = _flatten(path, content)
+    _refuse_unknown(str(path), [key for key in flat if key not in known], known, lines)
+    values = {key: _checked(str(path), key, known[key], value, lines) for key, value in flat.items()}
+    about = {key: values.pop(key) for key in ABOUT if key in values}
+    return Recipe(name=name, values=values, **about)
+
+
+def _parse(origin: str, text: str) -> tuple[Any, dict[str, int]]:
+    """What a YAML text says, and the line of each dotted key. A key given twice is an error."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Takes 1e-3 for a number, as YAML 1.2 and people do; and no aliases, by which a few lines would
+        stand for more than memory holds."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=mark)
+            return super().compose_node(parent, index)
+
+    exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.Node, prefix: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = f"{prefix}{key.value}"
+            if name in lines:
+                raise yaml.MarkedYAMLError(problem=f"second {name}", problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+            if not prefix:
+                walk(value, f"{name}.")
+
+    try:
+        loader = Loader(text)
+        node = loader.get_single_node()
+        walk(node, "")
+        return (loader.construct_document(node) if node else None), lines
+    except RecursionError as error:
+        raise _not_yaml(origin, ValueError("it is nested too deeply")) from error
+    except Exception as error:  # PyYAML raises what its constructors run into: of `!!int x`, `2001-99-99`
+        raise _not_yaml(origin, error) from error
+
+
+def _not_yaml(origin: str, error: Exception) -> QuantkitError:
+    why = " ".join(str(error).split())  # PyYAML draws the place on lines of its own
+    return QuantkitError(f"{origin} is not YAML: {why}", "see quantkit recipes init", USAGE)
+
+
+def _flatten(path: Path, content: dict) -> dict[str, Any]:
+    """`{"quant": {"bits": 3}}` as `{"quant.bits": 3}`; a section may be empty."""
+    flat = {}
+    for name, value in content.items():
+        if name not in ("quant", *SHARED):
+            flat[str(name)] = value
+        elif isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif value is not None:
+            raise QuantkitError(
+                f"{path}: {name} is {value!r}, which is no section",
+                f"put options under it, two spaces in: see quantkit recipes init {content['method']}",
+                USAGE,
+            )
+    return flat
+
+
+# ---- checking
+
+
+def _refuse_unknown(origin: str, unknown: list[str], known: Iterable[str], lines: dict[str, int]) -> None:
+    """Raise QuantkitError naming every unknown key, the nearest ones and the valid ones."""
+    if not unknown:
+        return
+    at = [f"{key} (line {lines[key]})" if key in lines else key for key in unknown]
+    near = [name for key in unknown for name in _nearest(key, known)]
+    concerned = {key.rpartition(".")[0] for key in unknown}
+    valid = [key for key in known if "" not in concerned and key.rpartition(".")[0] in concerned]
+    raise QuantkitError(
+        f"{origin} has unknown keys: {', '.join(at)}",
+        hint=_did_you_mean(near) + f"valid keys: {', '.join(valid or known)}",
+        exit_code=USAGE,
+    )
+
+
+def _nearest(key: str, known: Iterable[str]) -> list[str]:
+    """The key that was probably meant, if any: it may stand in another section, or be one."""
+    names = {name.partition(".")[0]: name.partition(".")[0] for name in known}
+    for name in known:
+        names.setdefault(name.rpartition(".")[2], name)
+    section, _, last = key.replace("-", "_").rpartition(".")
+    own = {name: full for name, full in names.items() if full.startswith(f"{section}.")}
+    if last in names:  # right, but in another section
+        return [names[last]]
+    near = difflib.get_close_matches(last, own, 1) or difflib.get_close_matches(last, names, 1)
+    return [names[name] for name in near]
+
+
+def _did_you_mean(near: list[str]) -> str:
+    return f"did you mean {', '.join(near)}? " if near else ""
+
+
+def _checked(origin: str, name: str, key: Key, value: Any, lines: dict[str, int]) -> Any:
+    """A value as the option of this type takes it: whole numbers are also floats, lists are tuples."""
+    if not _fits(value, key.kind):
+        line = f" (line {lines[name]})" if name in lines else ""
+        raise QuantkitError(
+            f"{origin}: {name} is {value!r}, which is not {_named(key.kind)}{line}", key.help, USAGE
+        )
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if key.kind is float else value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+    if parts:
+        return any(_fits(value, part) for part in parts)
+    return type(value) is kind or (kind is float and type(value) is int)
+
+
+def _named(kind: Any) -> str:
+    """A type as messages call it."""
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, parts))
+    if get_origin(kind) is tuple:
+        return f"a list of {_named(parts[0])}"
+    return " or ".join(_named(part) for part in parts if part is not type(None)) if parts else kind.__name__
+
+
+# ---- merging
+
+
+def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Choice:
+    """Recipe, `--set KEY=VALUE` and the flags that were typed, by field name, over the defaults."""
+    known = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
+    flags = {key: typed[name] for key in known if (name := key.rpartition(".")[2]) in typed}
+    values = recipe.values | _settings(settings, known) | flags
+    if values.get("model") is None:
+        raise QuantkitError(
+            f"{recipe.name} names no model", f"give it: quantkit run {recipe.name} MODEL", USAGE
+        )
+
+    def fill(section: str, kind: type) -> Any:
+        names = [option.name for option in dataclasses.fields(kind)]
+        return kind(**{name: values[key] for name in names if (key := f"{section}.{name}") in values})
+
+    filled = {name: fill(name, kind) for name, kind in sections(recipe.method).items()}
+    output = Path(values["output"]) if values.get("output") is not None else None
+    return Choice(recipe.method, values["model"], output, filled.pop("quant"), **filled)
+
+
+def options(method: str, settings: Sequence[str], flag: str) -> Any:
+    """The Options of a method with `["solver=rtn"]` over the defaults; `flag` says where they were typed.
+
+    Raises QuantkitError for one it does not have, and for a value that it does not take.
+    """
+    known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
+    found = _settings(settings, known, flag)
+    return methods.load(method).Options(**{key.removeprefix("quant."): value for key, value in found.items()})
+
+
+def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
+    """`["quant.bits=3"]` as `{"quant.bits": 3}`; the section may be left out, for no two share a field."""
+    texts, unknown = {}, []
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise QuantkitError(f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
+        key = name.strip().replace("-", "_")
+        found = [full for full in known if full == key] or [f for f in known if f.rpartition(".")[2] == key]
+        if found:
+            texts[found[0]] = text
+        else:
+            unknown.append(name)
+    _refuse_unknown(flag, unknown, known, {})
+    parsed = {key: _parse(f"{flag} {key}={text}", text)[0] for key, text in texts.items()}
+    return {key: _checked(flag, key, known[key], value, {}) for key, value in parsed.items()}
+
+
+# ---- writing
+
+
+def template(method: str) -> str:
+    """A recipe that says all defaults of a method, each under its help."""
+    import yaml
+
+    lines = [
+        f"# {methods.load(method).SUMMARY}",
+        "# Run it: quantkit run FILE MODEL. Flags win over --set, --set wins over this file.",
+        "# A line left out means its default; relative paths start where quantkit runs.",
+        f"method: {method}",
+        f"description: All defaults of {method}.",
+        *(f"# {name}: {name.upper()}  # {key.help}" for name, key in PLACES.items()),
+    ]
+    for section, kind in sections(method).items():
+        lines += ["", f"{section}:"]
+        for option in dataclasses.fields(kind):
+            lines += [f"  # {line}" for line in textwrap.wrap(option.metadata["help"], 100)]
+            said = yaml.safe_dump({option.name: option.default}, default_flow_style=False, width=1000)
+            lines.append(textwrap.indent(said.rstrip("\n"), "  "))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,209 @@
+"""Whether a job fits, before anything is loaded: how it runs in the memory there is, or what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quantkit.errors import RESOURCES, QuantkitError
+from quantkit.layouts import LinearSpec
+from quantkit.models.machine import limits, ranks
+from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
+from quantkit.models.skeleton import Skeleton
+from quantkit.options import RunOptions, size_bytes
+from quantkit.quantize.methods import Method
+from quantkit.quantize.prepare.memory import COMFORT, Peak, sites_at_once
+from quantkit.quantize.prepare.plan import Execution, job_memory, sequences_at_once, shapes_of
+from quantkit.tables import size
+
+TENTH = 10**8  # bytes: sizes are said in tenths of a GB
+FEWEST, SHORTEST = 8, 32  # sequences, and tokens of one, that are worth calibrating on
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a job on `samples` sequences of `seqlen` tokens would run."""
+
+    sequential: str
+    states: str
+    batch_size: int
+    samples: int
+    seqlen: int
+    at_once: int = 1
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Bytes that a job may take: where it computes, and on the host, which is the same place for a CPU."""
+
+    computing: int
+    host: int
+    device: torch.device
+    max_memory: int | None
+
+    @staticmethod
+    def of(device: torch.device, max_memory: int | None) -> Rooms:
+        """The least of all ranks'."""
+        own = [] if max_memory is None else [max(0, max_memory - limits.resident())]
+        host = ranks.least(min([host_memory(), *own]))
+        free = ranks.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
+        return Rooms(free, host, device, max_memory)
+
+    def hold(self, peak: Peak, share: float = 1.0) -> bool:
+        """Whether a peak fits in a share of them."""
+        return peak.computing <= share * self.computing and peak.host <= share * self.host
+
+    def check(self, peak: Peak, remedy: str) -> None:
+        """Raise QuantkitError (exit code 5) unless it fits."""
+        if is_accelerator(self.device):
+            check_memory(peak.computing, self.computing, remedy, self.device)
+            check_memory(peak.host, self.host, remedy, max_memory=self.max_memory)
+        else:
+            check_memory(peak.computing, self.computing, remedy, max_memory=self.max_memory)
+
+
+def decide(
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    options: RunOptions,
+    shape: tuple[int, int],
+    kept: dict,
+) -> tuple[Execution, Peak]:
+    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that.
+
+    `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
+    Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
+    not even the most frugal fits at all.
+    """
+    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
+
+    def need(way: Way) -> Peak:
+        batches = -(-way.samples // way.batch_size)
+        own = min(way.samples, way.batch_size * -(-batches // ranks.count()))  # of one rank, at most
+        batch_tokens = min(way.batch_size, own) * way.seqlen
+        tokens, how = own * way.seqlen, (way.sequential, way.states, way.at_once)
+        return job_memory(skeleton, specs, method, tokens, batch_tokens, *how)
+
+    sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
+    ways = [
+        Way(mode, states, batch_size, *shape)
+        for mode in ([sequential] if sequential else _modes(skeleton))
+        for states in _places(options.states, mode, method, is_accelerator(skeleton.device))
+    ]
+    rooms = Rooms.of(skeleton.device, asked(options))
+    way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
+    way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
+    peak = need(way)
+    if way.sequential == "repeat" and "hessian" in method.needs:
+        tokens = -(-way.samples // ranks.count()) * way.seqlen
+        at_once = sites_at_once(shapes_of(skeleton, specs, tokens, 0), rooms.computing, peak.computing)
+        way = replace(way, at_once=at_once)
+        peak = need(way)
+    if not rooms.hold(peak):
+        rooms.check(peak, _remedy(way, need, rooms, bool(method.needs)))
+    dtype = str(skeleton.dtype).removeprefix("torch.")
+    how = batch_size, way.sequential, torch.get_num_threads(), way.states, way.at_once
+    return Execution(dtype, str(skeleton.device), *how), peak
+
+
+def asked(options: RunOptions) -> int | None:
+    """Bytes that the whole process may take, if the user said so."""
+    return None if options.max_memory is None else size_bytes(options.max_memory, "--max-memory")
+
+
+def _modes(skeleton: Skeleton) -> list[str]:
+    """The fastest first. Several ranks solve an expert each where none has to wait for those before it."""
+    return ["repeat"] if skeleton.is_mixture and ranks.count() > 1 else ["suspend", "repeat"]
+
+
+def _places(asked: str, mode: str, method: Method, accelerated: bool) -> list[str]:
+    """Where states may wait, the fastest first. Suspended batches hold what they began with: a file would
+    save nothing, and without calibration there is nothing to keep."""
+    if not method.needs:
+        return ["device"]
+    if asked != "auto":
+        return [asked if accelerated or asked == "disk" else "device"]
+    return ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
+
+
+def _remedy(way: Way, need: Callable[[Way], Peak], rooms: Rooms, calibrated: bool) -> str:
+    """Options by which a job would fit that does not."""
+    accelerated, ways = is_accelerator(rooms.device), []
+    if calibrated:
+        ways = [
+            less for states in (["host"] if accelerated else []) + ["disk"] for less in _smaller(way, states)
+        ]
+    if fits := next((less for less in ways if rooms.hold(need(less))), None):
+        return _flags(way, fits)
+    least = min([way, *ways], key=lambda way: need(way).host)
+    resident, host = limits.resident(), need(least).host
+    if rooms.max_memory is None or (accelerated and host <= rooms.host):
+        return "a machine with more memory: no option makes it fit"
+    tenths = -(-(resident + host) // TENTH)
+    least = next(less for less in [way, *ways] if resident + need(less).host <= tenths * TENTH)
+    return f"--max-memory {tenths / 10:g}GB {_flags(way, least)}".strip()
+
+
+def _smaller(way: Way, states: str) -> Iterator[Way]:
+    """Ways that take less and less: first those that change no weight, then less text."""
+    yield (way := replace(way, at_once=1, states=states))
+    yield (way := replace(way, sequential="repeat"))
+    while way.batch_size > 1:
+        yield (way := replace(way, batch_size=way.batch_size // 2))
+    while way.samples > FEWEST:
+        yield (way := replace(way, samples=way.samples // 2))
+    while way.seqlen >= 2 * SHORTEST:
+        yield (way := replace(way, seqlen=way.seqlen // 2))
+
+
+def _flags(way: Way, less: Way) -> str:
+    """What to type for one way where another was planned."""
+    names = ("batch_size", "samples", "seqlen", "sequential", "states")
+    changed = [name for name in names if getattr(way, name) != getattr(less, name)]
+    return " ".join(f"--{name.replace('_', '-')} {getattr(less, name)}" for name in changed)
+
+
+def frugal(execution: Execution) -> Execution | None:
+    """The way of running that takes the least memory for the same bytes; None where that is this one."""
+    states = "disk" if execution.states == "disk" else "host"
+    least = replace(execution, sequential="repeat", states=states, at_once=1)
+    return least if least != execution else None
+
+
+def out_of_memory(execution: Execution, block: int) -> QuantkitError:
+    """What to tell when the device ran out of memory in a block, and what takes less."""
+    message = f"{execution.device} ran out of memory in block {block + 1}"
+    if frugal(execution):  # it went too far to begin the block again
+        hint = "finished blocks are kept: run the same command with --resume --states host"
+        return QuantkitError(message, hint, RESOURCES)
+    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
+    return QuantkitError(
+        message,
+        hint=f"start again with {less} --sequential {execution.sequential} --overwrite",
+        exit_code=RESOURCES,
+    )
+
+
+def check_memory(
+    need: int,
+    free: int,
+    remedy: str,
+    device: torch.device | None = None,
+    max_memory: int | None = None,
+    what: str = "the job",
+) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. max_memory:
+    of the process, if the user said so."""
+    if need <= free:
+        return
+    where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
+    whose = whose or limits.room(max_memory).whose
+    left = f"{size(free)} are" if free else "nothing is"
+    raise QuantkitError(
+        f"{what} needs about {size(need)} of memory{where}, {left} {whose}",
+        hint=f"use {remedy}",
+        exit_code=RESOURCES,
+    )

@@ -1,0 +1,1 @@
+"""Finished blocks on disk: the folder of a job in progress, its blocks, and the locks around it."""

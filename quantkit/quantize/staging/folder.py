@@ -1,0 +1,329 @@
+"""The staging folder: finished blocks of a running job, and the output as it is put together.
+
+`OUT.partial/` lies beside the output so that finishing is a rename. Killed at any moment, the folder holds
+whole blocks only (`staged_blocks.py`), and everything else in it is made again. Blocks whose source had not
+been hashed by then are made again, too: nobody can tell whether they are of the source a later job is given.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
+from quantkit.models.files import reading, safetensors_folder, untrusted
+from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.quantize.prepare.fingerprint import differences
+from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging.blocks import StagedBlocks, save, sync, write_text
+from quantkit.quantize.staging.scratch import LIST
+
+REST = "rest.safetensors"
+MOST = 1 << 20  # sequences of a batch, or threads
+
+
+class Staging:
+    """Staged blocks of the job that writes `output`; `fingerprint` says which job that is.
+
+    one_file: whether the output is a GGUF file, no folder.
+    """
+
+    def __init__(self, output: Path, one_file: bool = False):
+        self.output, self.one_file = output, one_file
+        self.folder = output.parent / f"{output.name}.partial"
+        self._blocks = StagedBlocks(self.folder)
+        self._lock = None
+        self._replaces = False
+        self._signed: dict = {}
+        self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
+        self._writing: Future[None] | None = None
+        self._made: tuple[int, int] | None = None  # what is to be renamed into place, whatever its name
+
+    def stored_fingerprint(self) -> dict | None:
+        """The fingerprint of the job that was staged here; None when there is none, or half of one."""
+        stored = self._fingerprint()
+        if stored and not _runs(stored.get("execution")):
+            raise QuantkitError(
+                f"{self.folder / 'fingerprint.json'} is damaged: it says no way to run a job",
+                "start again with --overwrite",
+                USAGE,
+            )
+        return stored if stored and stored["source_sha256"] else None
+
+    def _fingerprint(self) -> dict | None:
+        """What says whose folder this is, a whole fingerprint or one without a hash yet; None where nothing
+        does."""
+        path = self.folder / "fingerprint.json"
+        try:
+            stored = untrusted.parse(untrusted.read(path)) if path.is_file() else None
+        except (OSError, ValueError):
+            return None
+        return stored if isinstance(stored, dict) and "source_sha256" in stored else None
+
+    def check(self, resume: bool, overwrite: bool) -> None:
+        """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
+        self._replaces = overwrite
+        if self.output.name not in ("", ".."):
+            replacing.check_place(self.output)
+        above = next(path for path in self.output.absolute().parents if path.exists())
+        if self.output.name in ("", "..") or not above.is_dir():
+            raise QuantkitError(
+                f"{self.output} cannot be a new folder", hint="choose another --output", exit_code=USAGE
+            )
+        replacing.check(self.output, self.one_file, overwrite)
+        replacing.check_staged(self.folder, lambda: self._fingerprint() is not None)
+        if self.folder.exists() and not (resume or overwrite):
+            raise QuantkitError(
+                f"{self.folder} holds an unfinished job",
+                hint="continue it with --resume, or start again with --overwrite",
+                exit_code=USAGE,
+            )
+
+    @contextmanager
+    def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
+        """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use.
+
+        The fingerprint's source_sha256 may be None until `sign` is given the whole one. lasting: see
+        `StagedBlocks`.
+        """
+        self._blocks.lasting = lasting
+        self._open(fingerprint, resume)
+        try:
+            yield
+        except QuantkitError as error:
+            self._writer.shutdown()
+            if isinstance(error, DamagedError) or not (
+                self._blocks.there() or self.rest() or self._scratch()
+            ):
+                self.discard()  # nothing in it is worth keeping
+            raise
+        finally:
+            self._writer.shutdown()
+            self._lock.close()
+
+    def _scratch(self) -> bool:
+        """Whether gradients were gathered (`scratch`), which is most of the work."""
+        return (self.folder / LIST).exists()
+
+    def _open(self, fingerprint: dict, resume: bool) -> None:
+        stored = self.stored_fingerprint() if resume else None
+        different = differences(stored, fingerprint) if stored else []
+        if different:
+            raise QuantkitError(
+                f"{self.folder} holds another job; different: {name_all(different)}",
+                hint="repeat the options of the first run, or start again with --overwrite",
+                exit_code=USAGE,
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._acquire()
+        if not stored:
+            _clear(self.folder)  # of what another job left
+        self.sign(fingerprint)
+
+    def sign(self, fingerprint: dict) -> None:
+        """Say whose blocks these are."""
+        if fingerprint != self._signed:
+            write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+            self._signed = fingerprint
+
+    def _acquire(self) -> None:
+        """Take the folder's lock; it goes with the process at the latest."""
+        self._lock = open(self.folder / "lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise QuantkitError(
+                f"{self.folder} is in use by another process", "wait until it is done", RUNTIME
+            ) from error
+
+    def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
+        """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
+        lose a bit, a folder half removed any of its files."""
+        found = [self.is_done(index) for index in range(count)]
+        damaged = [index for index in self._blocks.there() if index < count and not found[index]]
+        if damaged:
+            numbers = name_all(str(index + 1) for index in damaged)
+            warn(f"of the staged blocks, these are damaged and made again: {numbers}")
+            for index in damaged:
+                self.forget(index)
+        return found
+
+    def is_done(self, index: int) -> bool:
+        """Whether block `index` is staged, byte for byte as it was written."""
+        return self._blocks.is_whole(index)
+
+    def records(self) -> list[dict]:
+        """What was recorded about the linears of all staged blocks."""
+        return self._blocks.records()
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Places of all staged blocks' tensors, by stored name."""
+        return {name: info for index in self._blocks.there() for name, info in self.infos(index).items()}
+
+    def infos(self, index: int) -> dict[str, TensorInfo]:
+        """Places of a staged block's tensors, by stored name."""
+        return self._blocks.infos(index)
+
+    def forget(self, index: int) -> None:
+        """Remove what an attempt at block `index` that failed has left; nothing of it is being written."""
+        self._blocks.forget(index)
+
+    def write_part(self, index: int, number: int, tensors: dict[str, Tensor]) -> Path:
+        """Begin to stage some of a block's tensors; waits for what was begun before."""
+        self.wait()
+        path = self._blocks.part_path(index, number)
+        self._writing = self._writer.submit(self._blocks.save_part, path, tensors)
+        return path
+
+    def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
+        """Begin to stage a block, but for the tensors that lie in its parts; `wait` says when it is done, or
+        raises what went wrong."""
+        self._writing = self._writer.submit(self._blocks.save, index, tensors, record)
+
+    def wait(self) -> None:
+        """Until what was last begun is staged."""
+        if self._writing:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def write_rest(self, tensors: dict[str, Tensor]) -> None:
+        """Stage what lies outside the blocks."""
+        save(self.folder / REST, tensors)
+
+    def rest(self) -> dict[str, TensorInfo]:
+        """Places of what is staged of it, by the names it was staged under."""
+        path = self.folder / REST
+        return safetensors_folder.read_header(path) if path.is_file() else {}
+
+    def discard(self) -> None:
+        """Remove the staging folder, if it is there: nothing in it is worth keeping."""
+        if self.folder.exists():
+            _remove_staged(self.folder)
+
+    def finished(self) -> bool:
+        """Whether the output is in place; then nothing is left of its making, wherever it was interrupted."""
+        there = self._made is not None and replacing.identity(self.output) == self._made
+        if there:
+            self.discard()
+        return there
+
+    def begun(self) -> bool:
+        """Whether the folder is there, and no block in it is finished."""
+        return self.folder.exists() and not self._blocks.there()
+
+    @property
+    def place(self) -> Path:
+        """Where the output is put together."""
+        return self.folder / f"output{self.output.suffix}"
+
+    def assemble(self, fill: Callable[[Path], None]) -> Path:
+        """Build the output, a folder or a file, in the staging folder, from scratch, with `fill(place)`."""
+        place = self.place
+        _remove(place)
+        fill(place)
+        self._writing = self._writer.submit(_sync_all, place)
+        return place
+
+    def publish(self) -> None:
+        """Rename what was assembled into place, once the disk has it, and remove the staging folder.
+
+        Raises QuantkitError if something appeared there that nobody allowed to be replaced.
+        """
+        self.wait()
+        if self.output.exists() and not self._replaces:
+            raise QuantkitError(
+                f"{self.output} appeared while the job ran",
+                hint="move it away and run the same command with --resume: every block is kept",
+            )
+        if self.output.exists():
+            replacing.check(self.output, self.one_file, self._replaces)
+            _remove(self.folder / "replaced")
+            os.rename(self.output, self.folder / "replaced")
+        self._made = replacing.identity(self.place)
+        os.rename(self.place, self.output)
+        sync(self.output.parent)
+        self.discard()
+
+
+def _runs(execution: Any) -> bool:
+    """Whether a fingerprint says how a job ran, as one that resumes it adopts it."""
+    if not isinstance(execution, dict):
+        return False
+    counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
+    words = [execution[name] for name in ("dtype", "device", "sequential", "states") if name in execution]
+    return all(type(n) is int and 0 < n <= MOST for n in counts) and all(isinstance(w, str) for w in words)
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the lock. What says whose it is goes last: a kill in between leaves no stranger."""
+    for path in folder.iterdir():
+        if path.name not in ("fingerprint.json", "lock"):
+            _remove(path)
+    _remove(folder / "fingerprint.json")
+
+
+def _remove_staged(folder: Path) -> None:
+    _clear(folder)
+    shutil.rmtree(folder)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def load(info: TensorInfo) -> Tensor:
+    """A staged tensor."""
+    return reading.tensor(info)
+
+
+def _sync_all(place: Path) -> None:
+    for path in (*(place.iterdir() if place.is_dir() else ()), place):
+        sync(path)
+
+
+@contextmanager
+def disk_errors(
+    folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
+) -> Iterator[None]:
+    """Turn a full disk, or a folder that may not be written any more, into the error that says so; staged
+    blocks stay. then: what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        if _denied(error, folder):
+            raise QuantkitError(
+                f"{folder} cannot be written any more: permission denied", f"allow it; then {then}", RUNTIME
+            ) from error
+        full = full_disk(error)
+        if full is None:
+            raise
+        raise QuantkitError(
+            f"the disk of {folder} {full[0]}",
+            hint=f"{full[1]}; then {then}",
+            exit_code=RESOURCES,
+        ) from error
+
+
+def _denied(error: Exception, folder: Path) -> bool:
+    """Whether what was denied is the folder; safetensors wraps the PermissionError in words of its own."""
+    if isinstance(error, PermissionError):
+        return error.filename is None or folder.absolute() in (
+            Path(os.fsdecode(error.filename)).absolute(),
+            *Path(os.fsdecode(error.filename)).absolute().parents,
+        )
+    named = folder.name in str(error) or isinstance(error, SafetensorError)  # a write of it names no file
+    return f"(os error {errno.EACCES})" in str(error) and named

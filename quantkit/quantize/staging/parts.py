@@ -1,0 +1,63 @@
+"""A block on its way to the disk, piece by piece: neither its codes nor its weights pile up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.models.files import reading, safetensors_folder
+from quantkit.models.machine.heap import return_freed_pages
+from quantkit.quantize.prepare.memory import PART_BYTES
+from quantkit.quantize.staging.folder import Staging
+
+HOLES = 32 << 20  # bytes that are staged before the heap gives its free pages back, each of which comes anew
+
+
+class BlockParts:
+    """Tensors of a block that is being made, by stored name. No more than `PART_BYTES` of them wait in
+    memory, and as much on its way to the disk; `parts` reads any of them again."""
+
+    def __init__(self, staging: Staging, index: int):
+        staging.forget(index)
+        self._staging, self._index = staging, index
+        self._waiting: dict[str, Tensor] = {}
+        self._begun: dict[str, Tensor] = {}  # on their way
+        self._files: dict[str, Path] = {}
+        self._linears: dict[str, list[str]] = {}
+        self._count = 0
+        self._since = 0  # bytes, since pages were given back
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Stage these when enough of them have come together."""
+        self._waiting |= {name: tensor.cpu() for name, tensor in tensors.items()}
+        if sum(tensor.nbytes for tensor in self._waiting.values()) < PART_BYTES:
+            return
+        path = self._staging.write_part(self._index, self._count, self._waiting)
+        self._files |= dict.fromkeys(self._waiting, path)
+        self._since += sum(tensor.nbytes for tensor in self._waiting.values())
+        self._begun, self._waiting, self._count = self._waiting, {}, self._count + 1
+        if self._since > HOLES:
+            self._since = 0
+            return_freed_pages(also_kept=True)
+
+    def add_linear(self, name: str, parts: dict[str, Tensor]) -> None:
+        """`add` what linear `name` was packed into."""
+        self._linears[name] = list(parts)
+        self.add({f"{name}.{part}": tensor for part, tensor in parts.items()})
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """What linear `name` was packed into."""
+        return {part: self.tensor(f"{name}.{part}") for part in self._linears[name]}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of those that were added."""
+        for held in (self._waiting, self._begun):
+            if name in held:
+                return held[name]
+        return reading.tensor(safetensors_folder.read_header(self._files[name])[name])
+
+    def finish(self, record: list[dict]) -> None:
+        """Begin to stage what is left, and that the block is done; `record` is about its linears."""
+        self._staging.wait()
+        self._staging.write_block(self._index, self._waiting, record)

@@ -1,0 +1,152 @@
+"""What a job may replace: what it or another writer of checkpoints wrote, and nothing else.
+
+Everything is asked of the path itself, never of what a link leads to. What is no plain file or folder (a
+device, a pipe, a link, a mount point) is never replaced; a folder is only if every file in it is a
+checkpoint's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+from quantkit.errors import USAGE, QuantkitError, full_disk, name_all
+from quantkit.models.files.checkpoint import COMPANIONS, MANIFEST
+
+KINDS: dict[Callable[[int], bool], str] = {
+    stat.S_ISLNK: "a link",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+}
+WRITTEN = (  # by writers of checkpoints
+    *COMPANIONS,
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model.bin.index.json",
+    "quantize_config.json",
+    "*processor_config.json",
+    "configuration_*.py",
+    "modeling_*.py",
+    "README.md",
+    ".gitattributes",
+    MANIFEST,
+    "quantkit-*.json",
+)
+MAGIC = b"GGUF"
+BESIDE = ".partial.tmp"  # the most that is added to a name
+LONGEST_NAME = 255  # bytes
+ELSEWHERE = "choose another --output"
+
+
+def check_place(output: Path) -> None:
+    """Raise QuantkitError unless something of that name can be made, for which a file without a name is made
+    where it would lie."""
+    try:
+        output.name.encode()
+    except UnicodeEncodeError as error:
+        raise QuantkitError(f"{output} is no UTF-8 name", ELSEWHERE, USAGE) from error
+    try:
+        above = next(path for path in output.absolute().parents if path.exists())
+        longest = os.pathconf(above, "PC_NAME_MAX") if above.is_dir() else LONGEST_NAME
+        if len(output.name.encode()) + len(BESIDE) > longest:
+            raise QuantkitError(f"the name {output.name} is too long", ELSEWHERE, USAGE)
+        if above.is_dir():
+            with tempfile.TemporaryFile(dir=above):
+                pass
+    except OSError as error:
+        if full_disk(error) and error.errno != errno.EROFS:
+            return  # how much is needed and free is said elsewhere
+        raise QuantkitError(f"{output} cannot be written: {error.strerror}", ELSEWHERE, USAGE) from error
+
+
+def check(output: Path, one_file: bool, overwrite: bool) -> None:
+    """Raise QuantkitError unless a job may write there. one_file: a GGUF file, else a checkpoint folder.
+
+    overwrite: whether the user allowed what is there to be replaced.
+    """
+    try:
+        mode = output.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    kind = next((words for is_kind, words in KINDS.items() if is_kind(mode)), None)
+    if kind or os.path.ismount(output):
+        raise QuantkitError(f"{output} is {kind or 'a mount point'}", ELSEWHERE, USAGE)
+    if not overwrite:
+        hint = f"{ELSEWHERE}, or replace it with --overwrite"
+        raise QuantkitError(f"{output} exists", hint, USAGE)
+    if stat.S_ISDIR(mode) == one_file:
+        wanted, found = ("a file", "a folder") if one_file else ("a folder", "a file")
+        raise QuantkitError(f"{output} is {found}, the job writes {wanted}", ELSEWHERE, USAGE)
+    if one_file:
+        _check_file(output)
+    else:
+        _check_folder(output)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Which file or folder lies there, if any; it stays the same when it is renamed."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_source(output: Path, source: Path, what: str = "source") -> None:
+    """Raise QuantkitError if the output is what the job reads, or a folder around it. what: its name."""
+    if output.resolve() in (place := source.resolve(), *place.parents):
+        raise QuantkitError(f"{output} holds the {what}", ELSEWHERE, USAGE)
+
+
+def _check_file(output: Path) -> None:
+    with open(output, "rb") as file:
+        begin = file.read(len(MAGIC))
+    if begin not in (MAGIC, b""):
+        raise QuantkitError(
+            f"{output} is no GGUF file: it would be lost",
+            f"{ELSEWHERE}; --overwrite replaces GGUF files only",
+            USAGE,
+        )
+
+
+def _check_folder(output: Path) -> None:
+    with os.scandir(output) as entries:
+        foreign = [
+            entry.name
+            for entry in entries
+            if not (entry.is_file(follow_symlinks=False) and any(fnmatch(entry.name, p) for p in WRITTEN))
+        ]
+    if foreign:
+        raise QuantkitError(
+            f"{output} is a folder of other things, too, which would be lost: {name_all(sorted(foreign))}",
+            f"move them away, or {ELSEWHERE}; --overwrite replaces checkpoints only",
+            USAGE,
+        )
+
+
+def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
+    """Raise QuantkitError unless the staging folder, if there is one, is a job's.
+
+    is_ours: whether it says so; a job that was killed before it could has left a lock at most.
+    """
+    try:
+        mode = folder.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    young = {"lock", "fingerprint.json.tmp"}
+    if stat.S_ISDIR(mode) and ({path.name for path in folder.iterdir()} <= young or is_ours()):
+        return
+    raise QuantkitError(
+        f"{folder} is no unfinished job, and a job would be staged there",
+        f"move it away, or {ELSEWHERE}",
+        USAGE,
+    )
