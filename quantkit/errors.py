@@ -95,9 +95,10 @@ def printable(text: str) -> str:
 
 
 def shortened(message: str, word: int = 400, whole: int = 1600) -> str:
-    """A message without the middle of what is quoted in it at great length: a value of a stranger's file may
-    have any. Words that people use, paths among them, stay whole."""
-    words = re.sub(rf"\S{{{word},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", message)
+    """A message on one line, without the middle of what is quoted in it at great length: a value of a
+    stranger's file may have any. Words that people use, paths among them, stay whole."""
+    words = " ".join(message.splitlines())
+    words = re.sub(rf"\S{{{word},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", words)
     return words if len(words) <= whole else f"{words[: whole - 201]}…{words[-200:]}"
 
 

@@ -178,8 +178,8 @@ BROKEN = {
     "not gguf": (b"PK\3\4" + bytes(100), "does not begin with GGUF"),
     "big-endian": (header(version=3 << 24), "is big-endian"),
     "version 1": (header(version=1), "has GGUF version 1"),
-    "pairs without end": (header(counts=(0, HUGE)), "where it ends"),
-    "tensors without end": (header(counts=(HUGE, 0)), "where it ends"),
+    "pairs without end": (header(counts=(0, HUGE)), "at most 65,536 are read"),
+    "tensors without end": (header(counts=(HUGE, 0)), "at most 65,536 are read"),
     "endless key": (header(struct.pack("<Q", HUGE), counts=(0, 1)), "where it ends"),
     "endless array": (header(text(b"k") + struct.pack("<IIQ", 9, 4, HUGE), counts=(0, 1)), "where it ends"),
     "endless strings": (

@@ -1,6 +1,7 @@
 """A downloaded checkpoint is not believed: it names no code to run, and no file outside its folder."""
 
 import json
+import shutil
 
 import jobs
 import pytest
@@ -45,7 +46,7 @@ def test_outputs_that_nobody_asked_for_are_not_made(tiny_model, quantkit):
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("name", ["tokenizer_notes.txt", "LICENSE", "merges.txt"])
+@pytest.mark.parametrize("name", ["tokenizer_notes.txt", "LICENSE", "x.safetensors"])
 def test_links_out_of_the_folder_are_refused(tiny_model, tmp_path, name):
     folder = tiny_model("llama", tokenizer=True)
     secret = tmp_path / "secret"
@@ -74,8 +75,27 @@ def test_links_inside_the_folder_and_to_the_cache_are_followed(tiny_model, tmp_p
     )
 
 
-def test_weights_may_lie_elsewhere(tiny_model, tmp_path):
+def test_a_link_of_a_folder_inside_a_snapshot_leads_to_the_cache(tiny_model, tmp_path):
+    """Some repositories hold several models; a user may name the folder of one."""
+    folder, cache = tiny_model("llama", tokenizer=True), tmp_path / "models--org--name"
+    inside = cache / "snapshots" / "0123" / "model"
+    inside.mkdir(parents=True)
+    shutil.copytree(folder, cache / "blobs")
+    for path in folder.iterdir():
+        (inside / path.name).symlink_to(f"../../../blobs/{path.name}")
+    assert open_checkpoint(str(inside)).names
+
+
+def test_a_tokenizer_of_several_models_is_refused(tiny_model):
     folder = tiny_model("llama", tokenizer=True)
-    (folder / "model.safetensors").rename(tmp_path / "weights.safetensors")
-    (folder / "model.safetensors").symlink_to(tmp_path / "weights.safetensors")
-    assert open_checkpoint(str(folder)).names
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "RagTokenizer"}))
+    with pytest.raises(QuantkitError, match="RagTokenizer is no tokenizer of a single model"):
+        _ = open_checkpoint(str(folder)).tokenizer
+
+
+def test_a_token_is_routed_to_no_more_experts_than_there_are(tiny_model):
+    folder = tiny_model("mixtral")
+    edit(folder, lambda config: config.update(num_experts_per_tok=100))
+    with pytest.raises(QuantkitError, match="num_experts_per_tok 100 of 4 experts"):
+        open_checkpoint(str(folder))

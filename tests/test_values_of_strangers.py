@@ -117,6 +117,51 @@ def test_depth_of_json_is_limited():
             untrusted.parse(deep)
 
 
+@pytest.mark.parametrize(
+    "counts, words", [((1 << 20, 0), "1,048,576 tensors"), ((0, 1 << 20), "1,048,576 keys")]
+)
+def test_entries_of_a_gguf_file_are_counted_first(tmp_path, counts, words):
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + bytes(64))
+    with pytest.raises(QuantkitError, match=f"it says {words}, at most 65,536 are read"):
+        gguf_file.read_header(tmp_path / "x.gguf")
+
+
+def test_tensors_of_a_safetensors_header_are_counted_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_folder, "MAX_TENSORS", 10)
+    entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+
+    def read(count: int):
+        text = json.dumps({f"t{number}": entry for number in range(count)}).encode()
+        (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+        return safetensors_folder.read_header(tmp_path / "x.safetensors")
+
+    assert len(read(10)) == 10
+    with pytest.raises(QuantkitError, match="more than 120 values"):
+        read(20)
+
+
+def test_a_long_safetensors_header_is_not_read(tmp_path):
+    length = safetensors_folder.MAX_HEADER_BYTES + 1
+    with open(tmp_path / "x.safetensors", "wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(8 + length)
+    tracemalloc.start()
+    try:
+        with pytest.raises(QuantkitError, match="33,554,433 bytes, at most 33,554,432 are read"):
+            safetensors_folder.read_header(tmp_path / "x.safetensors")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_feed_in_a_name_does_not_split_the_error(tiny_model, quantkit):
+    folder = tiny_model("llama")
+    index = {"weight_map": {"a": "x\nhint: run this"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = quantkit("inspect", folder)
+    assert done.code == 3 and [line[:6] for line in done.err.splitlines()] == ["error:", "hint: "]
+
+
 @pytest.mark.parametrize("kind, size", [(0, 1), (8, 8)])
 def test_arrays_of_a_gguf_file_are_counted_first(tmp_path, kind, size):
     count = gguf_file.MAX_ITEMS + 1

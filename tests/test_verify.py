@@ -8,11 +8,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
-from quantkit.grids.distance import ROUNDS, error_up_to_scales, weight_error
+from quantkit.grids.distance import ROUNDS, error_up_to_scales, relative_distance, weight_error
 from quantkit.inspection import verify
 from quantkit.models.files import sums
 
 TEXT = ["--samples", 4, "--seqlen", 32, "--group-size", 32]
+
+
+def test_the_distance_of_zeros():
+    zeros, ones = torch.zeros(4), torch.ones(4)
+    assert relative_distance(zeros, zeros) == 0 and relative_distance(ones, zeros) == float("inf")
+    assert relative_distance(ones * 1.5, ones) == 0.5
+    assert not relative_distance(ones * float("nan"), ones) <= 1
+
+
+def test_a_mixture_of_zeros_is_verified(tiny_model, quantkit):
+    folder = tiny_model("mixtral")
+    zeros = {name: tensor * 0 for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(zeros, folder / "model.safetensors", {"format": "pt"})
+    assert quantkit("nf4", folder, "-o", "out", "-q").code == 0
 
 
 def test_the_error_up_to_scales_is_blind_to_them():
@@ -94,6 +108,25 @@ def test_what_cannot_be_opened_any_more_is_a_problem_like_others(written, quantk
     assert done.code == found["error"]["exit_code"] == VERIFICATION
     assert found["schema"] == verify.SCHEMA and len(found["problems"]) == 1
     assert {"truncated": "is truncated", "no configuration": "config.json"}[damage] in found["problems"][0]
+
+
+@pytest.mark.parametrize(
+    "key, value, where",
+    [
+        ("linears", 5, "$.linears"),
+        ("linears", [5], "$.linears[0]"),
+        ("source", "x", "$.source"),
+        ("job", {"execution": 5}, "$.job.execution"),
+        ("files", {"a": 5}, "$.files.a"),
+    ],
+)
+def test_a_manifest_that_is_none_is_a_problem_like_others(written, quantkit, key, value, where):
+    _, output, _ = written
+    path = output / "quantkit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    done = quantkit("verify", output, "--json", "-q")
+    assert done.code == VERIFICATION
+    assert json.loads(done.out)["problems"][0].startswith(f"quantkit.json: {where}: ")
 
 
 def test_a_file_that_came_later_is_told(written, make):

@@ -73,6 +73,7 @@ _CUDA = {
     "v100-32g": (32, 900, 125),
     "t4": (15, 320, 65),
     "a10": (22.5, 600, 125),
+    "a10g": (22.5, 600, 70),
     "a100-40g": (40, 1555, 312),
     "a100-80g": (80, 2039, 312),
     "a6000": (48, 768, 155),
@@ -98,6 +99,7 @@ _CUDA = {
 _FEWER = {  # what multiplies in fewer bits: int8, fp8 and fp4, as far as it does
     "t4": (130,),
     "a10": (250,),
+    "a10g": (140,),
     "a100-40g": (624,),
     "a100-80g": (624,),
     "a6000": (310,),
@@ -146,28 +148,44 @@ DEVICES = {
     for name, numbers in table.items()
 }
 
+MEMORY = re.compile(r"\d+g$")
+MEANINGLESS = re.compile(  # words of drivers that tell no two of these devices apart
+    r"\b(nvidia|geforce|tesla|amd|instinct|apple|generation|(sxm|hbm)\w*"
+    r"|blackwell( (workstation|server) edition)?)\b"
+)
+
 
 def find(name: str) -> Device:
-    """The device a user names, `RTX 3090` as well as `rtx-3090`.
+    """The device a user or a driver names: `RTX 3090` and `NVIDIA GeForce RTX 3090` as well as `rtx-3090`.
 
     Raises QuantkitError with the nearest names for an unknown one.
     """
-    spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
-    spelled = re.sub(r"^((nvidia|geforce|tesla|amd|instinct|apple)-)+", "", spelled)
-    spelled = re.sub(r"(\d+)-?gi?b$", r"\1g", spelled)
-    spelled = re.sub(r"-(blackwell.*|generation)$", "", re.sub(r"^(rtx-)?4070ti", "rtx-4070-ti", spelled))
-    further = f"rtx-{spelled}", re.sub(r"^rtx(\d)", r"rtx-\1", spelled), spelled.removeprefix("rtx-")
-    for candidate in (spelled, *further):
-        if candidate in DEVICES:
-            return DEVICES[candidate]
-    near = [known for known in DEVICES if known.startswith(f"{spelled}-")]
-    near = near or difflib.get_close_matches(spelled, DEVICES, 3, 0.5)
+    wanted = _tokens(name)
+    tokens = {known: _tokens(known) for known in DEVICES}
+    without_memory = {known: {t for t in some if not MEMORY.match(t)} for known, some in tokens.items()}
+    near = [known for known, some in without_memory.items() if some == wanted]
+    exact = [known for known, some in tokens.items() if some in (wanted, wanted - {"pcie"})]
+    if found := exact or (near if len(near) == 1 else []):
+        return DEVICES[found[0]]
+    near = near or difflib.get_close_matches("-".join(_words(name)), DEVICES, 3, 0.5)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise QuantkitError(
         f"no device {name!r}",
         hint=f"{meant}known: {', '.join(DEVICES)}; or say --vram, --bandwidth and --tflops",
         exit_code=USAGE,
     )
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name that tell one device from another, in lower case; `80 GiB` is `80g`."""
+    spelled = re.sub(r"[\s_-]+", " ", name.lower())
+    spelled = re.sub(r"(\d+) ?gi?b\b", r"\1g", spelled)
+    spelled = re.sub(r"\brtx(?=\d)|(?<=\d)(?=ti\b)", lambda found: f"{found[0]} ", spelled)
+    return MEANINGLESS.sub(" ", spelled).split()
+
+
+def _tokens(name: str) -> set[str]:
+    return set(_words(name)) - {"rtx"}
 
 
 def choose(

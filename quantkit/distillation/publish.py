@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.distillation.student import Floats, Student
 from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.grids.distance import relative_distance
 from quantkit.inspection.verify import ERRORS
 from quantkit.models.files import gguf_writer, sums
 from quantkit.models.files.checkpoint import Checkpoint
@@ -166,7 +167,7 @@ def verify(student: Student, place: Path, ids: Tensor, expected: Tensor, trust_r
                 what = f"the checkpoint read back from {place} has other codes in block {index + 1}"
                 raise QuantkitError(what, hint, VERIFICATION)
             (hidden,) = again.outputs(after, [hidden], after.floats)
-    difference = (hidden.float() - expected.float()).norm() / expected.float().norm()
+    difference = relative_distance(hidden, expected)
     dtype = str(student.skeleton.dtype).removeprefix("torch.")
     if not difference <= VERIFY_TOLERANCE[dtype]:
         raise QuantkitError(

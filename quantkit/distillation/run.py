@@ -17,6 +17,7 @@ from quantkit.distillation.blocks import Final
 from quantkit.distillation.job import Job
 from quantkit.distillation.student import Floats
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.distance import relative_distance
 from quantkit.models.files import unchanged
 from quantkit.models.machine.heap import map_large_blocks
 from quantkit.quantize.calibrate.states import States
@@ -187,7 +188,7 @@ def _check_embeddings(job: Job) -> None:
     if theirs.shape != ours.shape:
         apart = float("inf")
     else:
-        apart = ((theirs.float() - ours.float()).norm() / theirs.float().norm()).item()
+        apart = relative_distance(ours, theirs)
     if not apart <= UNLIKE:
         raise QuantkitError(
             f"{job.request.student} was not made from {job.request.teacher}: their embeddings have nothing "

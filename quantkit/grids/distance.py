@@ -11,6 +11,12 @@ from quantkit.grids.parallel import elements_at_once
 ROUNDS = 6  # of fitting rows and columns in turn
 
 
+def relative_distance(found: Tensor, wanted: Tensor) -> float:
+    """`|found - wanted| / |wanted|` of tensors of one shape; 0 where both are zeros alone."""
+    lost, whole = (found.float() - wanted.float()).norm(), wanted.float().norm()
+    return 0.0 if not (lost.any() or whole.any()) else (lost / whole).item()
+
+
 def weight_error(weight: Tensor, values: Tensor) -> float:
     """`|W - Ŵ|² / |W|²` of matrices `[out, in]`."""
     sums = torch.empty(len(weight), 2, device=weight.device)

@@ -15,9 +15,9 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, count,
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
-from quantkit.models.files import sums
+from quantkit.models.files import sums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.headers import CONFIG, MANIFEST, Contents, open_contents
+from quantkit.models.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Contents, open_contents
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
@@ -30,6 +30,7 @@ TOLERANCE = 1e-3  # relative: what rounding of folded scales, or another device,
 LEAST = 1e-9  # errors smaller than this are rounding of float32
 WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the sums
 CPU = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # that jobs compute in, besides float32
 
 
 def verify(
@@ -44,12 +45,13 @@ def verify(
     found: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
     try:
         contents = open_contents(source)
+        manifest = contents.manifest or {}
+        untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, "copy or download it again")
     except QuantkitError as error:
         if not _was_written(Path(source)):
             raise
         return found | {"made": None, "files": [], "linears": [], "problems": [error.message]}
     made = record.describe(contents)
-    manifest = contents.manifest if isinstance(contents.manifest, dict) else {}
     found["made"] = made["provenance"]
     found["files"] = list(_files(contents, manifest, found, listen))
     odd = [row for row in found["files"] if row["state"] != "same"]
@@ -104,7 +106,7 @@ def _files(
             found["notes"].append("it holds no sum of its tensors: quantkit 0.3 writes one")
         return
     told = manifest.get("files")
-    if not isinstance(told, dict):
+    if told is None:
         why = "its manifest has none" if manifest else f"it has no {MANIFEST}"
         found["notes"].append(f"files were not compared with sums: {why}")
         return
@@ -128,16 +130,16 @@ def _linears(
     listen: Listener,
 ) -> Iterator[dict[str, Any]]:
     """The error of every linear measured again, beside what the manifest says."""
-    job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
+    job = manifest.get("job", {})
     if job.get("rotation"):
         found["notes"].append("errors were not measured: the weights are rotated, the source's are not")
         return
-    rows = {row["name"]: row for row in manifest.get("linears") or () if _told(row)}
+    rows = {row["name"]: row for row in manifest.get("linears", ()) if _told(row)}
     if not rows:
         found["notes"].append("errors were not measured: the manifest names none that could be")
         return
     _same_source(base, manifest, found)
-    dtype = getattr(torch, str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
+    dtype = DTYPES.get(str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
     sides = [Skeleton(made, torch.float32, CPU) for made in (checkpoint, base)]
     held = [_stored(side) for side in sides]
     if lost := sorted(rows.keys() - (held[0].keys() & held[1].keys())):
@@ -162,9 +164,9 @@ def _linears(
         listen("measuring errors again", done, len(rows))
 
 
-def _told(row: Any) -> str | None:
+def _told(row: Mapping[str, Any]) -> str | None:
     """Which measure a row of the manifest has."""
-    known = [kind for kind in ERRORS if isinstance(row, dict) and isinstance(row.get(kind), (int, float))]
+    known = [kind for kind in ERRORS if isinstance(row.get(kind), (int, float))]
     return known[0] if known and isinstance(row.get("name"), str) else None
 
 

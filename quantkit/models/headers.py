@@ -19,6 +19,15 @@ from quantkit.models.files.untrusted import SMALL_BYTES
 
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
+MANIFEST_SCHEMA = {  # as far as it is read again
+    "type": "object",
+    "properties": {
+        "source": {"type": ["object", "null"]},
+        "linears": {"type": "array", "items": {"type": "object"}},
+        "files": {"type": "object", "additionalProperties": {"type": "string"}},
+        "job": {"type": "object", "properties": {"execution": {"type": ["object", "null"]}}},
+    },
+}
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
     CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
     INDEX, MANIFEST,

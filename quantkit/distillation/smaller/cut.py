@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.distillation.smaller.channels import Narrowed
 from quantkit.distillation.smaller.shape import Axis, Shape, changed
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.distance import relative_distance
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import CONFIG, DTYPE_BYTES, TensorInfo
@@ -144,7 +145,7 @@ def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source:
     pairs = (hidden, expected), (skeleton.logits(hidden[0, last]), teacher.logits(expected[0, last]))
     tolerance = VERIFY_TOLERANCE[str(teacher.dtype).removeprefix("torch.")]
     for found, wanted in pairs:
-        difference = ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        difference = relative_distance(found, wanted)
         if not difference <= tolerance:
             raise QuantkitError(
                 f"{source} cannot be cut so: the smaller model differs by {difference:.2g} from the teacher "

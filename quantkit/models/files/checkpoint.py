@@ -224,6 +224,8 @@ class Checkpoint:
                 found = transformers.AutoTokenizer.from_pretrained(
                     self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
                 )
+            if not isinstance(found, transformers.PreTrainedTokenizerBase):
+                raise TypeError(f"{type(found).__name__} is no tokenizer of a single model")
         except Exception as error:  # the library raises many kinds here; all mean the same to a user
             error = error.__cause__ or error
             raise QuantkitError(

@@ -30,6 +30,7 @@ from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
 MAX_ITEMS = 1 << 22  # of all arrays together: sixteen vocabularies of 262,144 tokens
+MAX_ENTRIES = 1 << 16  # tensors, and keys of the metadata: twenty times those of the largest models
 MAX_DIMENSIONS = 4
 SPLIT = "split.count"
 NUMBERS = {  # GGUF value type -> how it lies in the file
@@ -163,6 +164,9 @@ def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
             f"{path} {why}", "quantkit reads versions 2 and 3, little-endian", exit_code=UNSUPPORTED
         )
     tensors, pairs = cursor.unpack("<QQ")
+    for count, words in ((tensors, "tensors"), (pairs, "keys")):
+        if count > MAX_ENTRIES:
+            raise _broken(path, f"it says {count:,} {words}, at most {MAX_ENTRIES:,} are read")
     metadata: Metadata = {}
     for _ in range(pairs):
         key = cursor.text()

@@ -23,7 +23,6 @@ COMPANIONS = (
 )
 TEMPLATES = "additional_chat_templates"  # the one folder inside that is read
 LARGE_BYTES = 1 << 28  # eight times the largest tokenizer.json
-WEIGHTS = (".safetensors", ".gguf")
 
 
 def is_id(source: str) -> bool:
@@ -69,16 +68,14 @@ def local(source: str) -> Path | None:
 
 def refuse_links(folder: Path) -> None:
     """Raise QuantkitError for links that lead out of a model's folder: what they lead to would be read as the
-    model's, and much of it copied into the output. Those of the hub's cache lead to its blobs; weights that
-    lie elsewhere are the user's own affair."""
+    model's, and much of it copied into the output. Those of the hub's cache lead to its blobs."""
     inside = folder.resolve()
-    allowed = [inside, *([inside.parents[1] / "blobs"] if inside.parent.name == "snapshots" else [])]
+    caches = [place.parent for place in inside.parents if place.name == "snapshots"]
+    allowed = [inside, *((cache / "blobs").resolve() for cache in caches)]
     leading_out = sorted(
         str(path.relative_to(folder))
         for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
-        if path.is_symlink()
-        and path.suffix not in WEIGHTS
-        and not any(path.resolve().is_relative_to(place) for place in allowed)
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
     )
     if leading_out:
         raise QuantkitError(

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.held import EXPERTS, ROUTED
 
 LAYERS = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
     "decoder_layers", "encoder_layers", "depth",
 }  # fmt: skip
 FEW = 512  # layers that are built, whatever the headers say: of a second each
-EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 COUNTED = dict.fromkeys(("num_labels", *EXPERTS), 1 << 16)
 SIZES = 1 << 40  # of anything else
 PARTS = 8  # configurations inside one another
@@ -23,9 +23,19 @@ def refuse(config: Mapping[str, Any], tensors: int = 0) -> None:
     layers = max(tensors, FEW)
     odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > _most(name, layers)]
     odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
+    odd += _routed(config)
     if odd:
         held = f", and {tensors:,} tensors are stored" if tensors else ""
         raise QuantkitError(f"config.json says {name_all(odd, 3)}{held}", "download it again", UNSUPPORTED)
+
+
+def _routed(config: Mapping[str, Any]) -> Iterator[str]:
+    """More experts for each token than a layer has, of a configuration or one inside it."""
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        numbers = {name: part[name] for name in (*EXPERTS, *ROUTED) if type(part.get(name)) is int}
+        most = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
+        routed = ((name, numbers[name]) for name in ROUTED if name in numbers)
+        yield from (f"{name} {value:,} of {most:,} experts" for name, value in routed if value > most > 0)
 
 
 def _most(name: str, layers: int) -> int:

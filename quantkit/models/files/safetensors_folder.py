@@ -21,7 +21,9 @@ from quantkit.models.files.git_lfs import refuse_pointer
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100 * 1024 * 1024  # the limit of the safetensors library itself
+MAX_HEADER_BYTES = 1 << 25  # a third of the safetensors library's limit
+MAX_TENSORS = 1 << 18  # of one file; those of Kimi K2 are 208,000 in 62 files
+TENSOR_VALUES = 12  # of a header's JSON for a tensor: brackets and commas, of up to five dimensions
 MAX_DIMENSIONS = 64  # as many as torch has
 LONGEST_NAME = 255  # bytes of the name of a file
 LONGEST_TENSOR = 1024  # characters of the name of a tensor; a number in it may have as many digits
@@ -70,9 +72,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise _broken(path, "it is empty")
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+            if file_bytes < 8 or length > file_bytes - 8:
                 raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
-            header = untrusted.parse(file.read(length))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"{length:,} bytes, at most {MAX_HEADER_BYTES:,} are read")
+            header = untrusted.parse(file.read(length), TENSOR_VALUES * MAX_TENSORS)
     except OSError as error:
         raise _unreadable(path, error) from error
     except ValueError as error:

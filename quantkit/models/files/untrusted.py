@@ -11,8 +11,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
 UNSAID = 1 << 16  # bytes of files that say they have none, as those under /proc
-BRACKETS = 4_000_000  # of JSON: each becomes an object of a hundred bytes, and a tensor takes three
-
+VALUES = 8_000_000  # of JSON: each becomes an object of up to a hundred bytes
 DEEP = 64  # lists and objects inside one another
 
 
@@ -37,11 +36,11 @@ def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
     return data
 
 
-def parse(data: bytes) -> Any:
-    """What a JSON text says. Raises ValueError, also for one that would take far more memory than bytes, or
-    that is nested too deeply."""
-    if data.count(b"[") + data.count(b"{") > BRACKETS:
-        raise ValueError(f"more than {BRACKETS:,} lists and objects")
+def parse(data: bytes, values: int = VALUES) -> Any:
+    """What a JSON text says. Raises ValueError, also for one that may hold more values than that, and would
+    take far more memory than bytes, or that is nested too deeply."""
+    if sum(data.count(mark) for mark in (b"[", b"{", b",")) > values:
+        raise ValueError(f"more than {values:,} values")
     try:
         found = json.loads(data.decode("utf-8"))
     except RecursionError as error:

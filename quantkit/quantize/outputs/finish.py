@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.grids.distance import relative_distance
 from quantkit.inspection.record import activations
 from quantkit.models.files import unchanged
 from quantkit.models.machine import ranks
@@ -89,7 +90,7 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
     (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
     logits = skeleton.logits(hidden[0, last]), wanted
     for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():
-        difference = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        difference = relative_distance(found, wanted)
         if difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
             continue
         raise QuantkitError(
