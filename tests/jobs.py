@@ -7,6 +7,7 @@ import families
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.models.files.reading import DTYPES
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
 from quantkit.quantize.outputs import Summary
@@ -21,6 +22,12 @@ class Listener(Progress):
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
+
+
+def table(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each, as `Layout.tensors` promises them."""
+    types = {dtype: name for name, dtype in DTYPES.items()}
+    return {part: (types[tensor.dtype], tuple(tensor.shape)) for part, tensor in tensors.items()}
 
 
 def prepare(

@@ -149,7 +149,7 @@ def test_layouts_are_read_as_they_were_written(name):
         weight = type(weight)(grid, weight.codes, weight.params, input_peak=torch.tensor(7.0))
     tensors = layout.encode(weight)
     spec = LinearSpec("model.layers.0.mlp.up_proj", 0, "mlp.up_proj", 256, IN, grid)
-    assert layout.check(spec) is None and sum(t.nbytes for t in tensors.values()) == layout.nbytes(spec)
+    assert layout.check(spec) is None and jobs.table(tensors) == layout.tensors(spec)
     config = json.loads(json.dumps({"quantization_config": layout.config([spec])}))
     reader = layouts.detect(config, []).at(spec.name)
     for one in (layout, reader):

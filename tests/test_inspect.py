@@ -225,7 +225,7 @@ def remove(*gone: str):
 @pytest.mark.parametrize(
     ("name", "change", "config", "words"),
     [
-        ("gptq", replace(f"{Q}.scales", lambda t: t[:, :64].clone()), {}, f"{Q}.weight: g_idx and qweight"),
+        ("gptq", replace(f"{Q}.scales", lambda t: t[:, :64].clone()), {}, f"{Q}.weight: qweight and g_idx"),
         ("gptq", remove(f"{Q}.scales"), {}, f"{Q}.weight: its scales are absent"),
         ("gptq", same, {"quantization_config": None}, "config.json says nothing of the codes of 14 linears"),
         ("gptq", same, {"num_hidden_layers": 3}, "of 3 blocks, 1 without tensors: 2"),

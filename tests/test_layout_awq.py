@@ -1,5 +1,6 @@
 """quantkit.layouts.awq against words put together nibble by nibble, and the format's own words."""
 
+import jobs
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.awq import AwqLayout
 
 OUT, IN, GROUP = 24, 96, 32
@@ -52,7 +53,7 @@ def test_encode_writes_the_format_and_decode_inverts_it(group_size, zero_point):
     assert torch.equal(tensors["scales"].float(), weight.params.scale.T)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     row = LinearSpec("a.b", 0, "b", OUT, IN, weight.grid)
-    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes(row)
+    assert jobs.table(tensors) == layout.tensors(row)
 
     decoded = layout.decode(tensors)
     assert decoded.grid == weight.grid and decoded.codes.dtype == torch.uint8
@@ -154,3 +155,8 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(stored, said):
     tensors = AwqLayout(stored).encode(random_weight(stored))
     with pytest.raises(QuantkitError, match=f"says group_size {said}, .* groups of {stored}$"):
         AwqLayout(said).decode(tensors)
+
+
+def test_a_layout_that_forgets_what_it_stores_fails_when_it_is_defined():
+    with pytest.raises(TypeError, match="Forgetful lacks tensors, config"):
+        type("Forgetful", (Layout,), dict.fromkeys(("check", "encode", "decode"), len))

@@ -4,6 +4,7 @@ import math
 import re
 from itertools import product
 
+import jobs
 import pytest
 import torch
 
@@ -60,7 +61,7 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, group_size, symmet
         assert torch.equal(tensors["weight_zero_point"], write_stream(weight.params.zero.T.tolist(), bits).T)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     row = LinearSpec("a.b", 0, "b", OUT, IN, weight.grid)
-    assert sum(tensor.nbytes for tensor in tensors.values()) == layout.nbytes(row)
+    assert jobs.table(tensors) == layout.tensors(row)
 
     group = torch.arange(IN) // group_size
     literal = weight.params.scale[:, group] * (weight.codes.float() - weight.params.zero[:, group])

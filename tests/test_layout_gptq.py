@@ -4,6 +4,7 @@ import re
 from functools import partial
 from itertools import product
 
+import jobs
 import pytest
 import torch
 from torch import Tensor
@@ -130,9 +131,8 @@ def test_encode_writes_the_format_and_decode_inverts_it(bits, symmetric, version
 def test_size_on_disk_is_the_size_that_is_planned(bits):
     layout = GptqLayout(bits, GROUP)
     weight = random_weight(layout)
-    nbytes = {name: tensor.nbytes for name, tensor in layout.encode(weight).items()}
     row = LinearSpec("a.b", 0, "b", OUT, IN, weight.grid)
-    assert sum(nbytes.values()) == layout.nbytes(row)
+    assert jobs.table(layout.encode(weight)) == layout.tensors(row)
     assert 8 * layout.nbytes(row) == OUT * IN * (bits + (16 + bits) / GROUP) + 32 * IN
 
 

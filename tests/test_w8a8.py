@@ -48,7 +48,7 @@ def test_a_linear_is_read_as_it_was_written():
     weight = rtn.quantize(randn(OUT, IN), AffineGrid(8, IN))
     spec = LinearSpec("model.layers.0.mlp.up_proj", 0, "mlp.up_proj", OUT, IN, weight.grid)
     tensors = layout.encode(weight)
-    assert layout.check(spec) is None and sum(t.nbytes for t in tensors.values()) == layout.nbytes(spec)
+    assert layout.check(spec) is None and jobs.table(tensors) == layout.tensors(spec)
     assert tensors["weight"].dtype == torch.int8 and tensors["weight_scale"].dtype == torch.float16
     assert torch.equal(tensors["weight"].float() * tensors["weight_scale"].float(), weight.values())
     config = json.loads(json.dumps({"quantization_config": layout.config([spec])}))

@@ -8,6 +8,7 @@ stored configuration; HEADERS, how headers alone show its linears (see `_headers
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
     from quantkit.grids.grid import Grid, QuantizedWeight
 
+
+DTYPE_BYTES = {  # as headers of safetensors files call them
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+}
+Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a linear's tensor
 
 # Linears that serving engines make one of, and the name of that one.
 FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -68,8 +77,14 @@ class Width:
     symmetric: bool = True
 
 
+def table_bytes(table: Table) -> int:
+    """Bytes of all tensors of a table."""
+    return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in table.values())
+
+
 class Layout(Protocol):
-    """What a client expects. `encode` and `decode` are exact inverses.
+    """What a client expects. `encode` and `decode` are exact inverses. A class that lacks one of REQUIRED
+    fails when it is defined.
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
     engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
@@ -87,6 +102,11 @@ class Layout(Protocol):
     floats: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
     rounds_inputs = False
+    REQUIRED = ("check", "tensors", "encode", "decode", "config")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_incomplete(cls, Layout)
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
@@ -103,8 +123,12 @@ class Layout(Protocol):
         """Why no client reads experts of so many linears each in this layout; None where one does."""
         return None
 
+    def tensors(self, spec: LinearSpec) -> Table:
+        """What is stored of one quantized linear, by suffix; a text's length within a few digits."""
+
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes that one quantized linear takes on disk."""
+        return table_bytes(self.tensors(spec))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         """Suffix -> tensor, as the client wants it."""
@@ -146,10 +170,11 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class WeightsOnly(Layout):
+class WeightsOnly:
     """layout: one whose linears are to compute with the decoded weight alone."""
 
     layout: Layout
+    rounds_inputs = False
 
     def at(self, linear: str) -> WeightsOnly:
         """As it is for one linear."""
@@ -158,6 +183,16 @@ class WeightsOnly(Layout):
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The decoded weight."""
         return self.layout.values(tensors)
+
+    def module(self, *linear: Any) -> None:
+        """None: the decoded weight says it all."""
+
+
+def refuse_incomplete(cls: type, protocol: Any) -> None:
+    """Raise TypeError where a class lacks what its protocol only describes."""
+    lacking = [name for name in protocol.REQUIRED if getattr(cls, name) is getattr(protocol, name)]
+    if lacking:
+        raise TypeError(f"{cls.__name__} lacks {name_all(lacking)}")
 
 
 def available() -> list[str]:

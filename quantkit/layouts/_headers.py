@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quantkit.errors import name_all
+from quantkit.layouts import LinearSpec, Table, Width
 
 WORD = 32  # bits
 Config = Mapping[str, Any]  # a `quantization_config`
@@ -117,16 +118,21 @@ def words(count: int, bits: int) -> int:
 
 # ---- what gptq and awq have in common
 
-Sizes = tuple[float, int, list[str]]  # bits, in_features, and the parts that do not fit
-
 
 def is_awq(config: Config) -> bool:
     """Whether a configuration means AWQ's order of codes; AutoRound says so in packing_format."""
     return "awq" in f"{config.get('quant_method')} {config.get('packing_format')}"
 
 
-def in_words(form: str, parts: Parts, config: Config, sizes: Callable[..., Sizes]) -> Codes:
-    """Codes of `qweight`, a matrix of words. sizes(parts, groups, out_features): what they should be.
+def in_words(
+    form: str,
+    parts: Parts,
+    config: Config,
+    sizes: Callable[[Parts, int], tuple[float, int]],
+    tensors: Callable[[LinearSpec], Table],
+) -> Codes:
+    """Codes of `qweight`, a matrix of words. sizes(parts, out_features): bits of a code, and in_features;
+    tensors: the layout's.
 
     Forms that are not understood but have the same names (of AWQ's gemv, Marlin, BitBLAS) are not judged.
     """
@@ -134,20 +140,21 @@ def in_words(form: str, parts: Parts, config: Config, sizes: Callable[..., Sizes
     if scales is None or len(scales.shape) != 2 or len(qweight) != 2 or not all((*scales.shape, *qweight)):
         return Codes(form, number(config, "bits"), None, None, 0, "its scales are absent or no matrix")
     groups, out_features = scales.shape
-    bits, in_features, problems = sizes(parts, groups, out_features)
+    bits, in_features = sizes(parts, out_features)
+    size = group_size(in_features, groups, config.get("group_size"))
+    if bits in range(2, 9) and in_features:
+        grid = Width(int(bits), size or in_features)
+        table = tensors(LinearSpec("", None, "", out_features, in_features, grid))
+        problems = [p for p, (_, shape) in table.items() if p in parts and tuple(parts[p].shape) != shape]
+    else:
+        problems = [f"qweight ({bits:g} bit)"]
     gptq = config.get("checkpoint_format") or config.get("format")
     version = config.get("version") if form == "awq" else gptq
     if str(version or form).lower() not in ("gemm", "awq", "gptq", "gptq_v2", "gptq_p"):
         problems = []
     told = ", ".join(f"{part} {list(info.shape)}" for part, info in parts.items())
-    return Codes(
-        form,
-        bits,
-        group_size(in_features, groups, config.get("group_size")),
-        (out_features, in_features),
-        out_features * in_features,
-        f"{' and '.join(problems)} do not fit: {told}" if problems else "",
-    )
+    why = f"{' and '.join(problems)} do not fit: {told}" if problems else ""
+    return Codes(form, bits, size, (out_features, in_features), out_features * in_features, why)
 
 
 def grouped(config: Config) -> Numbers | None:

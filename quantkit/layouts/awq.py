@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, of_linear
+from quantkit.layouts import Layout, LinearSpec, Table, of_linear
 from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored
+from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored, words
 from quantkit.layouts._packing import no_whole_words, pack, unpack
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ NAME = "awq"
 BITS = 4
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PER_WORD = len(ORDER)
-SCALE_BITS = 16
 # Where transformers replaces an activation by a scaled one (integrations/awq.py, AWQ_SCALES_MAPPINGS).
 ACTIVATION_SCALES = (
     "starcoder2", "RefinedWebModel", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom"
@@ -68,10 +67,17 @@ class AwqLayout(Layout):
             return "awq's zero_point says whether all linears have zero points or none"
         return no_whole_words(spec, "out_features")
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the three tensors of one linear."""
-        groups = spec.in_features // spec.grid.group_size
-        return (spec.weights * BITS + groups * spec.out_features * (SCALE_BITS + BITS)) // 8
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The three tensors of one linear."""
+        columns, groups = (
+            words(spec.out_features, spec.grid.bits),
+            -(-spec.in_features // spec.grid.group_size),
+        )
+        return {
+            "qweight": ("I32", (spec.in_features, columns)),
+            "qzeros": ("I32", (groups, columns)),
+            "scales": ("F16", (groups, spec.out_features)),
+        }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three tensors of one linear."""
@@ -177,18 +183,12 @@ def _unpack(words: Tensor, out_features: int) -> Tensor:
 def _read(parts: Parts, stored: Stored) -> Codes:
     """`qweight [in, out * bits / 32]`, `scales [groups, out]`, `qzeros [groups, out * bits / 32]`."""
 
-    def sizes(parts: Parts, groups: int, out_features: int) -> headers.Sizes:
+    def sizes(parts: Parts, out_features: int) -> tuple[float, int]:
         in_features, columns = parts["qweight"].shape
-        bits, qzeros, g_idx = columns * WORD / out_features, parts.get("qzeros"), parts.get("g_idx")
-        odd = bits not in range(2, 9) or in_features % groups
-        problems = [
-            *(["qzeros"] if qzeros and tuple(qzeros.shape) != (groups, columns) else []),
-            *(["g_idx"] if g_idx and tuple(g_idx.shape) != (in_features,) else []),
-            *([f"qweight ({bits:g} bit)"] if odd else []),
-        ]
-        return bits, in_features, problems
+        whole = in_features % parts["scales"].shape[0] == 0
+        return columns * WORD / out_features if whole else 0, in_features
 
-    return headers.in_words("awq", parts, stored.quantization, sizes)
+    return headers.in_words("awq", parts, stored.quantization, sizes, AwqLayout(128).tensors)
 
 
 def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:

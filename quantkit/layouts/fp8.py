@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, of_linear
+from quantkit.layouts import Layout, LinearSpec, Table, of_linear
 from quantkit.layouts._headers import Codes, Config, Headers, Mark, Numbers, Parts, Stored
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "fp8"
-SCALE_BYTES = 4
 SCHEMES = ("dynamic", "static")  # of activations
 
 
@@ -47,10 +46,11 @@ class Fp8Layout(Layout):
             return f"out_features {spec.out_features} is no multiple of {self.block[0]}"
         return None
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the two tensors of one linear."""
-        rows, columns = self.block
-        return spec.weights + SCALE_BYTES * -(-spec.out_features // rows) * -(-spec.in_features // columns)
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The two tensors of one linear."""
+        shape = spec.out_features, spec.in_features
+        blocks = tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))
+        return {"weight": ("F8_E4M3", shape), "weight_scale_inv": ("F32", blocks)}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The two tensors of one linear."""

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, fusions, of_linear
+from quantkit.layouts import Layout, LinearSpec, Table, fusions, of_linear
 from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored
+from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored, words
 from quantkit.layouts._packing import no_whole_words, pack_planes, unpack_planes
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "gptq"
-SCALE_BITS, INDEX_BYTES = 16, 4
 PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, from the lowest
 SPLIT = (5, 6, 7)  # widths that are split in every checkpoint_format
 FORMATS = {1: "gptq", 2: "gptq_v2", 3: "gptq_p"}  # checkpoint_format by version
@@ -80,11 +79,15 @@ class GptqLayout(Layout):
                     return f"{side} {size} is no multiple of 32, and {spec.grid.bits}-bit codes lie in planes"
         return no_whole_words(spec, "in_features", "out_features")
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the four tensors of one linear."""
-        bits, groups = spec.grid.bits, spec.in_features // spec.grid.group_size
-        grouped = groups * spec.out_features * (SCALE_BITS + bits)
-        return (spec.weights * bits + grouped) // 8 + INDEX_BYTES * spec.in_features
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The four tensors of one linear."""
+        bits, groups = spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
+        return {
+            "qweight": ("I32", (words(spec.in_features, bits), spec.out_features)),
+            "qzeros": ("I32", (groups, words(spec.out_features, bits))),
+            "scales": ("F16", (groups, spec.out_features)),
+            "g_idx": ("I32", (spec.in_features,)),
+        }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The four tensors of one linear."""
@@ -255,20 +258,14 @@ def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
 def _read(parts: Parts, stored: Stored) -> Codes:
     """`qweight [in * bits / 32, out]`, `scales [groups, out]`, `qzeros [groups, out * bits / 32]`."""
 
-    def sizes(parts: Parts, groups: int, out_features: int) -> headers.Sizes:
-        qweight, qzeros, g_idx = (parts.get(part) for part in ("qweight", "qzeros", "g_idx"))
-        columns = qzeros.shape[1] if qzeros and len(qzeros.shape) == 2 else 0
-        bits = columns * WORD / out_features or headers.number(stored.quantization, "bits")
-        in_features = int(qweight.shape[0] * WORD / bits) if bits else 0
-        problems = [
-            *(["qzeros"] if qzeros and tuple(qzeros.shape) != (groups, columns) else []),
-            *(["g_idx"] if g_idx and tuple(g_idx.shape) != (in_features,) else []),
-            *([f"qweight ({bits:g} bit)"] if bits not in range(2, 9) else []),
-            *(["qweight"] if qweight.shape[1] != out_features else []),
-        ]
-        return bits, in_features, problems
+    def sizes(parts: Parts, out_features: int) -> tuple[float, int]:
+        qzeros = parts["qzeros"].shape if "qzeros" in parts else ()
+        bits = qzeros[1] * WORD / out_features if len(qzeros) == 2 else 0
+        bits = bits or headers.number(stored.quantization, "bits")
+        return bits, int(parts["qweight"].shape[0] * WORD / bits) if bits else 0
 
-    return headers.in_words("gptq", parts, stored.quantization, sizes)
+    tensors = GptqLayout(bits=4, group_size=128).tensors
+    return headers.in_words("gptq", parts, stored.quantization, sizes, tensors)
 
 
 def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, Table
 from quantkit.layouts.bitsandbytes.headers import BLOCK, NESTED, NESTED_BLOCK, OF_4_BIT, STATE
 from quantkit.layouts.bitsandbytes.headers import HEADERS as HEADERS
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 NAME = "bitsandbytes"
 TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # of NF4, and of the 8-bit codes of its scales
-FLOAT32_BYTES = 4
 EXPERT_LINEARS = 3  # gate, up and down
 FUSES = "transformers fuses experts and replaces nn.Linear alone"
 
@@ -52,9 +51,10 @@ class Int8Layout(Layout):
         """vLLM's loader (model_loader/bitsandbytes_loader.py) refuses what it did not quantize itself."""
         return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the three tensors of one linear."""
-        return spec.weights + FLOAT32_BYTES * spec.out_features + 1
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The three tensors of one linear."""
+        shape = spec.out_features, spec.in_features
+        return {"weight": ("I8", shape), "SCB": ("F32", shape[:1]), "weight_format": ("U8", ())}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three tensors of one linear."""
@@ -139,15 +139,20 @@ class Nf4Layout(Layout):
             return None
         return f"no client reads such experts in nf4: {FUSES}, and vLLM takes those of gate, up and down"
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the tensors of one linear; that of the JSON text within a few digits."""
-        blocks = spec.weights // BLOCK
-        scales, offset = FLOAT32_BYTES * blocks, None
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The tensors of one linear; the JSON text within a few digits."""
+        blocks, offset = spec.weights // BLOCK, None
+        table: Table = {
+            "weight": ("U8", (spec.weights // 2, 1)),
+            "weight.quant_map": ("F32", (TABLE_VALUES,)),
+            "weight.absmax": ("U8" if self.double_quant else "F32", (blocks,)),
+        }
         if self.double_quant:
-            scales = blocks + FLOAT32_BYTES * (-(-blocks // NESTED_BLOCK) + NESTED_TABLE_VALUES)
+            table["weight.nested_absmax"] = "F32", (-(-blocks // NESTED_BLOCK),)
+            table["weight.nested_quant_map"] = "F32", (NESTED_TABLE_VALUES,)
             offset = 0.12345678901234567  # of usual length
-        text = len(_state(spec.out_features, spec.in_features, offset))
-        return spec.weights // 2 + FLOAT32_BYTES * TABLE_VALUES + scales + text
+        text = _state(spec.out_features, spec.in_features, offset)
+        return table | {STATE: ("U8", (len(text),))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError
-from quantkit.layouts import Layout, LinearSpec, fusions
+from quantkit.layouts import Layout, LinearSpec, Table, fusions
 from quantkit.layouts.compressed_tensors import forms, schemes
 from quantkit.layouts.compressed_tensors.forms import DECODED, PACKAGE, Form
 from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
@@ -88,9 +88,9 @@ class CompressedTensorsLayout(Layout):
         """What its form says of them."""
         return self.form.no_experts
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of all tensors of one linear."""
-        return self.form_of(spec.grid).nbytes(spec)
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The tensors of one linear, in its form."""
+        return self.form_of(spec.grid).tensors(spec)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear, in its form."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Table
 from quantkit.layouts.compressed_tensors.forms import PACKAGE, Form
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Fp4Form(Form):
     quantize_inputs: bool = False
     common = ()
     GROUP = 0
-    SCALE_BYTES = 1
+    SCALE = ""
     STRATEGY = ""
     SCALE_DTYPE = ""
 
@@ -41,9 +41,11 @@ class Fp4Form(Form):
             return f"in_features {spec.in_features} is no multiple of {self.GROUP}, the groups of {self.NAME}"
         return None
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of codes and scales."""
-        return spec.weights // 2 + spec.weights // self.GROUP
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Codes and scales."""
+        rows, columns = spec.out_features, spec.in_features
+        scales = self.SCALE, (rows, columns // self.GROUP)
+        return {"weight_packed": ("U8", (rows, columns // 2)), "weight_scale": scales}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Codes and scales."""

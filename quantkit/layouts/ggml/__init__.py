@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, of_linear
+from quantkit.layouts import Layout, LinearSpec, Table, of_linear
 from quantkit.layouts._headers import Codes, Header, Headers
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ class GgmlLayout(Layout):
             return f"in_features {spec.in_features} is no multiple of {spec.grid.name}'s {size}"
         return None
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the blocks."""
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The blocks; of NVFP4, too, what all of them is multiplied with."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
-        scale = 4 if spec.grid.joint else 0
-        return spec.out_features * row_bytes(spec.grid.name, spec.in_features) + scale
+        blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
+        return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it all."""

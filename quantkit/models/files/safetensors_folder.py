@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
+from quantkit.layouts import DTYPE_BYTES
 from quantkit.models.files import untrusted
 from quantkit.models.files.git_lfs import refuse_pointer
 
@@ -28,12 +29,6 @@ MAX_DIMENSIONS = 64  # as many as torch has
 LONGEST_NAME = 255  # bytes of the name of a file
 LONGEST_TENSOR = 1024  # characters of the name of a tensor; a number in it may have as many digits
 COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
-DTYPE_BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-}
 
 
 @dataclass(frozen=True)

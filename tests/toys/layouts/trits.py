@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, Table
 from quantkit.layouts._headers import Codes, Headers, Mark, Parts, Stored
 
 if TYPE_CHECKING:
@@ -26,8 +26,12 @@ class TritsLayout(Layout):
     def check(self, spec: LinearSpec) -> str | None:
         return None if spec.grid.bits == 2 else "trits holds ternary weights alone"
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        return spec.weights // 4 + 2 * spec.weights // self.group_size
+    def tensors(self, spec: LinearSpec) -> Table:
+        rows, columns = spec.out_features, spec.in_features
+        return {
+            "trits": ("U8", (rows, columns // 4)),
+            "trit_scale": ("F16", (rows, columns // self.group_size)),
+        }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         parts = weight.codes.view(len(weight.codes), -1, 4).unbind(2)

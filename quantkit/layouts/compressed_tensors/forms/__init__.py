@@ -15,6 +15,8 @@ from collections.abc import Hashable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quantkit.layouts import Table, refuse_incomplete
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,6 +43,11 @@ class Form(Protocol):
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[str] = frozenset()
     no_experts: str | None = None  # why no client reads experts in it
+    REQUIRED = ("check", "tensors", "encode", "weights")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_incomplete(cls, Form)
 
     def holds(self, grid: Grid | Width) -> bool:
         """Whether weights on this grid are written so: with several forms the first that says so counts."""
@@ -53,8 +60,8 @@ class Form(Protocol):
     def check(self, spec: LinearSpec) -> str | None:
         """Why this form cannot hold `spec`, with the fix; None when it can."""
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of all tensors of one linear."""
+    def tensors(self, spec: LinearSpec) -> Table:
+        """What is stored of one linear, by suffix."""
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Suffix -> tensor, as clients want it; inverse of its module's `decode`."""

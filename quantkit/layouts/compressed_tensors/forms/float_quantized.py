@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Table
 from quantkit.layouts.compressed_tensors.forms import Form
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 NAME = "float-quantized"
 SUFFIXES = ("weight", "weight_scale", "weight_g_idx", "input_scale")
-SCALE_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,15 @@ class FloatQuantized(Form):
         """Every linear fits: the grid's group size has been checked."""
         return None
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the two or three tensors of one linear."""
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The two or three tensors of one linear."""
         rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
-        scales = -(-spec.out_features // rows) * -(-spec.in_features // columns)
-        return spec.weights + SCALE_BYTES * (scales + self.static)
+        scales = -(-spec.out_features // rows), -(-spec.in_features // columns)
+        table: Table = {
+            "weight": ("F8_E4M3", (spec.out_features, spec.in_features)),
+            "weight_scale": ("BF16", scales),
+        }
+        return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The two or three tensors of one linear."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Table
 from quantkit.layouts.compressed_tensors.forms import DECODED, Form
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ class IntQuantized(Form):
         whole = spec.grid.group_size == spec.in_features
         return None if whole else "int8 engines take one scale for each row: leave out the group size"
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of both tensors of one linear."""
-        return spec.weights + 2 * spec.out_features
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Both tensors of one linear."""
+        shape = spec.out_features, spec.in_features
+        return {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The two tensors of one linear."""

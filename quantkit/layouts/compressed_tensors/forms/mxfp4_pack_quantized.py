@@ -31,6 +31,7 @@ class MxFp4Packed(fp4.Fp4Form):
     GROUP = GROUP
     STRATEGY = "group"
     SCALE_DTYPE = "torch.uint8"
+    SCALE = "U8"
     floats = ()
 
     def holds(self, grid: Grid | Width) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Table
 from quantkit.layouts.compressed_tensors import fp4
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class NvFp4Packed(fp4.Fp4Form):
     STRATEGY = "tensor_group"
     no_experts = "no client that was tried reads experts in NVFP4; in --format mxfp4 transformers does"
     SCALE_DTYPE = "torch.float8_e4m3fn"
+    SCALE = "F8_E4M3"
     floats = ("weight_scale",)
 
     @property
@@ -47,9 +48,10 @@ class NvFp4Packed(fp4.Fp4Form):
         """Groups of 16 of 4 bits."""
         return (grid.bits, grid.group_size) == (fp4.BITS, GROUP)
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of codes, scales and one or two divisors."""
-        return super().nbytes(spec) + (8 if self.quantize_inputs else 4)
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Codes, scales and one or two divisors."""
+        divisors = ["weight_global_scale"] + ["input_global_scale"] * self.quantize_inputs
+        return super().tensors(spec) | dict.fromkeys(divisors, ("F32", (1,)))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Codes, scales and divisors."""

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Table
+from quantkit.layouts._headers import words
 from quantkit.layouts._packing import WORD, no_whole_words, pack, unpack
 from quantkit.layouts.compressed_tensors.forms import Form
 
@@ -49,11 +50,15 @@ class PackQuantized(Form):
         """Rows must fill whole words, columns too where zeros are packed."""
         return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
-    def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes of the three or four tensors of one linear."""
-        groups = spec.in_features // spec.grid.group_size
-        scale_bits = 16 + (0 if self.symmetric else spec.grid.bits)
-        return (spec.weights * spec.grid.bits + groups * spec.out_features * scale_bits) // 8 + 2 * 8
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The three or four tensors of one linear."""
+        rows, bits, groups = spec.out_features, spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
+        table: Table = {
+            "weight_packed": ("I32", (rows, words(spec.in_features, bits))),
+            "weight_scale": ("F16", (rows, groups)),
+            "weight_shape": ("I64", (2,)),
+        }
+        return table | ({} if self.symmetric else {"weight_zero_point": ("I32", (words(rows, bits), groups))})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The three or four tensors of one linear."""
