@@ -38,6 +38,12 @@ def pytest_sessionstart():
         pytest.exit(f"{', '.join(missing)} is not installed, so tests would be skipped", returncode=1)
 
 
+def pytest_itemcollected(item):
+    """scripts/test finds the files of the processor passes by searching for their mark."""
+    if item.get_closest_marker("processor") and "mark.processor" not in item.path.read_text():
+        raise pytest.UsageError(f"{item.path} must say mark.processor itself: scripts/test searches for it")
+
+
 @pytest.fixture
 def tiny_model(tmp_path):
     """`tiny_model("llama", num_hidden_layers=2)` -> folder of a new random checkpoint (see families.py).

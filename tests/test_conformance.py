@@ -145,8 +145,16 @@ def check(solved: Solved, grid: Grid, inputs: Tensor, weight: Tensor) -> float:
     return error
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("grid", GRIDS, ids=name)
+FULL = (
+    AffineGrid(4, 64),
+    Nf4Grid(),
+    ggml.named("Q4_K", exact=False),
+)
+CASES = [(grid, solver) for grid in FULL for solver in SOLVERS]
+CASES += [(grid, solver) for grid in GRIDS for solver in ("rtn", "gptq group") if grid not in FULL]
+
+
+@pytest.mark.parametrize(("grid", "solver"), CASES, ids=name)
 def test_every_solver_on_every_grid(grid, solver):
     bench = Bench(grid)
     weight, inputs = bench.block.fc1.weight, bench.inputs()
@@ -162,8 +170,11 @@ def test_every_solver_on_every_grid(grid, solver):
     assert error <= (1.0001 if solver == "rtn" else 0.8) * rounded
 
 
-@pytest.mark.parametrize("solver", ["rtn", "gptq group"])
-@pytest.mark.parametrize("grid", GRIDS, ids=name)
+@pytest.mark.parametrize(
+    ("grid", "solver"),
+    [(grid, "rtn") for grid in GRIDS] + [(grid, "gptq group") for grid in FULL],
+    ids=name,
+)
 def test_every_grid_behind_awq(grid, solver):
     if solver == "rtn" and isinstance(
         grid, AffineGrid

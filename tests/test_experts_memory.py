@@ -12,7 +12,8 @@ from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize import loop
 from quantkit.quantize.prepare import room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.folder import Staging, parts
+from quantkit.quantize.staging import parts
+from quantkit.quantize.staging.folder import Staging
 
 IDS = torch.arange(40).view(5, 8) * 5 % 90 + 4
 EXPERTS = 6

@@ -48,13 +48,6 @@ def finish(process: subprocess.Popen[str]) -> dict[str, float]:
     return json.loads(output)
 
 
-def refused(process: subprocess.Popen[str]) -> str:
-    """The one line on stderr of a run that must be refused."""
-    output, errors = process.communicate(timeout=120)
-    assert (process.returncode, output, errors.count("\n")) == (2, "", 1), errors
-    return errors
-
-
 def make_text(size: int) -> str:
     """About `size` characters: NUL-parted documents of invented words, some far more frequent."""
     rng = random.Random(0)
@@ -103,6 +96,7 @@ def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, te
     return sum(losses) / len(losses)
 
 
+@pytest.mark.nightly
 def test_trains_a_model_that_loads_the_same_for_the_same_seed(text: list[Path], tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
     runs = [start(*text, "-o", out, "--steps", 80, *SHAPE) for out in (first, second)]
@@ -149,16 +143,22 @@ def test_long_documents_have_the_tokens_of_the_whole(script: ModuleType):
     assert script.tokenize(tokenizer, [document]).tolist() == [0, *tokenizer.encode(document)]
 
 
-def test_user_errors_are_one_line_and_exit_code_2(text: list[Path], tmp_path: Path):
+def test_user_errors_are_one_line_and_exit_code_2(
+    script: ModuleType, text: list[Path], tmp_path: Path, monkeypatch, capsys
+):
+    def refused(*arguments: object) -> str:
+        """The one line on stderr of a run that must be refused."""
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        code = script.main()
+        output, errors = capsys.readouterr()
+        assert (code, output, errors.count("\n")) == (2, "", 1), errors
+        return errors
+
     existing, short, out = tmp_path / "existing", tmp_path / "short.txt", tmp_path / "out"
     existing.mkdir()
     short.write_text("Too little to train on.")
-    taken = start(*text, "-o", existing, *SHAPE)
-    missing = start(tmp_path / "missing.txt", "-o", out, *SHAPE)
-    little = start(short, "-o", out, *SHAPE)
-
-    assert f"{existing} exists" in refused(taken)
+    assert f"{existing} exists" in refused(*text, "-o", existing, *SHAPE)
     assert list(existing.iterdir()) == []
-    assert "missing.txt" in refused(missing)
-    assert "too little text" in refused(little)
+    assert "missing.txt" in refused(tmp_path / "missing.txt", "-o", out, *SHAPE)
+    assert "too little text" in refused(short, "-o", out, *SHAPE)
     assert not out.exists()

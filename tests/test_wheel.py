@@ -70,6 +70,7 @@ def run(folder: Path, *command) -> subprocess.CompletedProcess:
     return subprocess.run([*map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.nightly
 def test_the_installed_command_needs_nothing_of_the_repository(installed, tiny_model, tmp_path):
     """It finds the shipped text and recipes inside the package."""
     model = tiny_model("llama", name="tiny", tokenizer=True)
