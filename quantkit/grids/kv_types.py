@@ -56,5 +56,7 @@ def named(text: str) -> str:
     near = difflib.get_close_matches(text.lower(), [*TYPES, *ALIASES], 2)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise QuantkitError(
-        f"--kv-dtype {text!r} is not known", f"{meant}choose one of {', '.join(TYPES)}", USAGE
+        f"no precision of a key/value cache is called {text!r}",
+        f"{meant}choose one of {', '.join(TYPES)}",
+        USAGE,
     )
