@@ -1,6 +1,8 @@
 """`quantkit auto`: a budget is kept, the better is kept, recipes repeat the bytes, tables are used again."""
 
 import json
+import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.auto import printed, run, streams
+from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto.sensitivities import Sensitivities
 from quantkit.quantize.prepare import plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
@@ -183,4 +187,97 @@ def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     assert found["units"] == 7 and found["presets"]["4 bit g32"] == pytest.approx(4.5, abs=0.1)
     assert found["least_bits"] < 4 < found["most_bits"] and not (tmp_path / "found.auto").exists()
     refused = auto("--bpw", "1", code=4)
-    assert "are too few: the smallest candidates of all take" in refused
+    assert "1.00 bits per weight is too small; the smallest possible result is 2." in refused
+    refused = auto("--max-size", "1KB", code=4)
+    said = r"0\.00 MB is too small; the smallest possible result is ([\d.]+) MB \(([\d.]+) bits per weight\)"
+    size, bits = re.search(said, refused).groups()
+    assert 0.02 < float(size) < 1 and float(bits) == pytest.approx(found["least_bits"], abs=0.01)
+
+
+def test_an_interrupt_before_anything_is_kept_begins_again(auto, tmp_path, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", stop)
+        stopped = auto("--bpw", "4.2", "-o", "found", code=130)
+    assert "--resume" not in stopped and "hint: begin again with: quantkit auto" in stopped
+    assert not (tmp_path / "found.auto").exists()
+
+
+@pytest.fixture
+def table(auto, tmp_path, monkeypatch) -> dict:
+    """A whole table, as `measure` would have found it."""
+
+    def measured(prepared, progress, known, save):
+        errors = {
+            unit.name: Errors(*({one.name: 1 / one.nbytes for one in unit.candidates} for _ in range(2)))
+            for unit in prepared.units
+        }
+        measured = {unit.name: {unit.candidates[0].name: Divergence(0.1, 0.0)} for unit in prepared.units}
+        found = Sensitivities(prepared.identity, errors, measured, 64, 1.0)
+        found.save(tmp_path / "u.json")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "measure", measured)
+        auto("--bpw", "4.2", "-o", "found", code=130)
+    return json.loads((tmp_path / "u.json").read_text())
+
+
+def _deep(table: dict) -> str:
+    return "[" * 100_000
+
+
+def _without_units(table: dict) -> str:
+    return json.dumps({key: value for key, value in table.items() if key != "units"})
+
+
+def _not_a_number(table: dict) -> str:
+    return json.dumps(table | {"seconds": float("nan")})
+
+
+def _huge(table: dict) -> str:
+    return json.dumps(table).replace('"seconds": 1.0', '"seconds": 1e400')
+
+
+def _words(table: dict) -> str:
+    return json.dumps(table | {"units": dict.fromkeys(table["units"], "x")})
+
+
+def _other_candidates(table: dict) -> str:
+    for unit in table["units"].values():
+        unit["errors"]["nearest"] = {"3,7": 0.5}
+    return json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    "change, code, said",
+    [
+        (_deep, 2, "is no table of sensitivities"),
+        (_without_units, 4, "'units' is a required property"),
+        (_not_a_number, 2, "is no table of sensitivities"),
+        (_huge, 2, "is no table of sensitivities"),
+        (_words, 4, "'x' is not of type 'object'"),
+        (_other_candidates, 2, "lacks candidates"),
+    ],
+)
+def test_a_strange_table_is_refused_and_leaves_nothing(auto, tmp_path, table, change, code, said):
+    (tmp_path / "u.json").write_text(change(table))
+    refused = auto("--bpw", "4.2", "-o", "found", "--sensitivities", "u.json", code=code)
+    assert said in refused and "leave it out" in refused
+    assert not (tmp_path / "found.auto").exists()
+
+
+def test_a_pipe_is_no_table(auto, tmp_path):
+    os.mkfifo(tmp_path / "u.json")
+    refused = auto("--bpw", "4.2", "-o", "found", "--sensitivities", "u.json", code=4)
+    assert "u.json is no plain file" in refused and not (tmp_path / "found.auto").exists()
+
+
+def test_a_table_is_written_through_no_name_that_can_be_guessed(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "u.json.tmp").symlink_to(tmp_path / "mine")
+    Sensitivities({}, {}, {}, 64, 1.0).save(tmp_path / "u.json")
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert json.loads((tmp_path / "u.json").read_text())["tokens"] == 64

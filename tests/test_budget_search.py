@@ -66,7 +66,7 @@ def test_the_smallest_within_a_loss_is_the_smallest_of_all():
 
 def test_what_cannot_be_is_said_with_what_can():
     units, losses = toy(0)
-    with pytest.raises(QuantkitError, match="bits per weight are too few: the smallest candidates of all"):
+    with pytest.raises(QuantkitError, match=r"0\.05 bits per weight is too small; the smallest"):
         allocation.within_bytes(units, losses, 3)
     with pytest.raises(QuantkitError, match="a divergence of 1e-09 cannot be reached"):
         allocation.within_loss(units, losses, 1e-9)

@@ -1,6 +1,7 @@
 """Compressed students: what is trained, that codes stay, that nothing becomes worse, that bytes repeat."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -281,6 +282,7 @@ def test_what_is_worse_is_not_kept(workplace, tmp_path, options):
     record = distill(request(workplace, tmp_path / "out", **options), listener)
     assert not record["improved"] and record["after"] == record["before"]
     assert not any(stage["kept"] for stage in record["stages"])
+    assert [len(stage["epochs"]) for stage in record["stages"] if "epochs" in stage] in ([], [1])
     assert any("holds the student as it was" in warning for warning in listener.warnings)
     found, wanted = (folder / "model.safetensors" for folder in (tmp_path / "out", workplace / "student"))
     assert found.read_bytes() == wanted.read_bytes()
@@ -420,6 +422,31 @@ def test_refusals(workplace, refuse, tiny_model):
     assert "no STUDENT" in refuse(2, "distill", teacher)[0]
 
 
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"linears": 5}, "$.linears: 5 is not of type 'array'"),
+        ({"source": "x"}, "$.source: 'x' is not of type 'object', 'null'"),
+        ({"source": {"sha256": 5}}, "$.source.sha256: 5 is not of type 'string', 'null'"),
+        ({"job": {"execution": 5}}, "$.job.execution: 5 is not of type 'object', 'null'"),
+    ],
+)
+def test_a_manifest_of_odd_types_is_a_line(workplace, refuse, tmp_path, changed, said):
+    shutil.copytree(workplace / "student", tmp_path / "odd")
+    path = tmp_path / "odd/quantkit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32]
+    assert said in refuse(4, "distill", workplace / "teacher", tmp_path / "odd", *small)[0]
+
+
+def test_resuming_beside_a_manifest_of_odd_types_is_a_line(workplace, refuse, tmp_path):
+    shutil.copytree(workplace / "student", tmp_path / "out")
+    path = tmp_path / "out/quantkit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"distilled": "x"}))
+    asked = [workplace / "teacher", workplace / "student", "-o", tmp_path / "out", "--resume"]
+    assert "$.distilled: 'x' is not of type 'object'" in refuse(4, "distill", *asked)[0]
+
+
 def test_another_model_of_the_same_shape_is_no_teacher(workplace, quantkit, tiny_model):
     other = tiny_model("llama", name="other", tokenizer=True, num_hidden_layers=2, seed=7)
     small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32, "-q"]
@@ -431,8 +458,6 @@ def test_another_model_of_the_same_shape_is_no_teacher(workplace, quantkit, tiny
 
 def test_what_quantkit_only_reads_is_refused(workplace, refuse, tmp_path):
     """Scales in bfloat16, as other tools write them."""
-    import shutil
-
     shutil.copytree(workplace / "student", tmp_path / "foreign")
     jobs.rewrite(tmp_path / "foreign", lambda name, t: t.bfloat16() if name.endswith(".scales") else None)
     small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32]

@@ -18,7 +18,6 @@ from quantkit.distillation.smaller import (
     channels,
     cut,
     job,
-    judge,
     printed,
     run,
     shape,
@@ -32,6 +31,7 @@ from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import Request
+from quantkit.text.calibration import hold_out
 
 DEPTH = 3
 FEW = {"steps": 2}
@@ -246,7 +246,7 @@ def test_a_step_is_as_many_sequences_however_many_fit_the_memory():
 
 def test_one_sequence_in_eight_is_held_out_and_no_more_than_enough():
     for count, held in ((2, 1), (24, 3), (1000, 32)):
-        trained, held_out = judge.split(torch.arange(count)[:, None])
+        trained, held_out = hold_out(torch.arange(count)[:, None])
         assert len(held_out) == held and sorted(
             [*trained.flatten().tolist(), *held_out.flatten().tolist()]
         ) == list(range(count))

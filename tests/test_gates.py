@@ -150,6 +150,18 @@ def test_a_summary_that_cannot_be_written_is_refused_first(run, tmp_path, monkey
     assert (code, out) == (USAGE, "") and place in err
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [("config.json", b'{"a": 1}'), ("summary.md", b"\xff\xfe"), ("weights", b"a\0b"), ("notes.csv", b"a,b")],
+)
+def test_a_summary_is_appended_to_markdown_alone(run, tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)  # nothing is opened before
+    (tmp_path / name).write_bytes(content)
+    code, out, err = run("--summary", tmp_path / name)
+    assert (code, out) == (USAGE, "") and f"{name} is no Markdown file" in err
+    assert (tmp_path / name).read_bytes() == content
+
+
 def test_gates_are_checked_before_the_work(run, monkeypatch):
     monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)
     for words in (["--max-kld", "much"], ["--metrics", "ppl", "--max-kld", "1"], ["--metrics", "pll"]):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from quantkit.auto.units import Candidate, Unit
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.tables import megabytes
 
 Losses = Mapping[tuple[str, str], float]  # by the names of unit and candidate
 GAP = 1e-6  # of the optimum, relative, at which the search may end
@@ -36,14 +37,20 @@ def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str
     )
 
 
-def refuse_too_few(units: Sequence[Unit], budget: int) -> None:
-    """Raise QuantkitError where even the smallest candidates take more than `budget` bytes."""
+def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None = None) -> None:
+    """Raise QuantkitError where even the smallest candidates take more than `budget` bytes.
+
+    fixed_bytes: of all that is not chosen, where the user gave the size of the whole output.
+    """
     least = sum(unit.candidates[0].nbytes for unit in units)
     if least > budget:
         weights = sum(unit.weights for unit in units)
+        asked, smallest = (f"{8 * max(0, found) / weights:.2f} bits per weight" for found in (budget, least))
+        if fixed_bytes is not None:
+            asked = megabytes(budget + fixed_bytes)
+            smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
         raise QuantkitError(
-            f"{8 * max(0, budget) / weights:.3f} bits per weight are too few: the smallest candidates of all "
-            f"take {8 * least / weights:.3f}",
+            f"{asked} is too small; the smallest possible result is {smallest}",
             "raise the budget, or choose another --engine",
             UNSUPPORTED,
         )

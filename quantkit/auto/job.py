@@ -18,16 +18,15 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.units import Preset, Unit, nbytes
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import windows as windows_of
-from quantkit.evaluation.windows import Protocol, Windows
-from quantkit.models.tokenizer_hash import tokenizer_sha256
+from quantkit.evaluation.windows import Windows
 from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
+from quantkit.text.calibration import hold_out
 
 DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
-HELD_OUT = 8  # one sequence of so many is held out of the calibration text, where no --text is given
 STATISTICS_TOKENS = 32768  # of second moments
 # Rounding hidden states to 16 bit has a divergence by itself, which every unit would have on top of its own:
 # on the demo model as much as 4 bit weights, so that searches saw little in more bits.
@@ -149,7 +148,8 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         request, space, prepared, units, presets, windows, tokens, statistics, output, held_out
     )  # fmt: skip
     if (budget := auto.budget_bytes()) is not None:
-        allocation.refuse_too_few(units, budget)
+        sized = request.options.max_size is not None
+        allocation.refuse_too_few(units, budget, auto.fixed_bytes if sized else None)
     return auto
 
 
@@ -176,26 +176,9 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     checkpoint = prepared.checkpoint
     if request.text is not None:
         return windows_of.load(checkpoint, request.text, request.ctx, None, request.limit), 0
-    tokens, found = prepared.calibration.tokens, prepared.calibration.provenance
-    count = max(1, len(tokens) // HELD_OUT)
-    if len(tokens) < 4:
-        raise QuantkitError(
-            f"{len(tokens)} sequences of calibration text are too few to hold some out",
-            "give more with --calibration and --samples, or a text to measure on with --text",
-            USAGE,
-        )
-    held = tokens[len(tokens) - count :]
-    scored = count * (held.shape[1] - 1)
-    protocol = Protocol(
-        text=f"{found.source} calibration text, held out",
-        sha256=hashlib.sha256(held.numpy().astype("<i8").tobytes()).hexdigest(),
-        tokens=scored,
-        ctx=held.shape[1],
-        stride=held.shape[1],
-        bos=found.bos,
-        tokenizer=tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size),
-    )
-    return Windows(held, [0] * count, protocol), count
+    calibrated = prepared.calibration
+    _, held = hold_out(calibrated.tokens)
+    return windows_of.held_out(checkpoint, held, calibrated.provenance), len(held)
 
 
 def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:

@@ -69,9 +69,9 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     if warning := needs.few_tokens(auto):
         progress.warn(warning)
     needs.check_disk(auto)
-    _open(auto)
+    known = _open(auto, progress)
     with disk_errors(auto.folder, "run the same command with --resume"):
-        table = _sensitivities(auto, progress)
+        table = _sensitivities(auto, known, progress)
         losses = table.losses(auto.units)
         tried = _within_divergence(auto, losses, progress) if auto.budget_bytes() is None else None
         searched = tried[-1] if tried else _within_bytes(auto, losses, auto.budget_bytes(), progress)
@@ -136,8 +136,11 @@ def kept(auto: Auto) -> str:
     return "the table of sensitivities and what was made of it are"
 
 
-def _open(auto: Auto) -> None:
-    """The folder beside the output. Raises QuantkitError if it is there, unasked."""
+def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
+    """Make the folder next to the output; return the saved table that lacks the fewest units.
+
+    Raises QuantkitError if the folder holds another search, or a table is not of this one.
+    """
     folder, request = auto.folder, auto.request
     ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {
         TABLE,
@@ -147,28 +150,34 @@ def _open(auto: Auto) -> None:
     }
     if folder.exists() and not ours:
         raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
-    if folder.exists() and not (request.resume or request.overwrite):
+    if (folder / TABLE).exists() and not (request.resume or request.overwrite):
         hint = "continue it with --resume, or start again with --overwrite"
         raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
-    if folder.exists() and not request.resume:
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
-def _sensitivities(auto: Auto, progress: Progress) -> Sensitivities:
-    """As saved; what is missing there is measured, and saved as it comes."""
     progress.phase("hashing the source")
+    own = [folder / TABLE] if request.resume else []
+    places = [place for place in (*own, request.sensitivities) if place and place.exists()]
+    tables = [sensitivities.load(place, auto.identity, auto.units) for place in places]
+    if not request.resume:
+        _clear(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return min(tables, key=lambda table: len(table.missing(auto.units)), default=None)
+
+
+def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
+    """The known table with the missing units measured; it is saved after each walk through the model."""
     tables = [auto.folder / TABLE, *filter(None, [auto.request.sensitivities])]
 
     def save(table: Sensitivities) -> None:
         for place in tables:
             table.save(place)
 
-    found = [sensitivities.load(place, auto.identity) for place in tables if place.exists()]
-    known = min(found, key=lambda table: len(table.missing(auto.units)), default=None)
-    table = measure(auto, progress, known, save) if known is None or known.missing(auto.units) else known
-    save(table)
-    return table
+    try:
+        table = measure(auto, progress, known, save) if known is None or known.missing(auto.units) else known
+        save(table)
+        return table
+    finally:
+        if not (auto.folder / TABLE).exists():  # nothing is kept, so the next run begins anew
+            shutil.rmtree(auto.folder)
 
 
 def _within_bytes(auto: Auto, losses: allocation.Losses, budget: int, progress: Progress) -> Made:

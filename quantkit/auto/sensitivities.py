@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,9 +12,34 @@ from quantkit.auto import curve
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.units import Unit, usual
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
+from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.prepare.fingerprint import differences
 
 SCHEMA = "quantkit.sensitivities/2"
+ANEW = "leave it out to measure anew"
+AMOUNT = {"type": "number", "minimum": 0}
+AMOUNTS = {"type": "object", "additionalProperties": AMOUNT}
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object with exactly these properties."""
+    rest = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **rest}
+
+
+DIVERGENCE = _object(mean={"type": "number"}, stderr=AMOUNT)
+UNIT = _object(
+    errors=_object(nearest=AMOUNTS, solved=AMOUNTS | {"minProperties": 1}),
+    measured={"type": "object", "additionalProperties": DIVERGENCE},
+)
+TABLE = _object(
+    schema={"const": SCHEMA},
+    identity={"type": "object"},
+    tokens=AMOUNT,
+    seconds=AMOUNT,
+    usual={"anyOf": [{"type": "null"}, DIVERGENCE]},
+    units={"type": "object", "additionalProperties": UNIT},
+)
 
 
 @dataclass(frozen=True)
@@ -84,12 +108,10 @@ class Sensitivities:
                 for name, errors in self.errors.items()
             },
         }
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        atomic.write_text(path, json.dumps(record, indent=1) + "\n")
 
 
-def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
+def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
     """A saved table. Raises QuantkitError where it is none, or not of this model and these options."""
     found = read(path)
     wanted = json.loads(json.dumps(identity))
@@ -99,13 +121,24 @@ def load(path: Path, identity: dict[str, Any]) -> Sensitivities:
             "repeat the options of that search, or leave it out to measure anew",
             USAGE,
         )
+    for unit in units:
+        if unit.name in found.errors and not _covers(found, unit):
+            raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)
     return found
+
+
+def _covers(table: Sensitivities, unit: Unit) -> bool:
+    """Whether the errors of a unit are those of its candidates, and include all that were measured."""
+    errors, names = table.errors[unit.name], {one.name for one in unit.candidates}
+    needed = table.measured[unit.name].keys() | ({usual(unit).name} if unit.block is not None else set())
+    return errors.nearest.keys() == names and needed <= errors.solved.keys() <= names
 
 
 def read(path: Path) -> Sensitivities:
     """A saved table of whatever search. Raises QuantkitError where it is none."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = untrusted.parse(untrusted.read(path))
+        json.dumps(stored, allow_nan=False)  # refuses NaN, Infinity and 1e400
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
@@ -113,7 +146,8 @@ def read(path: Path) -> Sensitivities:
     except ValueError:
         stored = None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        raise QuantkitError(f"{path} is no table of sensitivities", "leave it out to measure them", USAGE)
+        raise QuantkitError(f"{path} is no table of sensitivities", ANEW, USAGE)
+    untrusted.check_schema(stored, TABLE, str(path), ANEW)
     rows = stored["units"]
     return Sensitivities(
         stored["identity"],

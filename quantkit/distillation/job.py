@@ -11,13 +11,14 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation import memory
+from quantkit.distillation import memory, publish
 from quantkit.distillation.blocks import Text
 from quantkit.distillation.memory import Memory
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.student import Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
 from quantkit.models import headers
+from quantkit.models.files import untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -28,11 +29,10 @@ from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
 from quantkit.quantize.staging.folder import Staging
-from quantkit.text.calibration import CalibrationSet
+from quantkit.text.calibration import CalibrationSet, hold_out
 
 SCHEMA = "quantkit.distill/1"
 BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
-HELD_OUT = 8  # one sequence of so many decides, and is never trained on
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,9 @@ def is_done(request: Request) -> bool:
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
     manifest = headers.at(str(output), output).manifest or {}
+    untrusted.check_schema(
+        manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
+    )
     made = manifest.get("distilled") or {}
     return made.get("options") == json.loads(json.dumps(asdict(request.options)))
 
@@ -176,20 +179,13 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
 
 
 def split(tokens: Tensor, batch_size: int | None) -> Text:
-    """Batches of `tokens [samples, seqlen]`: every HELD_OUT-th sequence is held out, at least one.
+    """Return batches of `tokens [samples, seqlen]` to train on, and held-out ones.
 
     Raises QuantkitError where none is left.
     """
-    if len(tokens) < 2:
-        raise QuantkitError(
-            "one sequence of text is not enough: some is trained on, some held out",
-            hint="give more --samples or a longer text",
-            exit_code=USAGE,
-        )
-    numbers = torch.arange(len(tokens))
-    held = numbers % HELD_OUT == min(HELD_OUT, len(tokens)) - 1
+    train, held_out = hold_out(tokens)
     size = batch_size or max(1, BATCH_TOKENS // tokens.shape[1])
-    return Text(list(tokens[~held].split(size)), list(tokens[held].split(size)))
+    return Text(list(train.split(size)), list(held_out.split(size)))
 
 
 def _staging(request: Request, student: Checkpoint, dry_run: bool) -> Staging:
@@ -235,13 +231,10 @@ def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None
 
 
 def _check_origin(student: Checkpoint, teacher_sha256: str, request: Request, progress: Progress) -> None:
-    """Say so where the student's manifest names other files than the teacher's."""
-    stored = student.manifest()
-    try:
-        source = json.loads(stored)["source"] if stored else {}
-        told = source.get("sha256")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return  # `quantkit inspect` is who complains about manifests
+    """Warn where the student's manifest names other files than the teacher's. Raises QuantkitError for one of
+    odd content."""
+    source = (publish.manifest_of(student) or {}).get("source") or {}
+    told = source.get("sha256")
     if told and told != teacher_sha256:
         progress.warn(
             f"{request.student} was made from other files than {request.teacher} ({source.get('name')}, "

@@ -15,18 +15,19 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.distillation.student import Floats, Student
-from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.inspection.verify import ERRORS
-from quantkit.models.files import gguf_writer, sums
+from quantkit.models.files import gguf_writer, sums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.coded import CodedGguf
-from quantkit.models.headers import MANIFEST
+from quantkit.models.headers import MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.open import open_checkpoint
 from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
 from quantkit.quantize.outputs.folder import TIMINGS
 
 CARD = "README.md"
+MANIFEST_HINT = "copy or download it again"
 IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
 Patch = tuple[Path, int, bytes]  # of a file of the student: place and bytes
 
@@ -115,13 +116,23 @@ def _patch(file, changes) -> None:
         file.write(data)
 
 
-def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
-    """The student's own, and what was done to it; None where it has none."""
-    try:
-        stored = json.loads(checkpoint.manifest() or "null")
-    except (ValueError, RecursionError):
+def manifest_of(checkpoint: Checkpoint) -> dict | None:
+    """Return the manifest of a checkpoint; None where it has none. Raises QuantkitError for odd content."""
+    if (text := checkpoint.manifest()) is None:
         return None
-    if not isinstance(stored, dict):
+    try:
+        found = untrusted.parse(text.encode())
+    except ValueError as error:
+        raise QuantkitError(
+            f"{MANIFEST} of {checkpoint.source}: {error}", MANIFEST_HINT, UNSUPPORTED
+        ) from error
+    untrusted.check_schema(found, MANIFEST_SCHEMA, f"{MANIFEST} of {checkpoint.source}", MANIFEST_HINT)
+    return found
+
+
+def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
+    """Return the student's own manifest with the record added; None where it has none."""
+    if (stored := manifest_of(checkpoint)) is None:
         return None
     for row in stored.get("linears", ()):  # their floats are others now
         for name in ERRORS:

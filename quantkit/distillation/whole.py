@@ -72,7 +72,7 @@ class EndToEnd:
             learned = {name: state[f"best.{name}"] for name in self.start}, int(state["epoch"])
             best = min([best, *divergences])
         saved = time.monotonic()
-        while descent.done < plan.epochs * count:
+        while descent.done < plan.epochs * count and (learned[1] or not divergences):  # else it got worse
             epoch, place = divmod(descent.done, count)
             reached = f", held-out KL {divergences[-1]:.5f}" if divergences else ""
             progress.counting(f"end to end{reached}", descent.done, plan.epochs * count)

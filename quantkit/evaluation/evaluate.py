@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation import memory
 from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
@@ -136,12 +136,6 @@ def evaluate(
         (*model, kv, alone) for model in models for kv in (None, *kv_dtypes)
         for alone in _halves(*model, weights_only and kv is None)
     ]  # fmt: skip
-    if weights_only and not any(alone for *_, alone in candidates):
-        raise QuantkitError(
-            "--weights-only: no client of these models quantizes activations",
-            "leave it out: weights are all that is measured",
-            USAGE,
-        )
     recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
     context, windows, whole = _context(windows), windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]

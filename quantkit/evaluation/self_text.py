@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.whole_model import load_model
+from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.staging.replacing import check_place
 
@@ -115,22 +116,19 @@ def write(
     """Write a file of JSON lines, `{"text": ...}`, for `--calibration`, and tell what was written. It appears
     whole or not at all."""
     settings.check(checkpoint)
-    part, tokens, texts = output.with_name(f"{output.name}.partial"), 0, 0
+    tokens = texts = 0
     more = replace(settings, samples=settings.samples + settings.samples // SPARE + 1)
     try:
-        with open(part, "w", encoding="utf-8") as file:
+        with atomic.replacing(output) as part, open(part, "w", encoding="utf-8") as file:
             for batch in sequences(checkpoint, more, dtype, device, listen):
                 for ids in batch[:, 1:].tolist():
                     text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
                     file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 tokens, texts = tokens + batch.numel(), texts + len(batch)
-        os.replace(part, output)
     except OSError as error:
         raise QuantkitError(
             f"{output} cannot be written: {error.strerror}", "give another place with -o", RESOURCES
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     return {
         "schema": SCHEMA,
         "source": checkpoint.source,

@@ -68,6 +68,7 @@ class Trial:
         name, *settings = asked.split(",")
         if name not in methods.available():
             raise QuantkitError(f"--as {asked}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+        _method(name, ())  # gguf writes files only, so its options are not looked at
         method = _method(name, settings)
         if method.needs:
             plain = _without_text(name, settings)

@@ -15,7 +15,7 @@ from quantkit.models.files import untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine import ranks
 from quantkit.models.tokenizer_hash import tokenizer_sha256
-from quantkit.text.calibration import begins_with_bos
+from quantkit.text.calibration import Provenance, begins_with_bos
 
 DEFAULT_CONTEXT = 2048
 NOTED = 0.05  # share of a text that may be left out unsaid
@@ -130,6 +130,21 @@ def load(
         tokenizer=tokenizer_sha256(tokenizer, checkpoint.text_config.vocab_size),
     )
     return Windows(ids, first, protocol, len(stream) - (starts[-1] + body))
+
+
+def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windows:
+    """Return sequences `[windows, ctx]` that were held out of the calibration text as windows."""
+    count, ctx = tokens.shape
+    protocol = Protocol(
+        text=f"{Path(found.source).name} calibration text, held out",
+        sha256=hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
+        tokens=count * (ctx - 1),
+        ctx=ctx,
+        stride=ctx,
+        bos=found.bos,
+        tokenizer=tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size),
+    )
+    return Windows(tokens, [0] * count, protocol)
 
 
 def read_text(path: Path) -> str:

@@ -19,13 +19,18 @@ from quantkit.models.files.untrusted import SMALL_BYTES
 
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
+TEXT = {"type": ["string", "null"]}
 MANIFEST_SCHEMA = {  # as far as it is read again
     "type": "object",
     "properties": {
-        "source": {"type": ["object", "null"]},
+        "source": {"type": ["object", "null"], "properties": dict.fromkeys(("name", "sha256"), TEXT)},
         "linears": {"type": "array", "items": {"type": "object"}},
         "files": {"type": "object", "additionalProperties": {"type": "string"}},
-        "job": {"type": "object", "properties": {"execution": {"type": ["object", "null"]}}},
+        "job": {
+            "type": "object",
+            "properties": dict.fromkeys(("execution", "calibration"), {"type": ["object", "null"]}),
+        },
+        "distilled": {"type": "object"},
     },
 }
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes

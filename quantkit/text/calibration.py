@@ -20,6 +20,8 @@ from quantkit.text.sources import Document, open_source
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
+HELD_OUT = 8  # one sequence of so many is held out of the text that is learned from
+MOST_HELD_OUT = 32  # sequences: enough to decide on
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,22 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
         source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
     )
     return CalibrationSet(tokens, provenance, warning)
+
+
+def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sequences to learn from and sequences to decide on, the last eighth, of `[samples, seqlen]`.
+
+    Documents come in seeded order, so the last ones are a sample of all, and a job with fewer `--samples`
+    learns from exactly the others. Raises QuantkitError where there is one sequence.
+    """
+    if len(tokens) < 2:
+        raise QuantkitError(
+            "one sequence of text is not enough: some text is learned from, other text is held out",
+            "give more --samples, a longer text or a shorter --seqlen",
+            USAGE,
+        )
+    count = min(MOST_HELD_OUT, max(1, len(tokens) // HELD_OUT))
+    return tokens[:-count], tokens[-count:]
 
 
 def begins_with_bos(tokenizer) -> bool:

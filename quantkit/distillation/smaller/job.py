@@ -13,13 +13,14 @@ import torch
 import transformers
 
 from quantkit import __version__
-from quantkit.distillation.smaller import judge, shape, targets, training
+from quantkit.distillation.smaller import shape, targets, training
 from quantkit.distillation.smaller.options import Options
 from quantkit.distillation.smaller.shape import Axis, Shape
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models import headers
+from quantkit.models.files import untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory
 from quantkit.models.open import open_checkpoint
@@ -29,7 +30,7 @@ from quantkit.quantize.prepare import plan, room
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
 from quantkit.quantize.staging.folder import Staging
-from quantkit.text.calibration import CalibrationSet
+from quantkit.text.calibration import CalibrationSet, hold_out
 
 SCHEMA = "quantkit.distill-smaller/1"
 BYTES_TRAINED = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
@@ -128,6 +129,9 @@ def is_done(request: Request) -> bool:
     if not (output / headers.MANIFEST).is_file() or Staging(output).folder.exists():
         return False
     manifest = headers.at(str(output), output).manifest or {}
+    untrusted.check_schema(
+        manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
+    )
     made, text = manifest.get("job") or {}, request.calibration
     options = json.loads(json.dumps(dataclasses.asdict(request.options)))
     told = (manifest.get("source") or {}).get("name"), made.get("method"), made.get("options")
@@ -158,11 +162,7 @@ def prepare(
     shape.check_teacher(checkpoint, skeleton)
     wanted, axes, reader = _shape(request.options, checkpoint, skeleton)
     calibrated = calibrate(checkpoint, request, progress)
-    if len(calibrated.tokens) < 2:
-        raise QuantkitError(
-            "one sequence of text leaves none to judge by", "give more text, or a shorter --seqlen", USAGE
-        )
-    trained, held_out = (len(part) for part in judge.split(calibrated.tokens))
+    trained, held_out = map(len, hold_out(calibrated.tokens))
     if request.options.self_text:
         self_text.beginning(checkpoint)
         trained = request.calibration.samples  # however little text there is to judge by

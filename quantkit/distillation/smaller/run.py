@@ -27,7 +27,7 @@ from quantkit.distillation.smaller import (
     training,
 )
 from quantkit.distillation.smaller.job import Job
-from quantkit.evaluation import self_text
+from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
@@ -39,6 +39,7 @@ from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import hold_out
 
 Students = list[Checkpoint]  # as cut, and trained
 
@@ -72,7 +73,7 @@ def run(job: Job, progress: Progress) -> dict:
 def _make(job: Job, progress: Progress, timings: Timings) -> tuple[Students, dict]:
     """The student as cut and as trained, both in the staging folder, and what is told of the ways there."""
     skeleton, staging = job.skeleton, job.staging
-    text, held_out = judge.split(job.calibration.tokens)
+    text, held_out = hold_out(job.calibration.tokens)
     with timings("load"):
         skeleton.load_rest()
     with timings("choose"):
@@ -193,7 +194,7 @@ def whole(skeleton: Skeleton) -> torch.nn.Module:
 def _judge(job: Job, students: Students, made: dict, progress: Progress) -> dict:
     """The whole record: teacher and students by held-out text and, where one was given, by another."""
     teacher = dataclasses.replace(job.checkpoint, source=job.checkpoint.name)
-    _, held_out = judge.split(job.calibration.tokens)
+    _, held = hold_out(job.calibration.tokens)
 
     def measure(text: Windows) -> tuple[list[float], dict]:
         return judge.measure([teacher, *students], text, job.skeleton.device, listen)
@@ -201,7 +202,7 @@ def _judge(job: Job, students: Students, made: dict, progress: Progress) -> dict
     def listen(source: str, done: int, total: int) -> None:
         progress.counting(f"evaluating {source}", done, total)
 
-    (before, after), measured = measure(judge.windows(held_out, job.checkpoint, job.calibration))
+    (before, after), measured = measure(windows.held_out(job.checkpoint, held, job.calibration.provenance))
     if not after < before:
         progress.warn(
             f"training did not help: the KL divergence on held-out text is {after:.5f}, as cut {before:.5f}; "

@@ -11,6 +11,9 @@ from pathlib import Path
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.comparison import table
 from quantkit.evaluation.comparison.figures import Figure, figures
+from quantkit.models.files import untrusted
+
+MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY has no ending
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Outputs:
                 raise _unwritable(path, "is a folder")
             if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
                 raise _unwritable(path, "cannot be written there")
+        if self.summary and self.summary.exists():
+            _refuse_other_than_text(self.summary)
         if self.html and self.html.suffix not in (".html", ".htm"):
             raise QuantkitError(
                 f"{self.html}: a page is .html", f"try {self.html.with_suffix('.html')}", USAGE
@@ -74,6 +79,19 @@ def _page(record: dict) -> str:
     from quantkit.evaluation.comparison import page
 
     return page.page(record)
+
+
+def _refuse_other_than_text(path: Path) -> None:
+    """Raise QuantkitError unless Markdown can be appended: the file is empty or text, of no other format."""
+    with writing(path):
+        found = untrusted.read(path)
+    try:
+        text = "\0" not in found.decode("utf-8")
+    except UnicodeDecodeError:
+        text = False
+    if found and not (text and path.suffix.lower() in MARKDOWN):
+        hint = "choose a new file, or one that ends in .md"
+        raise QuantkitError(f"--summary {path} is no Markdown file: nothing is appended", hint, USAGE)
 
 
 @contextmanager

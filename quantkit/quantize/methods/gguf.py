@@ -156,7 +156,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.quantize.outputs.gguf import GgufOutput
 
     if skeleton is None:
-        raise QuantkitError("gguf cannot be tried in memory", "write the file and evaluate it", USAGE)
+        hint = "write it with quantkit gguf, then evaluate that file"
+        raise QuantkitError("gguf cannot be tried in memory", hint, USAGE)
     file_type = stored_as(options)
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
