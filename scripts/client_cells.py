@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from client_runs import DEMO, quantkit
+from client_runs import DEMO, quantkit_logged
 
 IDS = [0] + [(7 * i * i + 13 * i + 5) % 4000 + 4 for i in range(31)]
 SHAPE = {
@@ -94,7 +94,7 @@ def make(cell: Cell, root: Path) -> Path:
         shared = ["--samples", "8", "--seqlen", "128", "--threads", "1", "--overwrite", "--quiet"]
         method, *flags = cell.command.split()
         arguments = [method, str(model), "-o", str(folder), *flags, *shared]
-        quantkit(arguments, folder.with_suffix(".log"))
+        quantkit_logged(arguments, folder.with_suffix(".log"))
     return folder
 
 

@@ -46,8 +46,15 @@ def run_script(
     run(command, path.with_suffix(".log"), threads, PYTHONPATH=pythonpath)
 
 
-def quantkit(arguments: list[str], log: Path) -> None:
-    """The command line of this checkout, in this interpreter's environment. Raises Failed."""
+def quantkit(*arguments: object) -> str:
+    """Run a command of this checkout; return its standard output. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "quantkit", *map(str, arguments), "--quiet"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=env).stdout
+
+
+def quantkit_logged(arguments: list[str], log: Path) -> None:
+    """Run a command of this checkout; its output goes to `log`. Raises Failed."""
     run([sys.executable, "-m", "quantkit", *arguments], log, PYTHONPATH=str(ROOT))
 
 

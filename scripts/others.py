@@ -19,7 +19,17 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from client_runs import DEMO, ROOT, Failed, load_client, quantkit, run_script, table, versions, write_section
+from client_runs import (
+    DEMO,
+    ROOT,
+    Failed,
+    load_client,
+    quantkit_logged,
+    run_script,
+    table,
+    versions,
+    write_section,
+)
 
 TEXT = ROOT / "tests/data/heldout.txt"
 CONTEXT = 256
@@ -91,7 +101,7 @@ def own_perplexity(folder: Path) -> float:
     """What `quantkit eval` says of the folder. Raises Failed."""
     arguments = ["eval", str(folder), "--text", str(TEXT), "--ctx", str(CONTEXT), "--json", "-q"]
     log = folder / "quantkit-eval.log"
-    quantkit(arguments, log)
+    quantkit_logged(arguments, log)
     printed = log.read_text()
     return json.loads(printed[printed.index("{") :])["models"][0]["metrics"]["ppl"]["value"]
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
-from client_runs import ROOT, write_section
+from client_runs import ROOT, quantkit, write_section
 
 PRESETS = {  # engine and further flags -> presets whose bits are the budgets
     ("transformers",): ("3 bit g128", "3 bit g64", "3 bit g32"),
@@ -36,12 +35,6 @@ HEAD = [
     "| measured | of uniform | yaqa | of uniform | imatrix | searched: of it | yaqa: of it |",
     "| --- | --- | --- | " + " | ".join(["---:"] * 11) + " |",
 ]
-
-
-def quantkit(*arguments: str) -> str:
-    """Run a command; its standard output."""
-    command = [sys.executable, "-m", "quantkit", *arguments, "--quiet"]
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
 class Measured:

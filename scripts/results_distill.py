@@ -18,8 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from client_runs import ROOT, write_section
-from results_gguf import quantkit
+from client_runs import ROOT, quantkit, write_section
 
 DOCUMENT = ROOT / "docs" / "distill.md"
 TEXT = ["--samples", "128", "--seqlen", "256"]
@@ -51,12 +50,12 @@ def distill(model: str, folder: Path, name: str, student: Student) -> tuple[Path
     made, out = folder / f"{stem}{student.suffix}", folder / f"{stem}-distilled{student.suffix}"
     record = folder / f"{stem}.json"
     if not made.exists():
-        quantkit(*student.command, model, "-o", str(made), "--quiet", "--overwrite")
+        quantkit(*student.command, model, "-o", str(made), "--overwrite")
     if not out.exists() or not record.exists():
         resume = "--resume" if Path(f"{out}.partial").exists() else "--overwrite"
         asked = [model, str(made), "-o", str(out), *TEXT, *student.options, resume]
         began = time.monotonic()
-        found = json.loads(quantkit("distill", *asked, "--json", "--quiet"))
+        found = json.loads(quantkit("distill", *asked, "--json"))
         record.write_text(json.dumps(found | {"minutes": (time.monotonic() - began) / 60}))
         print(f"{name} done", file=sys.stderr)
     return made, out, json.loads(record.read_text())
@@ -65,7 +64,7 @@ def distill(model: str, folder: Path, name: str, student: Student) -> tuple[Path
 def measure(model: str, files: list[Path], args: argparse.Namespace) -> list[dict]:
     """What `quantkit eval` says of every file."""
     limits = ["--text", str(args.text), "--ctx", str(args.ctx), "--limit", str(args.limit)]
-    told = quantkit("eval", model, *map(str, files), *limits, "--metrics", "kld", "--json", "--quiet")
+    told = quantkit("eval", model, *map(str, files), *limits, "--metrics", "kld", "--json")
     return json.loads(told)["models"][1:]
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from client_runs import ROOT, write_section
+from client_runs import ROOT, quantkit, write_section
 from transformers import AutoModelForCausalLM
 
 from quantkit.evaluation import windows as windows_of
@@ -54,18 +53,12 @@ CODE_BOOKS = {  # the i-quants of 2 and 3 bits, which take longer
 SOLVERS = ("rtn", "gptq")
 
 
-def quantkit(*arguments: str) -> str:
-    """Run a command; its standard output."""
-    command = [sys.executable, "-m", "quantkit", *arguments]
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-
-
 def make(model: str, folder: Path, names: Iterable[str]) -> list[Path]:
     """The F16 file and two of each type."""
     types = [flag for name in names for flag in ("-t", name)]
     for solver in SOLVERS:
-        quantkit("gguf", model, *types, "--solver", solver, "-o", str(folder / solver), "--quiet")
-    quantkit("gguf", model, "-t", "F16", "-o", str(folder / "F16.gguf"), "--quiet")
+        quantkit("gguf", model, *types, "--solver", solver, "-o", str(folder / solver))
+    quantkit("gguf", model, "-t", "F16", "-o", str(folder / "F16.gguf"))
     stem = Path(model).name
     return [
         folder / "F16.gguf",
@@ -83,7 +76,6 @@ def decoded(model: str, files: list[Path], args: argparse.Namespace) -> dict[Pat
         "--limit",
         str(args.limit),
         "--json",
-        "--quiet",
     ]
     record = json.loads(quantkit("eval", model, *map(str, files), *options))
     return dict(zip(files, record["models"][1:], strict=True))

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from client_runs import ROOT
+from client_runs import ROOT, quantkit
 
 COPIES = {
     "nf4": ["nf4"],
@@ -28,19 +26,13 @@ COPIES = {
 }
 
 
-def quantkit(*arguments: str) -> str:
-    """Run a command; its standard output."""
-    command = [sys.executable, "-m", "quantkit", *arguments]
-    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-
-
 def make(model: str, folder: Path) -> dict[str, str]:
     """The copies, by name."""
     made = {}
     for name, asked in COPIES.items():
         place = folder / name.replace(", ", "-").replace(" ", "")
         if not place.exists():
-            quantkit(*asked, model, "-o", str(place), "-q")
+            quantkit(*asked, model, "-o", str(place))
         made[name] = str(place)
     return made
 
@@ -85,7 +77,7 @@ def main() -> None:
         sizes = [f"--{flag}={getattr(asked, flag)}" for flag in ("prompts", "tokens", "repeats", "k")]
         found = {}
         for temperature in (0.0, 1.0):
-            command = ["specdec", asked.model, *copies.values(), "prompt-lookup", *sizes, "--json", "-q"]
+            command = ["specdec", asked.model, *copies.values(), "prompt-lookup", *sizes, "--json"]
             found[temperature] = json.loads(quantkit(*command, f"--temperature={temperature}"))["drafts"]
     names = [*copies, "prompt-lookup"]
     print(measured(found, names), by_count(found, names), sep="\n\n")

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from client_runs import DEMO, ROOT, Failed, quantkit, table, write_section
+from client_runs import DEMO, ROOT, Failed, quantkit_logged, table, write_section
 
 USERS = (1, 4)
 PROMPT, TOKENS = "Once upon a time", 16
@@ -40,7 +40,7 @@ def checkpoint(command: str, root: Path) -> Path:
     path = root / (f"{name}.gguf" if command.startswith("gguf") else name)
     if not path.exists():
         method, *flags = command.split()
-        quantkit([method, str(DEMO), "-o", str(path), *flags], root / f"{name}.log")
+        quantkit_logged([method, str(DEMO), "-o", str(path), *flags], root / f"{name}.log")
     return path
 
 

@@ -1,24 +1,25 @@
-"""KL divergence with and without folded rotations, on the demo model and its twin with outlier channels.
+"""KL divergence and CPU seconds by transform, on the demo model and its twin with outlier channels.
 
-    python scripts/results_rotations.py --text frankenstein.txt [--only "nf4"]
+    python scripts/results_transforms.py --text frankenstein.txt [--only "nf4"] [--transforms none,awq,auto]
+                                         [--samples 48] [--limit 10240]
 
-Each row is a job, each column a `--transform`. Calibrated on 48 sequences of the shipped text, measured on
-the first 10,240 tokens; prints Markdown, a row as soon as it is known.
+Each row is a job, each column a `--transform`. A job runs on one thread; its CPU seconds stand in brackets.
+Prints Markdown, a row as soon as it is known.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 
 import outlier_twin
 import results
 from client_runs import ROOT
 
-from quantkit.options import CalibrationOptions
+from quantkit.options import CalibrationOptions, RunOptions
 
-CALIBRATION = CalibrationOptions(samples=48)
 TRANSFORMS = "none", "auto", "rotate-v+auto", "rotate", "rotate+auto"
 JOBS = {
     "gptq 4 bit": ("gptq", {}),
@@ -33,21 +34,24 @@ JOBS = {
 }
 
 
-def row(original: str, model: str, made: results.Job, args: argparse.Namespace) -> dict[str, float]:
-    """KL divergence from the original by transform."""
+def row(original: str, model: str, made: results.Job, args: argparse.Namespace) -> list[str]:
+    """Return a cell for each transform: KL divergence from the original, and CPU seconds of the job."""
     method, options = made
+    outputs, seconds = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        outputs = {
-            transform: results.quantize(
+        for transform in args.transforms:
+            before = time.process_time()
+            outputs[transform] = results.quantize(
                 model,
                 Path(folder),
                 f"{method} {transform}",
                 (method, options | {"transform": transform}),
-                calibration=CALIBRATION,
+                RunOptions(threads=1),
+                CalibrationOptions(samples=args.samples),
             )
-            for transform in args.transforms
-        }
-        return results.divergences(results.compare(original, outputs.values(), args), outputs)
+            seconds[transform] = time.process_time() - before
+        found = results.divergences(results.compare(original, outputs.values(), args), outputs)
+    return [f"{found[name]:.5f} ({seconds[name]:.1f} s)" for name in args.transforms]
 
 
 def main() -> None:
@@ -55,6 +59,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "tests/data/heldout.txt")
     parser.add_argument("--ctx", type=int, default=256)
     parser.add_argument("--limit", type=int, default=10240)
+    parser.add_argument("--samples", type=int, default=48, help="calibration sequences")
     parser.add_argument("--only", default="", help="jobs that contain this text")
     parser.add_argument("--transforms", type=lambda text: text.split(","), default=TRANSFORMS)
     args = parser.parse_args()
@@ -65,8 +70,7 @@ def main() -> None:
         for name, made in JOBS.items():
             for kind, model in {"": demo, ", twin": twin}.items():
                 if args.only in f"{name}{kind}":
-                    found = row(str(demo), str(model), made, args)
-                    cells = " | ".join(f"{found[transform]:.5f}" for transform in args.transforms)
+                    cells = " | ".join(row(str(demo), str(model), made, args))
                     print(f"| {name}{kind} | {cells} |", flush=True)
 
 
