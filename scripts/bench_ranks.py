@@ -86,21 +86,29 @@ def timed(command: list[str], out: Path) -> dict[str, float]:
 # ---- on paper
 
 
-def dense(hidden: int, inner: int, key_values: int) -> list[tuple[int, int, int, float]]:
-    """Sites of a block: width, outputs, how many such sites, and the share of the tokens that enter each."""
+Site = tuple[int, int, int, int, float]
+
+
+def dense(hidden: int, inner: int, key_values: int) -> list[Site]:
+    """Sites of a block: width, outputs of all linears and of those that one rank solves, how many such sites,
+    and the share of the tokens that enter each."""
     return [
-        (hidden, hidden + 2 * key_values, 1, 1.0),
-        (hidden, hidden, 1, 1.0),
-        (hidden, 2 * inner, 1, 1.0),
-        (inner, hidden, 1, 1.0),
+        (hidden, hidden + 2 * key_values, hidden, 1, 1.0),
+        (hidden, hidden, hidden, 1, 1.0),
+        (hidden, 2 * inner, inner, 1, 1.0),
+        (inner, hidden, hidden, 1, 1.0),
     ]
 
 
-def mixture(hidden: int, inner: int, experts: int, active: int) -> list[tuple[int, int, int, float]]:
+def mixture(hidden: int, inner: int, experts: int, active: int) -> list[Site]:
     """The same of a block with experts, attention as large as a dense model's."""
     share = active / experts
     attention = dense(hidden, inner, hidden // 8)[:2]
-    return [*attention, (hidden, 2 * inner, experts, share), (inner, hidden, experts, share)]
+    return [
+        *attention,
+        (hidden, 2 * inner, 2 * inner, experts, share),
+        (inner, hidden, hidden, experts, share),
+    ]
 
 
 MODELS = {
@@ -109,17 +117,18 @@ MODELS = {
 }
 
 
-def paper(name: str, blocks: int, sites: list[tuple[int, int, int, float]]) -> None:
+def paper(name: str, blocks: int, sites: list[Site]) -> None:
     """What a block takes on one GPU and on RANKS of them, in seconds."""
-    forward = sum(2 * TOKENS * share * width * out * many for width, out, many, share in sites)
-    moments = sum(TOKENS * share * width**2 * many for width, _, many, share in sites)
-    factor = sum(width**3 / 3 * many for width, _, many, _ in sites)
-    sweep = sum(PRODUCTS * out * width**2 * many for width, out, many, _ in sites)
-    launches = sum(LAUNCHES * width * many for width, _, many, _ in sites)
-    dealt = sum(LAUNCHES * width * -(-many // RANKS) for width, _, many, _ in sites) / launches
-    spread = sum(width**3 / 3 * -(-many // RANKS) for width, _, many, _ in sites) / factor
-    sums = sum(4 * width**2 * 9 / 16 * many for width, _, many, _ in sites)  # the panels up to the diagonal
-    codes = sum(width * out * many for width, out, many, _ in sites)  # a byte each
+    forward = sum(2 * TOKENS * share * width * out * many for width, out, _, many, share in sites)
+    moments = sum(TOKENS * share * width**2 * many for width, _, _, many, share in sites)
+    factor = sum(width**3 / 3 * many for width, _, _, many, _ in sites)
+    sweep = sum(PRODUCTS * out * width**2 * many for width, out, _, many, _ in sites)
+    own = sum(PRODUCTS * out * width**2 * -(-many // RANKS) for width, _, out, many, _ in sites) / sweep
+    launches = sum(LAUNCHES * width * many for width, _, _, many, _ in sites)
+    dealt = sum(LAUNCHES * width * -(-many // RANKS) for width, _, _, many, _ in sites) / launches
+    spread = sum(width**3 / 3 * -(-many // RANKS) for width, _, _, many, _ in sites) / factor
+    sums = sum(4 * width**2 * many for width, _, _, many, _ in sites)
+    codes = sum(width * out * many for width, out, _, many, _ in sites)  # a byte each
     link = 2 * (RANKS - 1) / RANKS * sums + codes
     solve, calls = sweep / FLOAT32_FLOPS, launches * LAUNCH_SECONDS  # whichever takes longer hides the other
     rows = [
@@ -141,7 +150,7 @@ def paper(name: str, blocks: int, sites: list[tuple[int, int, int, float]]) -> N
             factor / FLOAT32_FLOPS,
             factor / FLOAT32_FLOPS * spread,
         ),
-        ("sweep, refinement", f"{sweep:.1e} FLOP in float32", solve, solve / RANKS),
+        ("sweep, refinement", f"{sweep:.1e} FLOP in float32", solve, solve * own),
         ("their launches", f"{launches:.1e} one after another", calls, calls * dealt),
         ("sums and codes", f"{link / 1e9:.1f} GB over each link", 0.0, link / LINK_BYTES),
     ]
@@ -151,7 +160,7 @@ def paper(name: str, blocks: int, sites: list[tuple[int, int, int, float]]) -> N
     for what, how_much, one, many in rows:
         print(f"| {what} | {how_much} | {one:.2f} | {many:.2f} |")
     one = sum(row[2] for row in rows) - min(solve, calls)
-    many = sum(row[3] for row in rows) - min(solve / RANKS, calls * dealt)
+    many = sum(row[3] for row in rows) - min(solve * own, calls * dealt)
     print(f"| a block: {one / many:.1f} times as fast | | {one:.1f} | {many:.1f} |")
     print(f"| all blocks | | {one * blocks / 60:.0f} min | {many * blocks / 60:.0f} min |\n")
 

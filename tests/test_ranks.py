@@ -1,7 +1,8 @@
-"""Two processes at one job: what they write is what one writes, and when one is lost, both end at once.
+"""Two processes at one job: what they write, how they end, and what a user reads when one is lost.
 
 Processes are forked from a server that has torch imported already (as in test_resume.py). Each finds the
-others by the environment that torchrun makes. No wait is without an end: `run` kills what takes too long.
+others by the environment that torchrun makes, in a store that the test holds as torchrun does. No wait is
+without an end: `run` kills what takes too long.
 """
 
 import json
@@ -11,18 +12,20 @@ import signal
 import socket
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import families
 import pytest
 import torch
+import torch.distributed as dist
 
 from quantkit import cli
-from quantkit.models.machine import heartbeat, parcels, ranks
-from quantkit.models.open import open_checkpoint
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
-from quantkit.quantize.staging import folder as staging
+from quantkit.quantize.calibrate.capture import Statistics
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CALIBRATION = "--calibration text.txt --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()
@@ -55,8 +58,6 @@ def die() -> None:
 
 
 def fail() -> None:
-    from quantkit.errors import UNSUPPORTED, QuantkitError
-
     raise QuantkitError("its weights are odd", "take others", UNSUPPORTED)
 
 
@@ -68,66 +69,68 @@ def wait(action) -> None:
 
 
 def sleep() -> None:
+    Path("asleep").touch()
     time.sleep(LONGEST)
 
 
-def unordered() -> None:
-    """As on GPUs: sums as they come, and rows of linears on all ranks."""
-    ranks.in_order = lambda: False
-
-
 def grow_impatient() -> None:
-    """From here on the other has nothing to do but what is waited for."""
-    heartbeat.STUCK, heartbeat.GRACE = 2.0, 0.5
+    distributed.TIMEOUT = timedelta(seconds=5)
 
 
-FAULTS = {  # of the second rank, and what the first does then
+FAULTS = {  # of the second rank, and of both
     "dies": (lambda: at_block(2, lambda: wait(die)), None),
     "fails": (lambda: at_block(2, lambda: wait(fail)), None),
-    "unordered": (unordered, unordered),
-    "hangs": (lambda: at_block(2, lambda: wait(sleep)), lambda: at_block(2, grow_impatient)),
+    "hangs": (lambda: at_block(2, lambda: wait(sleep)), grow_impatient),
+    "waits": (lambda: at_block(2, lambda: wait(sleep)), None),
 }
 
 
-def child(folder: Path, rank: int, count: int, commands: list, fault: str | None) -> None:
+def child(folder: Path, place: dict[str, object], log: str, arguments: list, fault: str | None) -> None:
     os.chdir(folder)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    heartbeat.BEAT = 0.1
-    if fault and FAULTS[fault][not rank]:
-        FAULTS[fault][not rank]()
-    for number, (port, arguments) in enumerate(commands):
-        for name, stream in [("out", 1), ("err", 2)]:
-            log = os.open(f"{name}-{count}-{rank}-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, stream)
-        if count > 1:
-            place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "LOCAL_RANK": rank}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({key: str(value) for key, value in place.items()})
-        sys.argv = ["quantkit", *map(str, arguments)]
-        sys.stdout = os.fdopen(os.dup(1), "w")
-        try:
-            cli.main()
-        except SystemExit as ended:
-            sys.stdout.flush()
-            if ended.code:
-                raise
+    os.environ.update({key: str(value) for key, value in place.items()})
+    own, both = FAULTS.get(fault, (None, None))
+    if both:
+        both()
+    if own and place["RANK"]:
+        own()
+    for name, stream in [("out", 1), ("err", 2)]:
+        target = os.open(f"{name}-{log}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(target, stream)
+    sys.argv = ["quantkit", *map(str, arguments)]
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    try:
+        cli.main()
+    finally:
+        sys.stdout.flush()
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+def places_of(count: int) -> tuple[list[dict], dist.TCPStore]:
+    """What torchrun tells each rank, and the store that they meet in."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    whole = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+    whole |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    whole |= {"TORCHELASTIC_RESTART_COUNT": 0}
+    return [whole | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(count)], store
 
 
-def run(folder: Path, count: int, *commands: list, faulty: str | None = None) -> list[int]:
-    """Exit codes of `count` ranks that run these commands one after another."""
-    placed = [(free_port(), [*command, "-q"]) for command in commands]
+def start(folder: Path, count: int, number: int, command: list, faulty: str | None = None) -> tuple:
+    """Processes that run a command, and the store that they meet in."""
+    places, store = places_of(count) if count > 1 else ([{}], None)
     processes = [
-        SERVER.Process(target=child, args=(folder, rank, count, placed, faulty)) for rank in range(count)
+        SERVER.Process(
+            target=child, args=(folder, place, f"{count}-{rank}-{number}", [*command, "-q"], faulty)
+        )
+        for rank, place in enumerate(places)
     ]
     for process in processes:
         process.start()
+    return processes, store
+
+
+def ended(folder: Path, processes: list) -> list[int]:
+    """Exit codes, once all have ended."""
     end = time.monotonic() + LONGEST
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
@@ -139,12 +142,32 @@ def run(folder: Path, count: int, *commands: list, faulty: str | None = None) ->
     return [process.exitcode for process in processes]
 
 
+def run(folder: Path, count: int, *commands: list, faulty: str | None = None) -> list[list[int]]:
+    """Exit codes of `count` ranks that run each of these commands, one after another."""
+    codes = []
+    for number, command in enumerate(commands):
+        processes, _store = start(folder, count, number, command, faulty)
+        codes.append(ended(folder, processes))
+    return codes
+
+
 def make_folder(folder: Path) -> Path:
     folder.mkdir()
     families.save_tokenizer(families.save_model(folder / "model", "llama", **SIZES))
     families.save_tokenizer(families.save_model(folder / "mixture", "qwen3_moe", num_hidden_layers=1))
     (folder / "text.txt").write_text("\n".join(families.sentences() * 8))
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Begins with its first process, whichever test that is of, and imports what this file does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        first = SERVER.Process(target=int)
+        first.start()
+        first.join()
 
 
 @pytest.fixture(scope="module")
@@ -158,31 +181,15 @@ def done(tmp_path_factory):
         ["awq", "model", "--group-size", "32", *CALIBRATION, "-o", "awq"],
         ["gptq", "mixture", "--group-size", "32", *CALIBRATION, "-o", "experts"],
     ]
-    with pytest.MonkeyPatch.context() as patch:  # for the server, which begins with the first process
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        one, two = make_folder(top / "one"), make_folder(top / "two")
-        assert run(one, 1, *commands) == [0]
-    assert run(two, 2, *commands, [*GPTQ, "-o", "again"]) == [0, 0]
+    one, two = make_folder(top / "one"), make_folder(top / "two")
+    assert run(one, 1, *commands) == [[0]] * 5
+    assert run(two, 2, *commands, [*GPTQ, "-o", "again"]) == [[0, 0]] * 6
     return one, two
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoint = open_checkpoint(str(folder))
-    return {name: checkpoint.read(name).float() for name in sorted(checkpoint.names)}
-
-
-def furthest(one: Path, other: Path) -> float:
-    """The largest difference of any weight."""
-    first, second = weights(one), weights(other)
-    assert first.keys() == second.keys()
-    return max((first[name] - second[name]).abs().max().item() for name in first)
-
-
-@pytest.mark.parametrize("name", ["out", "awq", "experts"])
-def test_two_processes_write_the_weights_of_one(done, name):
-    one, two = done
-    assert furthest(one / name, two / name) <= 1e-5
+def linears(place: Path) -> list[dict]:
+    """Of a manifest."""
+    return json.loads((place / "quantkit.json").read_text())["linears"]
 
 
 def test_the_same_number_of_processes_writes_the_same_bytes(done):
@@ -194,36 +201,62 @@ def test_the_same_number_of_processes_writes_the_same_bytes(done):
     assert {name: text.replace(b"again", b"out") for name, text in again.items()} == found
 
 
-def test_rows_of_linears_on_both_and_sums_as_they_come(done, tmp_path):
-    """A weight between two codes may tip, with it what comes after it in its row, and all blocks behind: how
-    many do depends on the processor. What comes out is another sample of the same quality."""
-    folder = make_folder(tmp_path / "unordered")
-    jobs = [[*GPTQ, "-o", name, "--batch-size", "3"] for name in ("out", "again")]
-    assert run(folder, 2, *jobs, faulty="unordered") == [0, 0]
-    first, again = weights(folder / "out"), weights(folder / "again")
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    found, alone = ([row["error"] for row in linears(place / "out")] for place in (folder, done[0]))
-    assert found[0] == pytest.approx(alone[0], rel=1e-3), "in the first block few weights tip"
-    assert sum(found) == pytest.approx(sum(alone), rel=0.05)
+@pytest.mark.parametrize("name", ["out", "awq", "experts"])
+def test_two_processes_write_a_sample_of_the_quality_of_one(done, name):
+    """A weight between two codes may tip, with it what comes after it in its row, and all blocks behind."""
+    one, two = ([row["error"] for row in linears(folder / name)] for folder in done)
+    assert one[0] == pytest.approx(two[0], rel=1e-3), "in the first linear few weights tip"
+    assert sum(one) == pytest.approx(sum(two), rel=0.05)
 
 
-def linears(place: Path) -> list[dict]:
-    """Of a manifest."""
-    return json.loads((place / "quantkit.json").read_text())["linears"]
+def test_an_evaluation_by_two_processes_is_that_of_one(done):
+    one, two = (
+        json.loads((folder / f"out-{count}-0-1").read_text())["models"]
+        for count, folder in enumerate(done, 1)
+    )
+    assert one[0] == two[0]  # of the same weights, to the last digit
+    found, wanted = (models[1]["metrics"] for models in (two, one))
+    assert found["ppl"]["value"] == pytest.approx(wanted["ppl"]["value"], rel=1e-3)
+    assert found["kld"]["mean"] == pytest.approx(wanted["kld"]["mean"], rel=0.02)
+
+
+def summed(folder: Path, place: dict[str, object]) -> None:
+    """Statistics of half of the inputs on each rank, of all of them on one."""
+    os.chdir(folder)
+    os.environ.update({key: str(value) for key, value in place.items()})
+    inputs = torch.randn(12, 40, 64, generator=torch.Generator().manual_seed(0)).split(2)
+    with distributed.joined("cpu"):
+        own = Statistics(64, torch.device("cpu"), ("hessian", "magnitude", "peak"))
+        for batch in distributed.share(inputs):
+            own.add(batch)
+        found = own.finish()
+        torch.save((found.hessian, found.magnitude, found.peak), f"rank{distributed.rank()}.pt")
+    assert not dist.is_initialized()
+
+
+def test_sums_of_two_processes_are_those_of_one(tmp_path):
+    places, _store = places_of(2)
+    processes = [SERVER.Process(target=summed, args=(tmp_path, place)) for place in places]
+    for process in processes:
+        process.start()
+    assert ended(tmp_path, processes) == [0, 0]
+    inputs = torch.randn(12, 40, 64, generator=torch.Generator().manual_seed(0))
+    whole = Statistics(64, torch.device("cpu"), ("hessian", "magnitude", "peak"))
+    whole.add(inputs)
+    wanted = whole.finish()
+    for rank in (0, 1):
+        hessian, magnitude, peak = torch.load(tmp_path / f"rank{rank}.pt")
+        torch.testing.assert_close(
+            hessian, wanted.hessian, rtol=1e-4, atol=1e-4 * wanted.hessian.diagonal().mean()
+        )
+        torch.testing.assert_close(magnitude, wanted.magnitude, rtol=1e-4, atol=0)
+        assert torch.equal(peak, wanted.peak)
 
 
 def test_the_manifest_says_how_many_there_were_and_the_fingerprint_does_not(done):
     manifests = [json.loads((folder / "out" / "quantkit.json").read_text()) for folder in done]
     assert [manifest.get("ranks") for manifest in manifests] == [None, 2]
     assert manifests[0]["job"] == manifests[1]["job"]
-
-
-def test_an_evaluation_by_two_processes_is_that_of_one(done):
-    one, two = (json.loads((folder / f"out-{count}-0-1").read_text()) for count, folder in enumerate(done, 1))
-    assert [row["metrics"]["ppl"]["value"] for row in one["models"]] == pytest.approx(
-        [row["metrics"]["ppl"]["value"] for row in two["models"]], rel=1e-4
-    )
-    assert one["models"][0] == two["models"][0]  # of the same weights, to the last digit
 
 
 def test_an_importance_matrix_by_two_processes_is_that_of_one(done):
@@ -238,41 +271,131 @@ def test_the_first_process_alone_speaks(done):
     assert all((two / f"err-2-{rank}-{number}").read_text() == "" for rank in (0, 1) for number in (0, 1, 2))
 
 
-@pytest.fixture(scope="module")
-def lost(tmp_path_factory, done):
-    """Jobs of two processes of which the second dies, fails or hangs: the folder, and the exit codes."""
-    top = tmp_path_factory.mktemp("lost")
-
-    def make(fault: str) -> tuple[Path, list[int]]:
-        folder = make_folder(top / fault)
-        return folder, run(folder, 2, [*GPTQ, "-o", "out"], faulty=fault)
-
-    return make
+def lost(folder: Path, fault: str) -> list[int]:
+    """Exit codes of a job of two processes, the second of which has a fault."""
+    make_folder(folder)
+    return run(folder, 2, [*GPTQ, "-o", "out"], faulty=fault)[0]
 
 
-def test_one_that_dies_ends_the_other_and_one_process_goes_on(lost, done):
-    folder, codes = lost("dies")
-    assert codes == [1, -signal.SIGKILL]
+def test_one_that_dies_ends_the_other_and_one_process_goes_on(done, tmp_path):
+    folder = tmp_path / "dies"
+    assert lost(folder, "dies") == [1, -signal.SIGKILL]
     error, hint = (folder / "err-2-0-0").read_text().splitlines()
-    assert error == "error: rank 1 died"
+    assert error.startswith("error: rank 1 was lost: ")
     assert hint.startswith("hint: finished blocks are kept in out.partial; continue, with any number of")
     assert "torchrun --nproc-per-node 2 -m quantkit gptq" in hint and hint.endswith("--resume")
-    assert run(folder, 1, [*GPTQ, "-o", "out", "--resume"]) == [0]
-    assert furthest(folder / "out", done[0] / "out") <= 1e-5
+    assert run(folder, 1, [*GPTQ, "-o", "out", "--resume"]) == [[0]]
+    found, alone = (sum(row["error"] for row in linears(place / "out")) for place in (folder, done[0]))
+    assert found == pytest.approx(alone, rel=0.05)
 
 
-def test_the_error_of_another_is_told_by_the_first(lost):
-    folder, codes = lost("fails")
-    assert codes == [4, 4]
+def test_the_error_of_another_is_told_by_the_first(tmp_path):
+    folder = tmp_path / "fails"
+    assert lost(folder, "fails") == [4, 4]
     lines = (folder / "err-2-0-0").read_text().splitlines()
     assert lines == ["error: rank 1: its weights are odd", "hint: take others"]
     assert (folder / "err-2-1-0").read_text() == ""
 
 
-def test_one_that_hangs_is_noticed_though_it_has_a_pulse(lost):
-    folder, codes = lost("hangs")
-    assert codes == [1, -signal.SIGKILL]
-    assert (folder / "err-2-0-0").read_text().startswith("error: rank 1 hangs: it has done nothing for ")
+def test_one_that_hangs_ends_the_other_after_the_time_limit(tmp_path):
+    folder = make_folder(tmp_path / "hangs")
+    processes, _store = start(folder, 2, 0, [*GPTQ, "-o", "out"], "hangs")
+    assert ended(folder, processes[:1]) == [1]
+    assert (folder / "err-2-0-0").read_text().startswith("error: rank 1 was lost: ")
+    processes[1].kill()
+    assert ended(folder, processes) == [1, -signal.SIGKILL]
+
+
+def test_one_that_waits_for_another_ends_when_it_is_asked_to(tmp_path):
+    """As torchrun asks all others when one has died; after 30 s it would kill them."""
+    folder = make_folder(tmp_path / "waits")
+    processes, _store = start(folder, 2, 0, [*GPTQ, "-o", "out"], "waits")
+    until(lambda: (folder / "asleep").exists())
+    processes[0].terminate()
+    assert ended(folder, processes[:1]) == [143]
+    error, hint = (folder / "err-2-0-0").read_text().splitlines()
+    assert error == "error: terminated; finished blocks are kept in out.partial"
+    assert hint.startswith("hint: continue with: torchrun --nproc-per-node 2 -m quantkit gptq")
+    processes[1].kill()
+    ended(folder, processes)
+
+
+def until(holds) -> None:
+    end = time.monotonic() + LONGEST
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def burn() -> None:
+    while True:
+        sum(range(10**6))
+
+
+def test_a_finished_job_ends_well_while_others_use_the_cores(tmp_path):
+    folder = make_folder(tmp_path / "busy")
+    others = [SERVER.Process(target=burn, daemon=True) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        commands = [["imatrix", "model", *CALIBRATION, "-o", f"{k}.gguf"] for k in range(2)]
+        assert run(folder, 2, *commands) == [[0, 0]] * 2
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+    assert all((folder / f"{k}.gguf").exists() for k in range(2))
+
+
+# ---- who never meets
+
+
+def alone(folder: Path, **place: object) -> int:
+    """The exit code of a process that is told of others."""
+    process = SERVER.Process(target=child, args=(folder, place, "0", [*GPTQ, "-o", "out"], None))
+    process.start()
+    return ended(folder, [process])[0]
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_an_environment_that_counts_in_letters_is_refused(tmp_path, name):
+    place = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1} | {name: "x"}
+    assert alone(tmp_path, **place) == 2
+    error, hint = (tmp_path / "err-0").read_text().splitlines()
+    assert error == f"error: {name}='x' in the environment is not a number" and "torchrun" in hint
+
+
+@pytest.fixture
+def silent():
+    """The port of a master that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_a_master_that_does_not_answer_is_an_error(tmp_path, silent, monkeypatch):
+    place = {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": silent}
+    process = SERVER.Process(target=hurried, args=(tmp_path, place))
+    process.start()
+    assert ended(tmp_path, [process]) == [1]
+    error, hint = (tmp_path / "err-0").read_text().splitlines()
+    assert error.startswith("error: the 2 processes of WORLD_SIZE did not find each other within 2 s: ")
+    assert "torchrun" in hint
+
+
+def hurried(folder: Path, place: dict[str, object]) -> None:
+    distributed.HANDSHAKE = 2
+    child(folder, place, "0", [*GPTQ, "-o", "out"], None)
+
+
+def test_a_process_that_waits_for_its_master_ends_when_it_is_asked_to(tmp_path, silent):
+    place = {"WORLD_SIZE": 2, "RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": silent}
+    process = SERVER.Process(target=child, args=(tmp_path, place, "0", [*GPTQ, "-o", "out"], None))
+    process.start()
+    with socket.create_connection(("127.0.0.1", silent)):
+        time.sleep(3)
+    process.terminate()
+    assert ended(tmp_path, [process]) == [143]
+    assert "did not find" not in (tmp_path / "err-0").read_text()
 
 
 @pytest.mark.parametrize(
@@ -288,30 +411,24 @@ def test_one_that_hangs_is_noticed_though_it_has_a_pulse(lost):
 )
 def test_what_cannot_be_shared_is_refused_in_one_line(done, tmp_path, command, told):
     folder = make_folder(tmp_path / "refused")
-    assert run(folder, 2, command) == [4, 4]
+    assert run(folder, 2, command) == [[4, 4]]
     error, hint = (folder / "err-2-0-0").read_text().splitlines()
     assert error.startswith(f"error: {told}") and "torchrun" in hint
     assert (folder / "err-2-1-0").read_text() == ""
 
 
-def test_shares_are_whole_and_in_order(monkeypatch):
-    monkeypatch.setattr(ranks, "count", lambda: 3)
-    assert ranks.spans(7) == [range(0, 2), range(2, 4), range(4, 7)]
-    assert ranks.spans(2) == [range(0, 0), range(0, 1), range(1, 2)]
+@pytest.mark.parametrize("total, wanted", [(7, [[0, 1], [2, 3], [4, 5, 6]]), (2, [[], [0], [1]])])
+def test_shares_are_whole_and_in_order(monkeypatch, total, wanted):
+    monkeypatch.setattr(distributed, "count", lambda: 3)
+    found = []
+    for rank in range(3):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        found.append(list(distributed.share(range(total))))
+    assert found == wanted
 
 
 def test_one_process_is_alone():
-    assert (ranks.count(), ranks.rank(), ranks.local()) == (1, 0, 1)
-    assert ranks.gathered("x") == ["x"] and ranks.told(lambda: 5) == 5
+    assert (distributed.count(), distributed.rank(), distributed.local()) == (1, 0, 1)
+    assert distributed.all_gather("x") == ["x"] and distributed.broadcast(lambda: 5) == 5
     items = [1, 2]
-    assert ranks.share(items) is items and not ranks.in_order()
-    assert isinstance(staging.Staging(Path("out")), staging.Staging)
-
-
-def test_tensors_travel_beside_what_holds_them():
-    value = {"a": torch.arange(3), "b": [torch.zeros(2, 2, dtype=torch.bfloat16), "text"]}
-    parcel, tensors = parcels.packed(value)
-    assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.bfloat16]
-    assert parcels.kinds_of(parcel) == [((3,), torch.int64, "cpu"), ((2, 2), torch.bfloat16, "cpu")]
-    found = parcels.unpacked(parcel, tensors)
-    assert found["a"] is value["a"] and found["b"] == value["b"]
+    assert distributed.share(items) is items

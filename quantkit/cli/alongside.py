@@ -15,8 +15,6 @@ from quantkit.quantize import methods
 if TYPE_CHECKING:
     import typer
 
-    from quantkit.models.machine.heartbeat import Failure
-
 OTHERS = ("run", "imatrix", "eval")  # commands beside the methods that several processes share
 
 
@@ -33,12 +31,12 @@ def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
     def invoke(**values: Any) -> None:
         several.refuse(name, name in (*methods.available(), *OTHERS))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is told by us, in one line
-        from quantkit.models.machine import ranks
+        from quantkit.models.machine import distributed
 
         with manners.stopping() as asked:
             try:
-                with ranks.joined(values.get("device", "auto"), functools.partial(_say, manners.print_error)):
-                    if ranks.rank():
+                with distributed.joined(values.get("device", "auto")):
+                    if distributed.rank():
                         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
                     function(**values)
             except KeyboardInterrupt as error:
@@ -47,12 +45,3 @@ def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
                 raise QuantkitError(EXIT_CODES[asked[0]], exit_code=asked[0]) from error
 
     return invoke
-
-
-def _say(tell: Callable[[QuantkitError], None], failure: Failure, kept: str) -> None:
-    """Tell a failure in place of the main thread."""
-    from quantkit.models.machine import ranks
-
-    error = ranks.named(failure, kept)
-    tell(error if error.message else QuantkitError(EXIT_CODES[failure.exit_code], kept, failure.exit_code))
-    several.flush(sys.stdout)

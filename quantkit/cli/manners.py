@@ -102,10 +102,12 @@ def run(app: typer.Typer) -> NoReturn:
         _fail(_parser_error(error))
     except BrokenPipeError:  # the reader of what we print went away: not an error of ours
         _give_up_unread()
+        several.end(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # Rich's answer to it
             _give_up_unread()
+            several.end(CLOSED_PIPE)
             sys.exit(CLOSED_PIPE)
         raise
     except Exception as error:
@@ -113,6 +115,7 @@ def run(app: typer.Typer) -> NoReturn:
         _fail(failed, error if state.verbose or failed.hint == REPORT else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
         _fail(QuantkitError("interrupted", f"begin again with: {_typed()}", INTERRUPTED))
+    several.end(code or 0)
     sys.exit(code)
 
 
@@ -208,7 +211,7 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     """Print the error, after the traceback of what is `traced`, and exit."""
     if traced is not None:
         traceback.print_exception(traced)
-    several.end(error, print_error)
+    several.fail(error, print_error)
     print_error(error)
     _give_up_unread()
     sys.exit(error.exit_code)

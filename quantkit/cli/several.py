@@ -1,7 +1,7 @@
-"""Commands as several processes, started by torchrun: who speaks, how they end together, how to go on.
+"""Commands as several processes, started by torchrun: who prints, how they end together, how to go on.
 
-What the ranks do is `quantkit/models/machine/ranks.py`; here is what a user sees of it. Nothing of it is
-imported, or costs anything, where nobody started several.
+The ranks' work is in `quantkit/models/machine/distributed.py`; here is what a user sees of it. Nothing of it
+is imported where nobody started several.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 
 
 def wanted() -> int:
-    """How many processes there are to be, by the environment that torchrun makes."""
+    """Return how many processes there are to be, by the environment that torchrun makes."""
     number = os.environ.get("WORLD_SIZE", "1")
     return int(number) if number.isdecimal() else 1
 
@@ -38,23 +38,33 @@ def is_first() -> bool:
     return wanted() == 1 or os.environ.get("RANK", "0") == "0"
 
 
-def end(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
-    """Of several processes, end this one as all others end; one of them tells the error."""
+def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
+    """Of several processes, end this one as all others end; one of them prints the error."""
     if wanted() == 1:
         return
-    from quantkit.models.machine import ranks
+    from quantkit.models.machine import distributed
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on nothing is to come in between
-    ending, speaks = ranks.verdict(error)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # from here on nothing is to come in between
+    ending, speaks = distributed.verdict(error)
     if speaks:
         tell(ending)
-    ranks.leave(speaks)
-    flush(sys.stdout)
-    os._exit(ending.exit_code)  # operations of the others may never end
+    distributed.left(speaks)
+    end(ending.exit_code)
+
+
+def end(exit_code: int) -> None:
+    """Of several processes, end this one at once: threads of torch that wait for another rank, or outlive the
+    interpreter, would delay or abort its exit."""
+    if wanted() == 1:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        flush(stream)
+    os._exit(exit_code)
 
 
 def flush(stream: Any) -> None:
-    """What was printed is on its way, if anybody reads it."""
+    """Send what was printed on its way, if anybody reads it."""
     try:
         stream.flush()
     except OSError:
@@ -63,23 +73,17 @@ def flush(stream: Any) -> None:
 
 @contextmanager
 def resumable(kept: str, again: str) -> Iterator[None]:
-    """Meanwhile a rank that is lost leaves something to go on from."""
-    if wanted() == 1:
-        yield
-        return
-    from quantkit.models.machine import ranks
-
-    hint = f"{kept}; continue, with any number of processes, with: {again}"
-    ranks.keep(hint)
+    """Add the way to go on to an error that has no hint."""
     try:
         yield
     except QuantkitError as error:
-        raise QuantkitError(error.message, error.hint or hint, error.exit_code, error.found) from error
-    ranks.keep("")
+        if wanted() > 1 and not error.hint:
+            error.hint = f"{kept}; continue, with any number of processes, with: {again}"
+        raise
 
 
 def launcher() -> list[str]:
-    """What a command begins with when it is typed."""
+    """Return what a command begins with when it is typed."""
     if wanted() == 1:
         return ["quantkit"]
     here, whole = int(os.environ.get("LOCAL_WORLD_SIZE") or wanted()), wanted()

@@ -26,7 +26,7 @@ from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
@@ -148,13 +148,13 @@ def evaluate(
         scores = _score(measured, windows, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
-        scored = ranks.told(partial(tasks.measure, model, listen)) if tasks else None
+        scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
         size = _size(model.skeleton, trial)
         results.append(Result(model.name, size, metrics, layers, scored, model.kv, alone))
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
-                floor = ranks.told(partial(_measure_floor, base, scores, whole, chosen, listen))
+                floor = distributed.broadcast(partial(_measure_floor, base, scores, whole, chosen, listen))
     return Evaluation(results, floor, place.where, peak)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine import limits, ranks
+from quantkit.models.machine import distributed, limits
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import HERE, Place
@@ -66,10 +66,10 @@ def decide(
     asked = checkpoints, dtype, device, tokens, batch, compared
     own = [] if max_memory is None else [max(0, max_memory - limits.resident())]
     accelerated = is_accelerator(device)
-    free = ranks.least(min([free_memory(device), *([] if accelerated else own)]))
+    free = distributed.least(min([free_memory(device), *([] if accelerated else own)]))
     here, there = need(*asked), need(*asked, spilled=True)
     kept = (2 if compared else 1) * here.states
-    host = ranks.least(min([host_memory(), *own]))
+    host = distributed.least(min([host_memory(), *own]))
     if here.nbytes <= COMFORT * free:
         return HERE, here.nbytes
     if accelerated and there.nbytes <= free and kept <= COMFORT * host:

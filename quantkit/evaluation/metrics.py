@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 
 SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
 
@@ -36,7 +36,7 @@ class Scores:
 
     def of_all_ranks(self) -> Scores:
         """With those of the windows of other processes, in the order of all."""
-        parts = ranks.gathered(self)
+        parts = distributed.all_gather(self)
         if len(parts) == 1:
             return self
         names = [name for name, values in vars(self).items() if values is not None]

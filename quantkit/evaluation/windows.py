@@ -13,7 +13,7 @@ from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
 from quantkit.models import tokenizing
 from quantkit.models.files import untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.calibration import Provenance, begins_with_bos
 
@@ -63,13 +63,13 @@ class Windows:
 
         Raises QuantkitError where some ranks would have none.
         """
-        if ranks.count() == 1:
+        if distributed.count() == 1:
             return self
-        starts = ranks.share(range(0, len(self.ids), batch))
-        if -(-len(self.ids) // batch) < ranks.count():
+        starts = distributed.share(range(0, len(self.ids), batch))
+        if -(-len(self.ids) // batch) < distributed.count():
             raise QuantkitError(
                 f"{count(len(self.ids), 'window')} in batches of {batch} are fewer batches than the "
-                f"{ranks.count()} processes",
+                f"{distributed.count()} processes",
                 "start fewer processes, or give a longer --text",
                 USAGE,
             )

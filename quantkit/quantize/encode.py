@@ -10,7 +10,7 @@ import torch
 
 from quantkit.models.files import unchanged
 from quantkit.models.gguf.imatrix import Imatrix
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.heap import keep_freed_pages
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -35,7 +35,7 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.callback(job.staging.discard)
         stack.enter_context(unchanged.watched(jobs[0].checkpoint))
         imatrix = _imatrix(jobs, progress, timings)
-        return ranks.told(lambda: _written(jobs, imatrix, progress, timings))
+        return distributed.broadcast(lambda: _written(jobs, imatrix, progress, timings))
 
 
 def _written(

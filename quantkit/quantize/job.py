@@ -23,7 +23,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -120,7 +120,7 @@ def prepare(
     checkpoint = _open(request, progress)
     staging = staging_of(request)
     replacing.check_source(staging.output, checkpoint.folder)
-    staged = ranks.told(staging.stored_fingerprint) if request.resume else None
+    staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
     adopted = staged["execution"] if staged else {}
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     method, specs = _resolve(module, skeleton, request)
@@ -130,7 +130,7 @@ def prepare(
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
     shared = source_sha256 is not None
     if source_sha256 is None:
-        source_sha256 = Future() if dry_run or ranks.rank() else _begin(partial(_hash, checkpoint))
+        source_sha256 = Future() if dry_run or distributed.rank() else _begin(partial(_hash, checkpoint))
 
     turned = None
     if asked := composing.rotation(request.options):
@@ -156,8 +156,8 @@ def prepare(
     job_plan = plan.plan(skeleton, specs, method, execution, peak, tokens.numel())
     fingerprint = {}
     if not dry_run:
-        ranks.told(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
-        if ranks.rank() == 0 and (staged or job_plan.source_bytes < HASHED_BESIDE):
+        distributed.broadcast(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
+        if distributed.rank() == 0 and (staged or job_plan.source_bytes < HASHED_BESIDE):
             if not shared:
                 progress.phase("hashing the source")
             source_sha256.result()
@@ -192,7 +192,7 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 def staging_of(request: Request) -> Staging:
     """Where the job is staged; on another rank than 0 it only follows."""
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
-    return (Bystander if ranks.rank() else Staging)(output_of(request), one_file)
+    return (Bystander if distributed.rank() else Staging)(output_of(request), one_file)
 
 
 def check_run(run: RunOptions) -> None:
@@ -221,7 +221,7 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
     skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
     skeleton.names.check_complete()
-    skeleton.streams = ranks.any_(skeleton.streams)
+    skeleton.streams = distributed.any_(skeleton.streams)
     return skeleton
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.models.files import unchanged
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import give_back
 from quantkit.models.machine.heap import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize import sharing
@@ -125,7 +125,9 @@ class _Loop:
 
     def _done(self) -> list[bool]:
         """Which blocks an earlier run has staged."""
-        return ranks.told(lambda: self.job.staging.done(len(self.skeleton.blocks), self.progress.warn))
+        return distributed.broadcast(
+            lambda: self.job.staging.done(len(self.skeleton.blocks), self.progress.warn)
+        )
 
     def run(self) -> Summary:
         """All blocks, then what they become."""
@@ -150,10 +152,10 @@ class _Loop:
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
-        ranks.told(lambda: towers.quantize(self.job, self.timings, self.progress))
+        distributed.broadcast(lambda: towers.quantize(self.job, self.timings, self.progress))
         with self.timings("write"):
             staging.wait()
-        summary = ranks.told(self._finished)
+        summary = distributed.broadcast(self._finished)
         skeleton.model.to("meta")  # gives its memory back
         return summary
 
@@ -205,7 +207,7 @@ class _Loop:
         rows = {row.local: row for row in self.job.specs if row.block == index}
         if not self.method.needs:  # no inputs are gathered
             return Block(index, module, rows, fused_sites(rows))
-        probe = ranks.told(lambda: self.states[0][:1, :PROBE_TOKENS].clone())
+        probe = distributed.broadcast(lambda: self.states[0][:1, :PROBE_TOKENS].clone())
         sites = find_sites(module, lambda: self.skeleton.run_block(index, probe))
         return Block(index, module, rows, sites, probe)
 
@@ -294,7 +296,7 @@ class _Loop:
         try:
             return self._quantize(index, module)
         except torch.OutOfMemoryError as error:
-            alone = ranks.count() == 1  # others would wait for what this one does again
+            alone = distributed.count() == 1  # others would wait for what this one does again
             if less is None or self.states.changes != before or not alone:
                 raise room.out_of_memory(self.execution, index) from error
         # out of the handler: its traceback would keep the tensors of the first attempt alive

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 
 RESERVE = 256 << 20  # of an address space: heaps of threads (glibc sets aside 64 MiB each) and their stacks
 
@@ -34,7 +34,7 @@ def room(max_memory: int | None = None) -> Room:
     What a host or a container has is shared by the ranks on it; the other limits are a process's own.
     """
     shared = [Room(psutil.virtual_memory().available), *containers()]
-    found = [Room(one.nbytes // ranks.local(), one.whose) for one in shared] + list(_of_process())
+    found = [Room(one.nbytes // distributed.local(), one.whose) for one in shared] + list(_of_process())
     if max_memory is not None:
         found.append(Room(max(0, max_memory - resident()), "left of --max-memory beside Python itself"))
     return min(found, key=lambda one: one.nbytes)

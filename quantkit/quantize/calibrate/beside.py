@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import Meant
 from quantkit.quantize.calibrate.residual import find_writers
@@ -50,7 +50,7 @@ class Beside:
         self._inputs: dict[Site, Batches] = {
             site: {} for site in wanted if site.linears and not site.pool and site.calls == 1
         }
-        probe = ranks.told(lambda: original[0][:1, :PROBE_TOKENS].clone())
+        probe = distributed.broadcast(lambda: original[0][:1, :PROBE_TOKENS].clone())
         self._block = skeleton.blocks[index]
         self.writers = find_writers(self._block, list(sites), lambda: skeleton.run_block(index, probe), probe)
         self._theirs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantkit.grids.float8 import LARGEST
 from quantkit.layouts import LinearSpec
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 
 PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # what forwards call a cache
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compressed-tensors knows attention
@@ -49,7 +49,7 @@ def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec]) -> dict[str, 
     first = next(iter(rows))
     block = first.name.removesuffix(first.local)
     return {
-        f"{block}{place}.{name}": (ranks.largest_(peak) / LARGEST).to(torch.bfloat16).view(1)
+        f"{block}{place}.{name}": (distributed.largest_(peak) / LARGEST).to(torch.bfloat16).view(1)
         for place, peaks in found.items()
         for name, peak in (("k_scale", peaks.keys), ("v_scale", peaks.values))
         if peak is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.grid import is_finite
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 
@@ -60,14 +60,9 @@ class Statistics:
         self.every = 1  # of so many tokens, one is kept
         self.drift: Tensor | None = None
         self.missing: Tensor | None = None
-        self._kept: list[tuple[Tensor, Meant | None]] = []
 
-    def add(self, inputs: Tensor, meant: Meant | None = None, lasting: bool = False) -> None:
-        """Add a batch of inputs `[..., in]`; products and sums are float32. lasting: nobody changes or frees
-        them before `finish`.
-
-        Of several ranks that add up in turn, each keeps what sums are made of until then (`_add_up`).
-        """
+    def add(self, inputs: Tensor, meant: Meant | None = None) -> None:
+        """Add a batch of inputs `[..., in]`; products and sums are float32."""
         rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
         if not len(rows):  # of an expert that no token of this batch was routed to
@@ -81,36 +76,20 @@ class Statistics:
         if self.fourths is not None:
             alike = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
             self.fourths += (part.pow(4).sum(0) for part in alike.tensor_split(2))
-        if ranks.in_order():
-            self._kept.append((inputs if lasting else inputs.clone(), meant))
-            return
         if self.hessian is not None:
-            for panel in self._panels():
-                self._add_products(panel, rows)
+            for start in range(0, self.in_features, self.width):
+                panel = slice(start, min(start + self.width, self.in_features))
+                self.hessian[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
         if self.magnitude is not None:
             self.magnitude += rows.abs().sum(0)
         if meant is not None:
-            self._add_drift(rows, meant)
+            self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
         if meant is not None and meant.missing is not None:
-            self._add_missing(rows, meant)
-
-    def _panels(self) -> Iterator[slice]:
-        """Rows of H that are computed at a time, up to the diagonal."""
-        for start in range(0, self.in_features, self.width):
-            yield slice(start, min(start + self.width, self.in_features))
-
-    def _add_products(self, panel: slice, rows: Tensor) -> None:
-        self.hessian[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
-
-    def _add_drift(self, rows: Tensor, meant: Meant) -> None:
-        self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
-
-    def _add_missing(self, rows: Tensor, meant: Meant) -> None:
-        self.missing = _correlate(self.missing, meant.missing, rows)
+            self.missing = _correlate(self.missing, meant.missing, rows)
 
     def finish(self) -> SiteStatistics:
         """Those of all ranks, symmetric and averaged; the accumulator is used up."""
-        if ranks.count() > 1:
+        if distributed.count() > 1:
             self._add_up()
         tokens = max(self.tokens, 1)
         if self.hessian is not None:
@@ -131,53 +110,30 @@ class Statistics:
         )  # fmt: skip
 
     def _add_up(self) -> None:
-        """What all ranks have seen. In order, it is as if one had seen it: every rank adds its batches to the
-        sums of those before it, a panel of H at a time, so that all are at work on one. Error feedback is
-        chaotic: a sum in another order, which differs in its last digit, ends in other codes everywhere."""
-        self.tokens = sum(ranks.gathered(self.tokens))
+        """Sum what all ranks have seen."""
+        self.tokens = sum(distributed.all_gather(self.tokens))
         if self.peak is not None:
-            ranks.largest_(self.peak)
+            distributed.largest_(self.peak)
         if self.squares is not None:
-            self.squares = [one for part in ranks.gathered(self.squares) for one in part]
+            self.squares = [one for part in distributed.all_gather(self.squares) for one in part]
         if self.fourths is not None:
-            self.fourths = [one for part in ranks.gathered(self.fourths) for one in part]
+            self.fourths = [one for part in distributed.all_gather(self.fourths) for one in part]
         if self.inputs is not None:
-            parts = ranks.gathered((self.inputs, self.every))
+            parts = distributed.all_gather((self.inputs, self.every))
             self.every = max(every for _, every in parts)
             self.inputs = torch.cat([inputs[:: self.every // every] for inputs, every in parts])
             self._thin()
-        if self.hessian is not None:
-            panels = list(self._panels())
-            parts = [self.hessian[panel, : panel.stop] for panel in panels]
-            ranks.in_turn(parts, lambda k: [self._add_products(panels[k], rows) for rows in self._rows()])
-        if self.magnitude is not None:
-            add = self.magnitude.add_
-            ranks.in_turn([self.magnitude], lambda k: [add(rows.abs().sum(0)) for rows in self._rows()])
-        self._add_up_meant()
-        self._kept = []
+        for sums in (self.hessian, self.magnitude):
+            if sums is not None:
+                distributed.sum_(sums)
+        self.drift, self.missing = self._added(self.drift), self._added(self.missing)
 
-    def _rows(self) -> Iterator[Tensor]:
-        """Of the batches that were kept."""
-        return (inputs.reshape(-1, self.in_features).float() for inputs, _ in self._kept)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Meant]]:
-        return zip(self._rows(), (meant for _, meant in self._kept), strict=True)
-
-    def _add_up_meant(self) -> None:
-        """The sums beside the original model, where there are any on some rank."""
-        first = self._kept[0][1] if self._kept else None
-        widths = [len(sums[0]) if sums is not None else 0 for sums in (self.drift, self.missing)]
-        if first is not None:
-            widths = [first.inputs.shape[-1], 0 if first.missing is None else first.missing.shape[-1]]
-        drift, missing = max(ranks.gathered(widths))
-        if drift and self.drift is None:
-            self.drift = torch.zeros(2, drift, self.in_features, device=self.device)
-        if missing and self.missing is None:
-            self.missing = torch.zeros(2, missing, self.in_features, device=self.device)
-        if drift:
-            ranks.in_turn([self.drift], lambda _: [self._add_drift(*pair) for pair in self._pairs()])
-        if missing:
-            ranks.in_turn([self.missing], lambda _: [self._add_missing(*pair) for pair in self._pairs()])
+    def _added(self, sums: Tensor | None) -> Tensor | None:
+        """The sum of what some ranks have, `[2, width, in]`; None where no rank has any."""
+        width = max(distributed.all_gather(0 if sums is None else sums.shape[1]))
+        if width and sums is None:
+            sums = torch.zeros(2, width, self.in_features, device=self.device)
+        return distributed.sum_(sums) if width else None
 
     def _keep(self, rows: Tensor) -> None:
         """Every so many rows, so that KEPT are not exceeded."""

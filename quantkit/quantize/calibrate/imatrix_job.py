@@ -14,7 +14,7 @@ from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf import imatrix, tensors
 from quantkit.models.gguf.imatrix import Imatrix
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -52,7 +52,7 @@ class ImatrixJob:
             "source": self.checkpoint.source,
             "output": str(self.output),
             "matrices": len(set(self.names.values())),
-            **({"ranks": ranks.count()} if ranks.count() > 1 else {}),
+            **({"ranks": distributed.count()} if distributed.count() > 1 else {}),
             "calibration": self.calibration.record(),
             "memory_bytes": self.memory_bytes,
             "execution": {
@@ -72,7 +72,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     check_run(request.run)
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
-    ranks.told(lambda: _check_output(output, checkpoint, request.overwrite))
+    distributed.broadcast(lambda: _check_output(output, checkpoint, request.overwrite))
     if checkpoint.quantized:
         raise QuantkitError(
             f"{request.source} is quantized already",
@@ -118,7 +118,7 @@ def run(job: ImatrixJob, progress: Progress) -> dict:
     timings = Timings(job.skeleton.device)
     with unchanged.watched(job.checkpoint):
         gathered = importance.gather(job.skeleton, job.batches, progress, timings, job.place)
-    ranks.told(lambda: _write(job, gathered, timings))
+    distributed.broadcast(lambda: _write(job, gathered, timings))
     return job.record() | {"seconds": timings.seconds}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.heap import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture, walk
@@ -65,7 +65,7 @@ def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
 ) -> dict[str, tuple[Tensor, int]]:
     """Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
-    probe = ranks.told(lambda: states[0][:1, :PROBE_TOKENS].clone())
+    probe = distributed.broadcast(lambda: states[0][:1, :PROBE_TOKENS].clone())
     sites = find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
     outputs = skeleton.outputs(index, states)

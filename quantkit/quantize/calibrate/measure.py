@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 
 from quantkit.layouts import LinearSpec
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.heap import return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture, experts
@@ -117,7 +117,7 @@ class Measuring:
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
         sample of the sequences."""
-        own = ranks.span(self.batches)
+        own = distributed.span(self.batches)
         every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
         wanted = sample * sequences * self.batches
         most = math.ceil(wanted / len(every))  # sequences of a batch: fewer than all where batches are few
@@ -138,7 +138,7 @@ class Measuring:
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
-                sums.add(batch, self.beside.meant(site, k) if self.beside else None, lasting=True)
+                sums.add(batch, self.beside.meant(site, k) if self.beside else None)
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:

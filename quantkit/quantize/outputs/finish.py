@@ -13,7 +13,7 @@ from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.inspection.record import activations
 from quantkit.models.files import unchanged
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.heap import mapped, return_freed_pages
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -62,7 +62,7 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
             linears.append(named | {"kept": row.kept})
         elif row.grid:
             linears.append(named | {"grid": asdict(row.grid)} | by_name[row.name])
-    several = {"ranks": ranks.count()} if ranks.count() > 1 else {}
+    several = {"ranks": distributed.count()} if distributed.count() > 1 else {}
     described = {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,

@@ -30,7 +30,7 @@ from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.imatrix import Imatrix
 from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
 from quantkit.models.gguf.tensors import Target
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import sharing
 from quantkit.quantize.calibrate.importance import of_head
@@ -145,7 +145,7 @@ class GgufOutput:
         types, model = self.types(checkpoint, material.specs), skeleton.model
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
-        if not ranks.told(lambda: bool(staged.rest())):
+        if not distributed.broadcast(lambda: bool(staged.rest())):
             blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0].rows for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
@@ -156,7 +156,7 @@ class GgufOutput:
         ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
         for target in rest:
-            blob = ranks.told(lambda target=target: staging.load(staged.rest()[target.name]))
+            blob = distributed.broadcast(lambda target=target: staging.load(staged.rest()[target.name]))
             (name,) = target.parameters
             twins = {a for pair in ties.items() if name in pair for a in pair} - own
             places = [where.rpartition(".")[::2] for where in (name, *twins)]

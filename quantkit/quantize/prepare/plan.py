@@ -16,7 +16,7 @@ from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import reading
 from quantkit.models.held import ROUTED
-from quantkit.models.machine import ranks
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
@@ -91,11 +91,11 @@ def sequences_at_once(asked: int | None, shape: tuple[int, int]) -> int:
     Raises QuantkitError where ranks would be left without.
     """
     samples, seqlen = shape
-    size = asked or min(default_batch_size(seqlen), max(1, samples // ranks.count()))
-    if -(-samples // size) < ranks.count():
+    size = asked or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
+    if -(-samples // size) < distributed.count():
         raise QuantkitError(
             f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
-            f"{ranks.count()} processes",
+            f"{distributed.count()} processes",
             "start fewer processes, or use a smaller --batch-size or more --samples",
             USAGE,
         )
@@ -104,7 +104,7 @@ def sequences_at_once(asked: int | None, shape: tuple[int, int]) -> int:
 
 def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
     """This rank's of the batches that `tokens [samples, seqlen]` are cut into, so many sequences each."""
-    return list(ranks.share(tokens.split(size)))
+    return list(distributed.share(tokens.split(size)))
 
 
 def plan(
@@ -133,7 +133,7 @@ def plan(
         output_bytes=sizes.total,
         source_bytes=checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
-        ranks=ranks.count(),
+        ranks=distributed.count(),
     )
 
 
@@ -172,10 +172,6 @@ def job_memory(
         spilled=states == "disk",
         outside=method.outside,
     )
-    if ranks.in_order() and mode == "repeat" and method.needs:  # inputs of a site wait until it is their turn
-        routed = shapes.active * shapes.hidden if shapes.experts else 0
-        kept = tokens * max(shapes.widest, shapes.spread, routed) * shapes.element
-        peak = Peak(peak.device, peak.host + kept)
     beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
     if not beside:
         return peak

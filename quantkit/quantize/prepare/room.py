@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.layouts import LinearSpec
-from quantkit.models.machine import limits, ranks
+from quantkit.models.machine import distributed, limits
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions, size_bytes
@@ -47,8 +47,8 @@ class Rooms:
     def of(device: torch.device, max_memory: int | None) -> Rooms:
         """The least of all ranks'."""
         own = [] if max_memory is None else [max(0, max_memory - limits.resident())]
-        host = ranks.least(min([host_memory(), *own]))
-        free = ranks.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
+        host = distributed.least(min([host_memory(), *own]))
+        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
         return Rooms(free, host, device, max_memory)
 
     def hold(self, peak: Peak, share: float = 1.0) -> bool:
@@ -82,7 +82,7 @@ def decide(
 
     def need(way: Way) -> Peak:
         batches = -(-way.samples // way.batch_size)
-        own = min(way.samples, way.batch_size * -(-batches // ranks.count()))  # of one rank, at most
+        own = min(way.samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
         batch_tokens = min(way.batch_size, own) * way.seqlen
         tokens, how = own * way.seqlen, (way.sequential, way.states, way.at_once)
         return job_memory(skeleton, specs, method, tokens, batch_tokens, *how)
@@ -98,7 +98,7 @@ def decide(
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
     peak = need(way)
     if way.sequential == "repeat" and "hessian" in method.needs:
-        tokens = -(-way.samples // ranks.count()) * way.seqlen
+        tokens = -(-way.samples // distributed.count()) * way.seqlen
         at_once = sites_at_once(shapes_of(skeleton, specs, tokens, 0), rooms.computing, peak.computing)
         way = replace(way, at_once=at_once)
         peak = need(way)
@@ -116,7 +116,7 @@ def asked(options: RunOptions) -> int | None:
 
 def _modes(skeleton: Skeleton) -> list[str]:
     """The fastest first. Several ranks solve an expert each where none has to wait for those before it."""
-    return ["repeat"] if skeleton.is_mixture and ranks.count() > 1 else ["suspend", "repeat"]
+    return ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
 
 
 def _places(asked: str, mode: str, method: Method, accelerated: bool) -> list[str]:

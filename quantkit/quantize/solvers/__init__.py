@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight
-
-Total = Callable[[Tensor], Tensor]  # a sum over rows, in its place, with the rows that others have added
-
-
-def own(rows: Tensor) -> Tensor:
-    """Where nobody else has rows of the same linear."""
-    return rows
 
 
 @dataclass(frozen=True)
@@ -108,21 +101,14 @@ def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
 
 
 class Solver(Protocol):
-    """`needs`: which fields of SiteStatistics `solve` works from; none for a data-free solver. by_rows: what
-    becomes of a row depends on others by their sums alone, so that several processes may each have some."""
+    """`needs`: which fields of SiteStatistics `solve` works from; none for a data-free solver."""
 
     needs: frozenset[str]
-    by_rows: bool
 
     def solve(
         self,
         weights: Sequence[Tensor],
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
-        total: Total = own,
     ) -> list[Solved]:
-        """Quantize the linears of one site, each `[out, in]` float32; statistics of the site's inputs.
-
-        total: if `by_rows`, adds up what is summed over rows of these weights and what others sum over the
-        other rows of the same linears.
-        """
+        """Quantize the linears of one site, each `[out, in]` float32; statistics of the site's inputs."""

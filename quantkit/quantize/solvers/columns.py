@@ -44,19 +44,18 @@ class Chosen:
 class Columns:
     """Columns `Wt [in, out]` on their way through the sweep; U `[in, in]`, D `[in]`: H is `U D Uᵀ`.
 
-    What a run works on stays where it is, and so do the views of it. rows: of the linears as a whole, where
-    others have the rest of them: runs are as long as one process would have them.
+    What a run works on stays where it is, and so do the views of it.
     """
 
-    def __init__(self, Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, rows: int | None = None):
+    def __init__(self, Wt: Tensor, U: Tensor, D: Tensor, grid: Grid):
         self.Wt, self.U, self.D, self.grid = Wt, U, D, grid
         codes = torch.empty(Wt.shape, dtype=torch.uint8, device=Wt.device)
         self.chosen = Chosen(codes, torch.zeros_like(Wt), [], Wt.new_zeros(Wt.shape[1]))
         self.known = [0] * len(Wt)  # how many columns' errors each has learned of
         size = grid.group_size
         self.span = max(size, BATCH // size * size)  # what is updated at once: whole groups, or parts of one
-        width = elements_at_once(Wt.device, TEMPORARIES) // (rows or Wt.shape[1])
-        self.width, rows = min(max(width, RUN), LONG_RUN), Wt.shape[1]
+        rows = Wt.shape[1]
+        self.width = min(max(elements_at_once(Wt.device, TEMPORARIES) // rows, RUN), LONG_RUN)
         self.wanted, self.levels = Wt.new_empty(2, self.width, rows)
         self.feed = Wt.new_empty(self.width, self.width)
         befores, feeds = self.levels.t(), self.feed.unbind()

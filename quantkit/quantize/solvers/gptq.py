@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved, Total, own, site, target, vectors
+from quantkit.quantize.solvers import SiteStatistics, Solved, site, target, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
 
@@ -56,27 +55,20 @@ class GptqSolver:
     def needs(self) -> frozenset[str]:
         return frozenset({"hessian", "drift"} if self.target == "original" else {"hessian"})
 
-    @property
-    def by_rows(self) -> bool:
-        """How far a linear is moved towards the original's outputs is decided for it as a whole."""
-        return self.target == "own"
-
     def solve(
         self,
         weights: Sequence[Tensor],
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
-        total: Total = own,
     ) -> list[Solved]:
         """weights: `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. Where there is a
-        drift, errors are those of the weights that would make up for it. total: see `Solver`.
+        drift, errors are those of the weights that would make up for it.
 
         Raises QuantkitError where `full` would scatter the columns of a grid that has to know their places.
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
-        quantize = partial(self.quantize, total=total)
-        return site.solve(quantize, weights, grids, statistics.hessian, total)
+        return site.solve(self.quantize, weights, grids, statistics.hessian)
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
         """`D [in]` of `H = U D Uᵀ` in the order in which columns are quantized: what a squared error in each
@@ -86,8 +78,8 @@ class GptqSolver:
         found = hessian.diagonal().clone()
         return found if A is None else found.index_copy_(0, order, A.diagonal().square())
 
-    def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor, total: Total = own) -> site.Attempt:
-        """`weights [out_k, in]`, as one matrix, on `grid`. total: see `Solver`."""
+    def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> site.Attempt:
+        """`weights [out_k, in]`, as one matrix, on `grid`."""
         order = column_order(H.diagonal(), grid, self.act_order)
         H = H.index_select(0, order).index_select(1, order)
         damping = -H.diagonal().mean()
@@ -100,8 +92,7 @@ class GptqSolver:
         if grid.spans_matrix:
             params = stack([grid.fit_matrix(weight) for weight in weights])
             fixed = [group(params, k) for k in places(order, grid).tolist()]
-        rows = int(total(Wt.new_tensor(Wt.shape[1]))) if total is not own else Wt.shape[1]
-        chosen = sweep(Wt, *unit_upper(A), grid, fixed, rows)
+        chosen = sweep(Wt, *unit_upper(A), grid, fixed)
         if self.refine:
             del A
             (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
@@ -124,17 +115,15 @@ def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
     return A.div_(A.diagonal().clone()), D
 
 
-def sweep(
-    Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None, rows: int | None = None
-) -> Chosen:
+def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
     """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through U and D.
 
     A group has parameters `fixed`, or they are fitted when the sweep gets to it. Its range is searched with
     the pivots D as importance: what a rounding error in column j costs once the columns behind it have made
     up for what they can (the bare diagonal of H counts it as if they could not, and gave 5 percent more KL
-    divergence on the demo model, 2 after refinement). rows: see `Columns`.
+    divergence on the demo model, 2 after refinement).
     """
-    columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid, rows)
+    columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
         span = slice(start, start + grid.group_size)
         columns.update(span)

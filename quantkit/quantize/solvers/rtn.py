@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.grids.grid import Grid, QuantizedWeight, flat
 from quantkit.grids.grid import rows as rows_of
 from quantkit.grids.parallel import by_chunks
-from quantkit.quantize.solvers import SiteStatistics, Solved, Total, clipping, own
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping
 from quantkit.quantize.solvers.clip import clipped_ranges
 from quantkit.quantize.solvers.loss import row_losses
 
@@ -56,11 +56,6 @@ class RtnSolver:
     weighted: bool = False
 
     @property
-    def by_rows(self) -> bool:
-        """Without second moments there is nothing that would be worth sharing."""
-        return self.weighted
-
-    @property
     def needs(self) -> frozenset[str]:
         wanted = {"peak": self.threshold is not None, "hessian": self.weighted}
         return frozenset(name for name, needed in wanted.items() if needed)
@@ -70,12 +65,11 @@ class RtnSolver:
         weights: Sequence[Tensor],
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
-        total: Total = own,
     ) -> list[Solved]:
         """Without second moments there are no errors: no inputs are known to weigh them with."""
         if self.weighted:
             pairs = zip(weights, grids, strict=True)
-            return [_weighted(weight, grid, statistics.hessian, total) for weight, grid in pairs]
+            return [_weighted(weight, grid, statistics.hessian) for weight, grid in pairs]
         solved, outliers = [], None
         if self.threshold is not None:
             outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
@@ -85,11 +79,11 @@ class RtnSolver:
         return solved
 
 
-def _weighted(weight: Tensor, grid: Grid, hessian: Tensor, total: Total) -> Solved:
+def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
     """Rounded with clipped ranges if the grid is to be clipped and the outputs gain by it."""
 
     def loss(delta: Tensor) -> float:
-        return total(row_losses(delta, hessian).sum()).item()
+        return row_losses(delta, hessian).sum().item()
 
     scale = max(loss(weight), 1e-30)
     plain = nearest(weight, grid, fitted(weight, grid, hessian))

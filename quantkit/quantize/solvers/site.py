@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers import Solved, Total, clipping, own, rtn
+from quantkit.quantize.solvers import Solved, clipping, rtn
 from quantkit.quantize.solvers.loss import row_losses
 
 CANCELLED = 0.02  # share of a damped loss that has to be left without the damping for it to be told from both
@@ -31,29 +31,25 @@ def solve(
     weights: Sequence[Tensor],
     grids: Sequence[Grid],
     hessian: Tensor,
-    total: Total = own,
 ) -> list[Solved]:
-    """Linears `weights [out_k, in]` that share a grid go through one `quantize(weights, grid, hessian)`.
-    total: see `Solver`."""
+    """Linears `weights [out_k, in]` that share a grid go through one `quantize(weights, grid, hessian)`."""
     results: dict[int, Solved] = {}
     for grid in dict.fromkeys(grids):
         members = [k for k, other in enumerate(grids) if other == grid]
         attempt = quantize([weights[k] for k in members], grid, hessian)
         starts = torch.tensor([0] + [len(weights[k]) for k in members]).cumsum(0).tolist()
         for k, start, end in zip(members, starts, starts[1:], strict=False):
-            results[k] = _better(attempt, weights[k], slice(start, end), grid, hessian, total)
+            results[k] = _better(attempt, weights[k], slice(start, end), grid, hessian)
     return [results[k] for k in range(len(weights))]
 
 
-def _better(
-    attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor, total: Total
-) -> Solved:
+def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
     """The attempt's rows of one linear, or round to nearest where that loses less on the same inputs."""
     params = rtn.fitted(weight, grid, hessian)
     sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
     if attempt.weight is not None:
         sums += attempt.lost[:, rows].sum(1)
-    full, rtn_loss, *lost = total(torch.stack(sums)).tolist()
+    full, rtn_loss, *lost = torch.stack(sums).tolist()
     scale = max(full, 1e-30)
     rtn_error, reason = rtn_loss / scale, attempt.note
     notes = ()
@@ -63,7 +59,7 @@ def _better(
         damped, damping = lost
         error = (damped - damping) / scale
         if not damped - damping > CANCELLED * damped:  # too little is left of their digits
-            error = total(row_losses(chosen.values() - weight, hessian).sum()).item() / scale
+            error = row_losses(chosen.values() - weight, hessian).sum().item() / scale
         if error <= rtn_error:  # not a number loses, too
             return Solved(chosen, error, rtn_error, notes=notes + clipping(chosen))
         reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"

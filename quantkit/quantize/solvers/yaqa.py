@@ -56,7 +56,6 @@ class YaqaSolver:
     refine: int = 2
     target: Target = "own"
     output_damp: float = 0.03
-    by_rows = False  # errors of rows make up for each other's
 
     @property
     def needs(self) -> frozenset[str]:

@@ -1,0 +1,302 @@
+"""Several processes at one job, as torchrun starts them: torch.distributed's group, shares of work, results.
+
+Rank r of n has its share of the calibration batches, sums statistics with the others, and solves some of the
+linears. One process is rank 0 of 1: then nothing here does anything. All ranks take the same way through the
+code. Where they might decide differently (free memory, files), rank 0 decides and broadcasts.
+
+torchrun ends all processes when one ends with an error; an operation that takes longer than TIMEOUT is an
+error. torch is imported late: plans and help ask for the rank, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quantkit.errors import INTERRUPTED, TERMINATED, UNSUPPORTED, USAGE, QuantkitError, first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+HANDSHAKE = 45  # seconds for all ranks to come
+TIMEOUT = timedelta(hours=2)  # of an operation: the others wait while rank 0 writes and verifies
+SPEAK = 5.0  # seconds for rank 0 to print the error of another; then that rank prints it
+SETTLE = 1.0  # seconds for the rank that failed first to say so
+ALONE = "start the processes with torchrun; or unset WORLD_SIZE and RANK for one process"
+NETWORK = "of several hosts, name the network between them: GLOO_SOCKET_IFNAME=eth0, or NCCL_SOCKET_IFNAME"
+
+
+class LostError(QuantkitError):
+    """Another rank has not come, has left, or has not answered within TIMEOUT."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """This process among the others. store: of the rendezvous; thread: runs all operations, so that the main
+    thread hears signals while it waits."""
+
+    rank: int
+    count: int
+    local: int
+    store: Any
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "distributed"))
+
+
+_group: _Group | None = None
+
+
+def number(name: str, default: int) -> int:
+    """Return a count from the environment that torchrun makes. Raises QuantkitError for what is no number."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        raise QuantkitError(f"{name}={text!r} in the environment is not a number", ALONE, USAGE)
+    return int(text)
+
+
+def count() -> int:
+    """Return how many ranks there are."""
+    return _group.count if _group else 1
+
+
+def rank() -> int:
+    """Return which of them this process is; rank 0 writes and prints."""
+    return _group.rank if _group else 0
+
+
+def local() -> int:
+    """Return how many of them share this host's memory."""
+    return _group.local if _group else 1
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Make this process one of several. device: as `--device` has it; of several GPUs this process sees its
+    own alone.
+
+    Raises QuantkitError if the others do not come. After an error the group stays: `verdict` asks its store.
+    """
+    global _group
+    whole, own = number("WORLD_SIZE", 1), number("RANK", 0)
+    near, _ = number("LOCAL_WORLD_SIZE", 1), number("MASTER_PORT", 0)
+    accelerated = _choose_gpu(device, number("LOCAL_RANK", 0))
+    thread = ThreadPoolExecutor(1, "rendezvous")
+    try:
+        store = thread.submit(_rendezvous, own, whole, accelerated).result(HANDSHAKE)
+    except (RuntimeError, ValueError, KeyError, TimeoutError) as error:
+        silent = f"no answer from {os.environ.get('MASTER_ADDR')}"
+        why = silent if isinstance(error, TimeoutError) else first_line(error)
+        raise LostError(
+            f"the {whole} processes of WORLD_SIZE did not find each other within {HANDSHAKE} s: {why}",
+            f"{ALONE}; {NETWORK}",
+        ) from error
+    thread.shutdown()
+    _group = _Group(own, whole, near, store)
+    kinds = all_gather(accelerated)
+    if len(set(kinds)) > 1:
+        raise QuantkitError(
+            f"rank {kinds.index(False)} has no GPU for itself, others have one",
+            "start one process per GPU, or compute on the CPU with --device cpu",
+            UNSUPPORTED,
+        )
+    yield
+    all_gather(None)  # all are done: nobody misses the rank that holds the store
+    _group.thread.shutdown()
+    _group = None
+    _distributed().destroy_process_group()
+
+
+def _rendezvous(own: int, whole: int, accelerated: bool) -> Any:
+    """Make torch's process group; its store."""
+    import torch
+
+    dist = _distributed()
+    store, *_ = next(dist.rendezvous("env://", own, whole, timeout=timedelta(seconds=HANDSHAKE)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if accelerated else "gloo",
+        store=dist.PrefixStore("quantkit", store),
+        rank=own,
+        world_size=whole,
+        timeout=TIMEOUT,
+        **({"device_id": torch.device("cuda", 0)} if accelerated else {}),
+    )
+    return store
+
+
+def _distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
+
+
+def _choose_gpu(device: str, place: int) -> bool:
+    """Whether this process computes on a GPU, which it then sees as the only one."""
+    if device not in ("auto", "cuda", "cpu"):
+        raise QuantkitError(
+            f"--device {device}: each of several processes has a device of its own",
+            "leave --device out: rank 0 of a host takes its first GPU, and so on; or give --device cpu",
+            UNSUPPORTED,
+        )
+    if device == "cpu":
+        return False
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if len(seen) != 1:  # another launcher may have chosen already
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen[place] if place < len(seen) else str(place)
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# ---- shares
+
+
+def span(total: int) -> range:
+    """Return which of `total` items in a row are this rank's: as many as the others', or one more."""
+    return range(total * rank() // count(), total * (rank() + 1) // count())
+
+
+def share(items: Sequence[T]) -> Sequence[T]:
+    """Return this rank's part of a sequence; all parts in the order of ranks are the whole."""
+    own = span(len(items))
+    return items if count() == 1 else items[own.start : own.stop]
+
+
+def dealt(items: Sequence[T]) -> Sequence[T]:
+    """Return this rank's of few unlike items, dealt one by one."""
+    return items[rank() :: count()]
+
+
+# ---- results
+
+
+def _together(operation: Callable[..., object], *arguments: Any) -> None:
+    """Run an operation of all ranks. Raises LostError where torch does, or another rank reports a failure."""
+    running = _group.thread.submit(operation, *arguments)
+    try:
+        while not wait([running], SETTLE).done:
+            if _group.store.check(["failure"]):
+                raise LostError("another rank failed")
+        running.result()
+    except RuntimeError as error:
+        raise LostError(first_line(error)) from error
+
+
+def _reduced(tensor: Tensor, how: str) -> Tensor:
+    if count() == 1:
+        return tensor
+    dist, whole = _distributed(), tensor.contiguous()
+    _together(dist.all_reduce, whole, getattr(dist.ReduceOp, how))
+    return tensor if whole is tensor else tensor.copy_(whole)
+
+
+def sum_(tensor: Tensor) -> Tensor:
+    """Return the sum over all ranks, in the tensor's own precision, in its place."""
+    return _reduced(tensor, "SUM")
+
+
+def largest_(tensor: Tensor) -> Tensor:
+    """Return the largest over all ranks, value by value, in its place."""
+    return _reduced(tensor, "MAX")
+
+
+def least(value: int) -> int:
+    """Return the least over all ranks."""
+    return min(all_gather(value))
+
+
+def any_(holds: bool) -> bool:
+    """Whether it holds on some rank."""
+    return any(all_gather(holds))
+
+
+def broadcast(work: Callable[[], T]) -> T:
+    """Return on all ranks what rank 0's `work` returns; the others do nothing meanwhile."""
+    if count() == 1:
+        return work()
+    box = [work() if rank() == 0 else None]
+    _together(_distributed().broadcast_object_list, box, 0)
+    return box[0]
+
+
+def all_gather(value: T) -> list[T]:
+    """Return the values of all ranks, in their order. Tensors come to the device they are on."""
+    if count() == 1:
+        return [value]
+    found: list[T] = [None] * count()
+    _together(_distributed().all_gather_object, found, value)
+    return found
+
+
+# ---- how it ends
+
+
+def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
+    """Return the error that this process ends with, and whether this process prints it.
+
+    All ranks end with the error of the rank that failed first. Rank 0 prints it, and another rank where rank
+    0 is dead or busy for SPEAK seconds. One that was lost, or asked to stop, did not fail by itself.
+    """
+    if _group is None:
+        own = os.environ.get("RANK", "0")
+        return error, own == "0" or not own.isdecimal() or isinstance(error, LostError)
+    own, store = _group.rank, _group.store
+    stopped = error.exit_code in (INTERRUPTED, TERMINATED)
+    try:
+        if not (stopped or isinstance(error, LostError)):
+            failure = [own, error.message, error.hint, error.exit_code]
+            store.compare_set("failure", "", json.dumps(failure))
+        if not stopped:
+            store.set(f"ended/{own}", "")
+        ending = _first(error) if _comes("failure", SETTLE) else _named(error, stopped)
+        silent = own and _comes("told", SPEAK)
+        speaks = not silent and store.compare_set("told", "", str(own)) == str(own).encode()
+    except RuntimeError:  # the store went with the rank that held it
+        return error, not stopped
+    return ending, speaks
+
+
+def _first(error: QuantkitError) -> QuantkitError:
+    """The failure that was reported first; where this rank has the same, as its own."""
+    where, message, hint, exit_code = json.loads(_group.store.get("failure"))
+    if message == error.message and _group.rank == 0:
+        return error
+    return QuantkitError(f"rank {where}: {message}" if where else message, hint or error.hint, exit_code)
+
+
+def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
+    """An error that no rank reported: of ranks that did not end by themselves."""
+    if stopped:
+        return error
+    others = [other for other in range(_group.count) if other != _group.rank]
+    gone = [str(other) for other in others if not _group.store.check([f"ended/{other}"])]
+    named = f"rank {', '.join(gone)} was lost: " if gone else "the ranks lost one another: "
+    return QuantkitError(named + error.message, error.hint, error.exit_code)
+
+
+def _comes(key: str, seconds: float) -> bool:
+    """Whether the store has a key within so many seconds."""
+    end = time.monotonic() + seconds
+    while not (found := _group.store.check([key])) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def left(spoken: bool) -> None:
+    """Let the store go. spoken: this rank printed the error; others may still ask the store it holds."""
+    if _group is None:
+        return
+    try:
+        _group.store.set(f"left/{_group.rank}", "")
+        for other in range(_group.count):
+            if spoken:
+                _comes(f"left/{other}", SETTLE)
+    except RuntimeError:  # its holder has gone first
+        return
