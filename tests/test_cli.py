@@ -633,7 +633,7 @@ def test_a_staged_job_is_not_lost_unasked(refuse, make, model, small, tmp_path):
     for mode in ("--resume", "--overwrite"):
         error, hint = refuse(2, "gptq", model, *small, mode)
         assert "is no unfinished job" in error and "move it away" in hint
-    (staged / "fingerprint.json").write_text('{"source_sha256": null}')
+    (staged / "fingerprint.json").write_text('{"quantkit": "1", "source_sha256": null}')
     error, hint = refuse(2, "gptq", model, *small)
     assert staged.name in error and "--resume" in hint and "--overwrite" in hint
     assert contents(staged)["block-00000.safetensors"] == b"hours of work"

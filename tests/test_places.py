@@ -79,7 +79,9 @@ def test_a_staging_folder_that_is_a_link(refuse, model):
 def test_a_fingerprint_of_absurd_values(refuse, model, stored):
     folder = model.parent / "out.partial"
     folder.mkdir()
-    (folder / "fingerprint.json").write_text(json.dumps({"source_sha256": "ab"} | stored))
+    (folder / "fingerprint.json").write_text(
+        json.dumps({"quantkit": "1", "source_sha256": "ab" * 32} | stored)
+    )
     error, hint = refuse(2, *GPTQ, "-o", "out", "--resume")
     assert error == "out.partial/fingerprint.json is damaged: it says no way to run a job"
     assert hint == "start again with --overwrite"

@@ -9,6 +9,8 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.quantize.staging import replacing
 from quantkit.quantize.staging.folder import Staging
 
+OURS = '{"quantkit": "1", "source_sha256": "' + "ab" * 32 + '"}'
+
 
 def refusal(output, one_file=False, overwrite=True) -> str:
     with pytest.raises(QuantkitError) as refused:
@@ -76,18 +78,39 @@ def test_a_staging_folder_is_ours_if_it_says_so(tmp_path):
     staging.folder.mkdir()
     (staging.folder / "lock").touch()  # of a job that was killed at once
     staging.check(resume=True, overwrite=False)
-    for content in ("[]", "no JSON", "{}"):
+    for content in (
+        "[]",
+        "no JSON",
+        "{}",
+        '{"source_sha256": "x"}',
+        '{"quantkit": "1", "source_sha256": "x"}',
+    ):
         (staging.folder / "fingerprint.json").write_text(content)
         for modes in ((True, False), (False, True)):
             with pytest.raises(QuantkitError, match="is no unfinished job") as refused:
                 staging.check(*modes)
             assert "move it away" in refused.value.hint
-    (staging.folder / "fingerprint.json").write_text('{"source_sha256": "ab"}')
+    (staging.folder / "fingerprint.json").write_text(OURS)
     staging.check(resume=True, overwrite=False)
+    (staging.folder / "thesis.tex").touch()
+    with pytest.raises(QuantkitError, match="files that no job writes, which would be lost: thesis.tex"):
+        staging.check(resume=False, overwrite=True)
+    (staging.folder / "thesis.tex").unlink()
     other = Staging(tmp_path / "linked")
     other.folder.symlink_to(staging.folder)
     with pytest.raises(QuantkitError, match="is no unfinished job"):
         other.check(resume=False, overwrite=True)
+
+
+def test_an_unquantized_model_of_others_is_not_replaced(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "holds an unquantized model that quantkit did not write" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    replacing.check(tmp_path, False, True)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "quantkit.json").touch()  # written by a job, quantized or not
+    replacing.check(tmp_path, False, True)
 
 
 def test_what_appears_while_a_job_runs_is_asked_again(tmp_path):

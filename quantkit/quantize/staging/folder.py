@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,14 +63,16 @@ class Staging:
         return stored if stored and stored["source_sha256"] else None
 
     def _fingerprint(self) -> dict | None:
-        """What says whose folder this is, a whole fingerprint or one without a hash yet; None where nothing
-        does."""
+        """Return the stored fingerprint, with or without the source hash; None if there is none."""
         path = self.folder / "fingerprint.json"
         try:
             stored = untrusted.parse(untrusted.read(path)) if path.is_file() else None
         except (OSError, ValueError):
             return None
-        return stored if isinstance(stored, dict) and "source_sha256" in stored else None
+        if not isinstance(stored, dict) or "quantkit" not in stored or "source_sha256" not in stored:
+            return None
+        sha256 = stored["source_sha256"]
+        return stored if sha256 is None or re.fullmatch("[0-9a-f]{64}", str(sha256)) else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""

@@ -16,6 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, full_disk, name_all
+from quantkit.models.files import untrusted
 from quantkit.models.files.checkpoint import COMPANIONS, MANIFEST
 
 KINDS: dict[Callable[[int], bool], str] = {
@@ -40,6 +41,11 @@ WRITTEN = (  # by writers of checkpoints
     ".gitattributes",
     MANIFEST,
     "quantkit-*.json",
+)
+WEIGHTS = "*.safetensors", "pytorch_model*.bin"
+STAGED = (  # by jobs, in their staging folder
+    *("lock", "fingerprint.json*", "block-*", "part-*", "rest.*", "scratch.*", "output*", "replaced"),
+    *("curvature-*", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "training*"),
 )
 MAGIC = b"GGUF"
 BESIDE = ".partial.tmp"  # the most that is added to a name
@@ -131,6 +137,25 @@ def _check_folder(output: Path) -> None:
             f"move them away, or {ELSEWHERE}; --overwrite replaces checkpoints only",
             USAGE,
         )
+    names = [entry.name for entry in output.iterdir()]
+    holds_weights = any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS)
+    if holds_weights and MANIFEST not in names and not _is_quantized(output):
+        raise QuantkitError(
+            f"{output} holds an unquantized model that quantkit did not write: it would be lost",
+            f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only",
+            USAGE,
+        )
+
+
+def _is_quantized(folder: Path) -> bool:
+    """Return whether the configuration of a checkpoint names a quantization."""
+    if (folder / "quantize_config.json").is_file():
+        return True
+    try:
+        config = untrusted.parse(untrusted.read(folder / "config.json"))
+    except (OSError, ValueError, QuantkitError):
+        return False
+    return isinstance(config, dict) and bool(config.get("quantization_config"))
 
 
 def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
@@ -142,9 +167,17 @@ def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
         mode = folder.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
-    young = {"lock", "fingerprint.json.tmp"}
-    if stat.S_ISDIR(mode) and ({path.name for path in folder.iterdir()} <= young or is_ours()):
-        return
+    if stat.S_ISDIR(mode):
+        names = {path.name for path in folder.iterdir()}
+        foreign = sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in STAGED))
+        if names <= {"lock", "fingerprint.json.tmp"} or (is_ours() and not foreign):
+            return
+        if foreign and is_ours():
+            raise QuantkitError(
+                f"{folder} holds files that no job writes, which would be lost: {name_all(foreign)}",
+                f"move them away, or {ELSEWHERE}",
+                USAGE,
+            )
     raise QuantkitError(
         f"{folder} is no unfinished job, and a job would be staged there",
         f"move it away, or {ELSEWHERE}",
