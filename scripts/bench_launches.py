@@ -3,10 +3,11 @@
     python scripts/bench_launches.py [--columns 1024 --rows 64 --microseconds 5]
 
 A column of a solve is a few hundred nanoseconds of arithmetic on a GPU; what it costs is the launches.
-They are counted on the tests' double of an accelerator (tests/far_device.py), for one linear, and again with
-twice the rows: a count that grew with them would say so. The sum is over the inputs of the linears of all
-blocks of Llama-3-8B (for gptq over those of its sites, which are solved together), and an estimate: launches
-of small kernels, one after another, at so many microseconds each.
+`none` leaves out the default `--transform auto`.
+Launches are counted on the tests' double of an accelerator (tests/far_device.py), for one linear, and again
+with twice the rows: a count that grew with them would say so. The sum is over the inputs of the linears of
+all blocks of Llama-3-8B (for gptq over those of its sites, which are solved together), and an estimate:
+launches of small kernels, one after another, at so many microseconds each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -29,6 +31,7 @@ from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
 from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
 from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
 from quantkit.quantize.transforms.awq import Losses, Reader, search  # noqa: E402
+from quantkit.quantize.transforms.feedback import FeedbackScaling  # noqa: E402
 
 BLOCKS = 32
 SITES = {4096: 3, 14336: 1}  # inputs: sites of a block (q/k/v, o, gate/up; down)
@@ -47,17 +50,27 @@ def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     search(losses, statistics.magnitude, 20)
 
 
+def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> None:
+    """`--transform auto`: the search of a scale by error feedback, then the solve."""
+    solver, grid = GptqSolver(), AffineGrid(4, 128)
+    scaling = FeedbackScaling(solver=solver)
+    losses = scaling.losses([Reader(weight, scaling.rounded_on(grid), statistics.hessian)])
+    scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
+    solver.solve([weight], [grid], statistics)
+
+
 def encoded(name: str) -> Run:
     grid = ggml.named(name)
     return lambda weight, statistics: grid.quantize(weight, statistics.square)
 
 
 METHODS: dict[str, tuple[Run, dict[int, int]]] = {
-    "gptq": (solved(GptqSolver(), AffineGrid(4, 128)), SITES),
-    "gptq --no-sym": (solved(GptqSolver(), AffineGrid(4, 128, symmetric=False)), SITES),
-    "gptq --group-size 32": (solved(GptqSolver(), AffineGrid(4, 32)), SITES),
-    "gptq --group-size -1": (solved(GptqSolver(), AffineGrid(4, 0)), SITES),
-    "gptq --refine 0": (solved(GptqSolver(refine=0), AffineGrid(4, 128)), SITES),
+    "gptq": (solved_as_by_default, SITES),
+    "gptq --transform none": (solved(GptqSolver(), AffineGrid(4, 128)), SITES),
+    "gptq --no-sym, none": (solved(GptqSolver(), AffineGrid(4, 128, symmetric=False)), SITES),
+    "gptq --group-size 32, none": (solved(GptqSolver(), AffineGrid(4, 32)), SITES),
+    "gptq --group-size -1, none": (solved(GptqSolver(), AffineGrid(4, 0)), SITES),
+    "gptq --refine 0, none": (solved(GptqSolver(refine=0), AffineGrid(4, 128)), SITES),
     "nf4 --solver gptq": (solved(GptqSolver(), Nf4Grid()), SITES),
     "Q4_K --solver gptq": (solved(GptqSolver(), ggml.named("Q4_K", exact=False)), SITES),
     "Q3_K --solver gptq": (solved(GptqSolver(), ggml.named("Q3_K", exact=False)), SITES),
@@ -110,7 +123,7 @@ def main() -> None:
     with torch.inference_mode():
         for name in args.methods:
             run, inputs = METHODS[name]
-            if name.endswith("-1"):
+            if "-1" in name:
                 run = solved(GptqSolver(), AffineGrid(4, args.columns))
             launches, waits, common = count(run, args.rows, args.columns)
             doubled, *_ = count(run, 2 * args.rows, args.columns)

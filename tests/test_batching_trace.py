@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 
 import pytest
@@ -135,3 +136,17 @@ def test_a_dynamic_batch_waits_for_its_time_or_until_it_is_full():
 def test_values_that_make_no_trace_are_refused(values):
     with pytest.raises(QuantkitError):
         drawn(**values)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_before_it_is_read(tmp_path):
+    os.mkfifo(pipe := tmp_path / "trace.jsonl")
+    with pytest.raises(QuantkitError, match="is no plain file") as error:
+        trace.read(pipe, None)
+    assert error.value.exit_code == 4
+
+
+def test_a_deep_line_is_no_request(tmp_path):
+    (path := tmp_path / "trace.jsonl").write_text("[" * 100_000)
+    with pytest.raises(QuantkitError, match="line 1 is no request: it is nested too deeply"):
+        trace.read(path, None)

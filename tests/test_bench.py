@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from bench_runs import SMALL, checked, measured, subject
 
 from quantkit.cli import bench_modes, commands
 from quantkit.errors import QuantkitError
+from quantkit.grids import processor
 from quantkit.models.open import open_checkpoint
 from quantkit.serving.bench import (
     columns,
@@ -203,23 +204,6 @@ def test_llama_bench_on_the_path(tmp_path, tiny_model, monkeypatch):
         llama_bench.start(job.Job(broken, "llama-bench", SMALL, SMALL.points)).run([[1] * 5], 4)
 
 
-PEAKS = """
-from quantkit.serving.bench.memory import RESET, Meter
-meter = Meter()
-held = b"x" * (64 << 20)
-print(meter.peak() >> 20)
-del held
-meter.reset()
-print(meter.peak() >> 20 if RESET.exists() else 0)
-"""
-
-
-def test_the_peak_of_a_process_is_above_what_it_had():
-    done = subprocess.run([sys.executable, "-c", PEAKS], check=True, capture_output=True, text=True)
-    held, freed = map(int, done.stdout.split())
-    assert 64 <= held < 80 and freed < 32
-
-
 def test_a_device_of_the_data_sheets_is_not_measured(monkeypatch):
     far = SimpleNamespace(type="cuda")
     monkeypatch.setattr(machine.torch, "get_device_module", lambda device: SimpleNamespace(
@@ -250,6 +234,20 @@ def test_nothing_is_loaded_that_does_not_fit(tiny_model, monkeypatch):
     assert [event["event"] for event in events] == ["refused", "refused", "done"]
     assert "0.30 MB of memory are free" in events[0]["message"]
     assert "of weights, " in events[0]["message"]
+
+
+@pytest.mark.parametrize(("capable", "nbytes"), [(False, 4), (True, 2)])
+def test_auto_is_planned_in_the_precision_that_runs(tiny_model, monkeypatch, capable, nbytes):
+    monkeypatch.setattr(processor, "has_bfloat16", lambda: capable)
+    planned = []
+
+    def refuse(self, point, settings, value_bytes, *more):
+        planned.append(value_bytes)
+        return "too large"
+
+    monkeypatch.setattr(subjects.Subject, "refusal", refuse)
+    told(tiny_model("llama", num_hidden_layers=1, dtype="bfloat16"), replace(SMALL, dtype="auto"))
+    assert set(planned) == {nbytes}
 
 
 def test_a_batch_is_refused_for_what_its_prefill_takes(tiny_model):

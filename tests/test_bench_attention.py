@@ -1,15 +1,9 @@
-"""`--attn`: the fit of memory, which kernel ran, peaks against torch's own count, refusals, what is shown."""
+"""`--attn`: the fit of memory, which kernel ran, allocations counted, refusals, what is shown."""
 
-import ctypes
 import importlib.resources
 import json
-import os
-import pickle
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from functools import partial
 
 import far_device
 import jsonschema
@@ -18,7 +12,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -27,14 +20,13 @@ from quantkit.models.open import open_checkpoint
 from quantkit.serving.bench import attention
 from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
-from quantkit.serving.bench.attention.measurement import Row
-from quantkit.serving.bench.attention.peak import Peak
+from quantkit.serving.bench.attention.measurement import Row, allocations
 from quantkit.serving.bench.attention.report import verdict
 from quantkit.serving.bench.attention.settings import Settings
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
-BATCH = 8  # so that the peaks are large beside what a process takes for itself
+BATCH = 2
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +44,14 @@ def checkpoint(folder):
     return open_checkpoint(str(folder), None, True, False)
 
 
-MEASURE = """
-import pickle, sys, torch
-from quantkit.models.open import open_checkpoint
-from quantkit.serving.bench import attention
-torch.set_num_threads(1)
-checkpoint = open_checkpoint(sys.argv[1], None, True, False)
-settings = attention.Settings(("eager", "sdpa", "no_such_attention"), %r, batch=%d, steps=2, repeats=2)
-found = attention.measure(checkpoint, settings, torch.float32, torch.device("cpu"))
-with open(sys.argv[2], "wb") as file:
-    pickle.dump(found, file)
-"""
-
-
 @pytest.fixture(scope="module")
-def result(folder, tmp_path_factory):
-    """Of a process of its own, as the command is: holes in this one's heap would blur the peaks."""
-    place = tmp_path_factory.mktemp("result") / "result.pickle"
-    subprocess.run(
-        [sys.executable, "-c", MEASURE % (LENGTHS, BATCH), folder, place],
-        check=True,
-        timeout=300,
-        env=os.environ | {"THP_MEM_ALLOC_ENABLE": "0"},  # a test of a command may have left another
-    )
-    return pickle.loads(place.read_bytes())
+def result(checkpoint):
+    return measured(checkpoint)
+
+
+def measured(checkpoint, lengths=LENGTHS):
+    settings = Settings(("eager", "sdpa", "no_such_attention"), lengths, batch=BATCH, steps=2, repeats=2)
+    return attention.measure(checkpoint, settings, torch.float32, CPU)
 
 
 def test_a_parabola_is_found_as_it_is():
@@ -139,81 +115,31 @@ def test_the_backend_that_torch_was_told_to_take_is_seen(backend, told):
     assert describe(seen.names, "sdpa") == told
 
 
-def test_a_peak_is_what_was_held_and_given_back():
-    peak = Peak(CPU)
-    if not peak.known:
-        pytest.skip("this system does not let a process reset its peak")
-    forbidden = partial(ctypes.CDLL(None).prctl, 42, 0, 0, 0, 0)  # PR_GET_THP_DISABLE
-    with peak.watching():
-        assert forbidden()
-        peak.begin()
-        torch.ones(48 << 20, dtype=torch.uint8)
-        assert peak.nbytes() == pytest.approx(48 << 20, abs=1 << 20)
-        peak.restart()
-        assert peak.nbytes() < 1 << 20
-    assert not forbidden()
+def test_allocations_are_counted_to_the_byte():
+    def work():
+        made = torch.ones(48 << 20, dtype=torch.uint8)
+        torch.ones(16 << 20, dtype=torch.uint8)
+        return made[:1].clone()
+
+    made, kept, most = allocations(CPU, work)
+    assert made.item() == 1 and 0 < kept <= 64 and (64 << 20) <= most <= (64 << 20) + 64
 
 
-def test_pages_of_files_are_no_ones_memory(tmp_path):
-    peak, file = Peak(CPU), tmp_path / "file"
-    if not peak.known:
-        pytest.skip("this system does not let a process reset its peak")
-    file.write_bytes(bytes(16 << 20))
-    with peak.watching():
-        peak.begin()
-        mapped = np.memmap(file, mode="r")
-        assert not mapped.any() and peak.nbytes() < 1 << 20
-        torch.ones(48 << 20, dtype=torch.uint8)
-        assert peak.nbytes() == pytest.approx(48 << 20, abs=1 << 20)
+def test_two_measurements_count_alike(result, checkpoint):
+    again = measured(checkpoint, LENGTHS[:1])
+    counts = [[(row.prefill_bytes, row.decode_bytes) for row in made.rows[:2]] for made in (result, again)]
+    assert counts[0] == counts[1] and None not in counts[0][0]
 
 
-def test_memory_is_what_torch_counts(result, folder):
-    """An independent count: every allocation that torch's profiler saw, added up in order."""
-    if result.rows[0].prefill_bytes is None:
-        pytest.skip("this system does not let a process reset its peak")
-    for name in ("eager", "sdpa"):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
-        ids = torch.zeros(BATCH, 768, dtype=torch.long)
-        with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            model.eval()(ids, logits_to_keep=1, use_cache=True)
-        held = peak = 0
-        events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        row = next(row for row in result.rows if (row.attention, row.length) == (name, 768))
-        assert row.prefill_bytes == pytest.approx(peak, rel=0.1, abs=600_000)
-
-
-def test_the_command_measures_the_same(result, folder):
-    """Its jobs have torch ask for large pages, which would count as a whole."""
-    if result.rows[0].prefill_bytes is None:
-        pytest.skip("this system does not let a process reset its peak")
-    lengths = ",".join(map(str, LENGTHS))
-    asked = ["--attn", "eager,sdpa", "--prompt", lengths, "--batch", str(BATCH), "-n", "2", "--repeats", "1"]
-    command = [
-        sys.executable,
-        "-m",
-        "quantkit",
-        "bench",
-        folder,
-        *asked,
-        "--dtype",
-        "float32",
-        "--json",
-        "-q",
-    ]
-    done = subprocess.run([*command, "--threads", "1"], check=True, timeout=300, stdout=subprocess.PIPE)
-    found = [row["prefill_bytes"] for row in json.loads(done.stdout)["rows"]]
-    expected = [row.prefill_bytes for row in result.rows if not row.refused]
-    assert found == pytest.approx(expected, rel=0.1, abs=600_000)
+def test_decoding_holds_the_cache_of_the_prompt(result, checkpoint):
+    sizes = checkpoint.text_config
+    values = 2 * sizes.num_key_value_heads * sizes.head_dim * sizes.num_hidden_layers
+    for row in result.rows[:2]:
+        assert row.decode_bytes > 4 * BATCH * values * row.length
 
 
 def test_eager_writes_its_scores_out_and_sdpa_does_not(result):
-    """In float32 two at a time (a product and that scaled or masked, or the latter and its softmax), and the
-    mask, which all heads share."""
-    if not result.fits:
-        pytest.skip("this system does not let a process reset its peak")
+    """In float32 two at a time (a product and its scaled or masked copy), and the mask for all heads."""
     eager, sdpa = result.fits["eager"], result.fits["sdpa"]
     assert eager.scores == 4 * BATCH * result.heads
     assert eager.matrices == pytest.approx(2 + 1 / result.heads, abs=0.6)
@@ -246,6 +172,16 @@ def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(check
     rows = attention.measure(checkpoint, settings, torch.float32, CPU).rows
     assert [row.refused for row in rows] == ["", *["headdim not supported"] * 2]
     assert [bool(row.kernel) for row in rows] == [True] * 3
+
+
+@pytest.mark.parametrize("mistake", [KeyError, TypeError, AttributeError])
+def test_a_mistake_is_no_refusal(checkpoint, mistake):
+    def wrong(*arguments, **more):
+        raise mistake("ours")
+
+    AttentionInterface.register("wrong", wrong)
+    with pytest.raises(mistake, match="ours"):
+        attention.measure(checkpoint, Settings(("eager", "wrong"), (8,), steps=1), torch.float32, CPU)
 
 
 def test_what_would_take_too_long_is_not_begun(checkpoint):

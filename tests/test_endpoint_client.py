@@ -1,5 +1,9 @@
 """Requests to an OpenAI endpoint: addresses, streams, and what goes wrong, on a stand-in."""
 
+import socket
+import threading
+from contextlib import contextmanager, suppress
+
 import pytest
 from stand_in_openai import StandIn
 
@@ -123,3 +127,74 @@ def test_the_ruler_is_in_the_servers_own_tokens():
 def test_prompts_are_seeded():
     assert words(5, "0:1") == words(5, "0:1") != words(5, "0:2")
     assert len(words(40, 7).split()) == 40
+
+
+@contextmanager
+def raw(*parts: bytes, drip: float = 0.0):
+    """A server of any bytes: to every connection the parts, the last of them again and again if it drips."""
+    over = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while not over.is_set():
+            try:
+                taken, _ = listener.accept()
+            except OSError:
+                return
+            with taken, suppress(OSError):
+                asked = taken.recv(1 << 16)
+                while asked.startswith(b"POST") and not asked.endswith(b"{}"):
+                    asked += taken.recv(1 << 16)  # unread bytes would make the end a reset
+                for part in parts:
+                    taken.sendall(part)
+                while drip and not over.wait(drip):
+                    taken.sendall(parts[-1])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield Endpoint(Address.of(f"127.0.0.1:{listener.getsockname()[1]}"), timeout=0.5)
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("parts", [(OK, b"X-Drip: 1\r\n"), (OK + b"\r\n", b": no end "), (b"H",)])
+@pytest.mark.timeout(20)
+def test_a_slow_answer_ends_at_its_limit(parts):
+    with raw(*parts, drip=0.05) as server:
+        with pytest.raises(RequestFailed) as failed:
+            list(server.stream(COMPLETIONS, {}))
+        assert failed.value.kind == "timeout" and "within 0.5 s" in failed.value.message
+        with pytest.raises(RequestFailed) as failed:
+            server.get("/v1/models")
+        assert failed.value.kind == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (OK + b"\r\ndata: " + b"[" * 100_000 + b"\n\n", "stream"),
+        (OK + b"\r\ndata: [1]\n\n" + DONE, "stream"),
+        (OK + b"\r\n" + b"x" * (5 << 20), "stream"),
+        (OK + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n", "HTTP"),
+    ],
+)
+def test_a_strange_answer_fails_in_a_line(answer, kind):
+    with raw(answer) as server, pytest.raises(RequestFailed) as failed:
+        list(server.stream(COMPLETIONS, {}))
+    assert failed.value.kind in (kind, "stream")
+
+
+@pytest.mark.parametrize("count", [b"1e400", b"9" * 400, b"[1]", b"-1", b"true", b'"7"', b"NaN"])
+def test_a_count_that_is_none_is_not_believed(count):
+    event = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": ' + count + b"}}\n\n"
+    with raw(OK + b"\r\n" + event + DONE) as server:
+        (piece,) = server.stream(COMPLETIONS, {})
+    assert piece.usage == {"prompt_tokens": 3}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import jobs
 import psutil
@@ -82,20 +83,20 @@ def test_control_groups_of_the_first_version(machine):
 
 @pytest.mark.parametrize("kind, flag", [(resource.RLIMIT_AS, "-v"), (resource.RLIMIT_DATA, "-d")])
 def test_what_ulimit_leaves(machine, monkeypatch, kind, flag):
-    taken = psutil.Process().memory_info()
+    taken = SimpleNamespace(rss=1 << 28, vms=1 << 33, data=1 << 30)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda process: taken)
     already = taken.vms if flag == "-v" else taken.data
     limit = already + limits.RESERVE + 50 * 10**6
     found = {kind: (limit, limit)}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: found.get(kind, (resource.RLIM_INFINITY,) * 2))
-    left = limits.room()
-    assert left.whose == f"left by ulimit {flag}" and abs(left.nbytes - 50 * 10**6) < 10 * 10**6
+    assert limits.room() == Room(50 * 10**6, f"left by ulimit {flag}")
 
 
-def test_max_memory_is_of_the_whole_process(machine):
-    left = limits.room(10**9 * 50)
-    assert left.whose == "left of --max-memory beside Python itself"
-    assert abs(left.nbytes - (50 * 10**9 - limits.resident())) < 10**8
-    assert limits.room(1) == Room(0, "left of --max-memory beside Python itself")
+def test_max_memory_is_of_the_whole_process(machine, monkeypatch):
+    monkeypatch.setattr(limits, "resident", lambda: 1 << 28)
+    whose = "left of --max-memory beside Python itself"
+    assert limits.room(10**9 * 50) == Room(50 * 10**9 - (1 << 28), whose)
+    assert limits.room(1) == Room(0, whose)
 
 
 # ---- states in a file

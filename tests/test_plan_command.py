@@ -369,20 +369,19 @@ def test_a_format_that_cannot_hold_the_model_is_refused(quantkit, tmp_path):
 
 
 def test_neither_torch_nor_transformers_is_imported(demo_model):
-    """Nor what else takes long: the answer comes within a second of CPU time."""
+    """Nor what else takes long."""
     code = (
-        "import sys, time; sys.argv = ['quantkit', 'plan', sys.argv[1], '--gpu', 'l4']\n"
+        "import sys; sys.argv = ['quantkit', 'plan', sys.argv[1], '--gpu', 'l4']\n"
         "from quantkit import cli\n"
         "try: cli.main()\n"
         "except SystemExit as end: assert not end.code\n"
         "slow = {'torch', 'transformers', 'numpy', 'gguf', 'datasets', 'safetensors', 'huggingface_hub'}\n"
-        "print(slow & sys.modules.keys(), time.process_time(), file=sys.stderr)"
+        "print(slow & sys.modules.keys(), file=sys.stderr)"
     )
     command = [sys.executable, "-c", code, str(demo_model)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    imported, _, seconds = done.stderr.strip().rpartition(" ")
-    assert imported == "set()" and float(seconds) < 2  # 0.5 on an idle machine
+    assert done.stderr.strip() == "set()"
 
 
 def test_no_torch_for_gguf_files_and_quantized_folders_either(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -109,7 +108,6 @@ def console() -> Console:
 def attention(asked: Asked, implementations: str, beyond: bool) -> None:
     """Time and memory of each implementation at growing lengths. beyond: those may exceed the context."""
     asked.outputs.check()
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "0"  # peaks are of what is used, not of whole pages of 2 MiB
     with listener(asked.quiet) as progress:
         with uncollected():
             from quantkit.serving.bench import attention as bench

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
-PR_SET_THP_DISABLE = 41  # linux/prctl.h
 MAPPED_BYTES = 4 << 20
 MMAP_MAX = 65536  # glibc's default
 NEVER = 2**31 - 1
@@ -41,12 +40,6 @@ def keep_freed_pages() -> None:
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(M_MMAP_MAX, 0)
         _libc.mallopt(M_TRIM_THRESHOLD, NEVER)
-
-
-def forbid_huge_pages(forbidden: bool = True) -> None:
-    """Take no pages of 2 MiB from now on, for which torch may ask (THP_MEM_ALLOC_ENABLE); or let it again."""
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(PR_SET_THP_DISABLE, int(forbidden), 0, 0, 0)
 
 
 @contextmanager

@@ -87,14 +87,16 @@ def _possible(job: Job, device: Any, emit: Emit) -> list[Point]:
     """Points that can run, as far as headers tell; the others are refused with the reason."""
     import psutil
 
-    free, value_bytes = psutil.virtual_memory().available, 4
+    free = psutil.virtual_memory().available
     packed = job.subject.container == "gguf" and job.engine != "transformers"
     if device is not None:
         from quantkit.models.machine.device import free_memory
 
         free = free_memory(device)
-    if packed or job.settings.dtype != "float32":
-        value_bytes = 2
+    if job.engine == "transformers":
+        value_bytes = runners.find(job.engine).value_bytes(job, device)
+    else:
+        value_bytes = 4 if job.settings.dtype == "float32" and not packed else 2
     packed = packed or (job.subject.stored not in (None, "gguf") and not job.settings.decoded)
     found, at_once = [], runners.find(job.engine).AT_ONCE
     for point in job.points:

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 from quantkit.errors import USAGE, QuantkitError, first_line
+from quantkit.models.files import untrusted
 
 MOST_BYTES = 1 << 22  # of an answer that is no stream, or of a line of one
+MOST_TOKENS = 1 << 32  # of a request, where a server counts them: beyond it no count is believed
 SAID = 300  # characters of a server's own message that are shown
 
 
@@ -81,12 +85,12 @@ class Address:
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk of a streamed answer. at: seconds of `time.perf_counter`; usage: tokens, where it says them."""
+    """A chunk of a streamed answer. at: seconds of `time.perf_counter`; usage: tokens counted."""
 
     at: float
     text: str
     finished: bool
-    usage: Mapping[str, int] | None
+    usage: Mapping[str, int]
 
 
 class Endpoint:
@@ -130,66 +134,71 @@ class Endpoint:
         seconds: that all of it may take. Raises RequestFailed: also for a stream that ends before its end.
         """
         seconds = seconds or self.timeout
-        until = time.perf_counter() + seconds
-        with _failures(self.address.url, self._hide):
-            connection, response = self._ask("POST", self.address.path + path, body, seconds)
-            try:
-                self._refuse(response)
-                finished = False
-                while line := response.readline(MOST_BYTES):
-                    at = time.perf_counter()
-                    if at > until:
-                        raise RequestFailed("timeout", f"no end within {seconds:g} s")
-                    name, _, data = line.decode("utf-8", "replace").strip().partition(":")
-                    if name != "data" or not data:
-                        continue
-                    if data.strip() == "[DONE]":
-                        finished = True
-                        break
-                    piece = _piece(at, data, self._hide)
-                    finished = finished or piece.finished
-                    yield piece
-                if not finished:
-                    raise RequestFailed("stream", "the answer broke off")
-            finally:
-                connection.close()
+        with self._asked("POST", self.address.path + path, body, seconds) as response:
+            finished = False
+            while line := response.readline(MOST_BYTES):
+                at = time.perf_counter()
+                if len(line) == MOST_BYTES:
+                    raise RequestFailed("stream", f"a line of the answer is longer than {MOST_BYTES:,} bytes")
+                name, _, data = line.decode("utf-8", "replace").strip().partition(":")
+                if name != "data" or not data:
+                    continue
+                if data.strip() == "[DONE]":
+                    finished = True
+                    break
+                piece = _piece(at, data, self._hide)
+                finished = finished or piece.finished
+                yield piece
+            if not finished:
+                raise RequestFailed("stream", "the answer broke off")
 
     def _whole(
         self, method: str, path: str, body: Mapping[str, Any] | None, parse: bool = True
     ) -> dict[str, Any]:
-        with _failures(self.address.url, self._hide):
-            connection, response = self._ask(method, path, body)
+        with self._asked(method, path, body, self.timeout) as response:
+            data = response.read(MOST_BYTES)
+            if not parse:
+                return {}
             try:
-                self._refuse(response)
-                data = response.read(MOST_BYTES)
-            finally:
-                connection.close()
-        if not parse:
-            return {}
-        try:
-            found = json.loads(data)
-        except ValueError as error:
-            raise RequestFailed("answer", f"{self.address.url} answers with no JSON", NO_API) from error
+                found = untrusted.parse(data)
+            except ValueError as error:
+                raise RequestFailed("answer", f"{self.address.url} answers with no JSON", NO_API) from error
         if not isinstance(found, dict):
             raise RequestFailed("answer", f"{self.address.url} answers with no object", NO_API)
         return found
 
-    def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float | None = None
-    ) -> tuple[HTTPConnection, HTTPResponse]:
+    @contextmanager
+    def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+    ) -> Iterator[HTTPResponse]:
+        """Yield a good answer. After `seconds` its connection is shut, however slowly bytes still come."""
         where = {"host": self.address.host, "port": self.address.port}
-        where["timeout"] = min(self.timeout, seconds or self.timeout)  # of waiting for the next bytes
+        where["timeout"] = min(self.timeout, seconds)  # of waiting for the next bytes
         tls = self._tls
         connection = HTTPConnection(**where) if tls is None else HTTPSConnection(**where, context=tls)
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        data = None if body is None else json.dumps(body).encode()
+        over = threading.Event()
+        timer = threading.Timer(seconds, lambda: (over.set(), _shut(taken)))
+        timer.daemon = True
+        late = f"{self.address.url} did not answer in time: no end within {seconds:g} s"
         try:
-            connection.request(method, path, data, headers)
-            return connection, connection.getresponse()
-        except BaseException:
-            connection.close()
+            with _failures(self.address.url, self._hide, late):
+                connection.connect()
+                taken = connection.sock
+                timer.start()
+                data = None if body is None else json.dumps(body).encode()
+                connection.request(method, path, data, headers)
+                response = connection.getresponse()
+                self._refuse(response)
+                yield response
+        except RequestFailed as error:
+            if over.is_set():
+                raise RequestFailed("timeout", late) from error
             raise
+        finally:
+            timer.cancel()
+            connection.close()
 
     def _refuse(self, response: HTTPResponse) -> None:
         """Raise for an answer that is an error, with what the server says about it."""
@@ -215,24 +224,30 @@ class Endpoint:
 NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 
+def _shut(taken: socket.socket) -> None:
+    """End a connection for the thread that waits for it."""
+    with suppress(OSError):  # it has ended by itself
+        taken.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
-def _failures(url: str, hide: Callable[[str], str]) -> Iterator[None]:
-    """What the network raises, as RequestFailed."""
+def _failures(url: str, hide: Callable[[str], str], late: str) -> Iterator[None]:
+    """Raise what the network raises as RequestFailed. late: the message of a time-out."""
     try:
         yield
     except TimeoutError as error:
-        raise RequestFailed("timeout", f"{url} did not answer in time") from error
+        raise RequestFailed("timeout", late) from error
     except OSError as error:
         message = f"{url} cannot be reached: {first_line(error)}"
         raise RequestFailed("connection", message, "is the server running?") from error
-    except HTTPException as error:
+    except (HTTPException, OverflowError) as error:  # a chunk of 2^64 bytes overflows
         raise RequestFailed("HTTP", f"{url}: {hide(first_line(error))}", NO_API) from error
 
 
 def _piece(at: float, data: str, hide: Callable[[str], str]) -> Piece:
     """One event of a stream, of either API: text, or what a chat's delta holds, its thoughts included."""
     try:
-        event = json.loads(data)
+        event = untrusted.parse(data.encode())
     except ValueError as error:
         raise RequestFailed("stream", "a chunk is no JSON") from error
     if not isinstance(event, dict) or event.get("error"):
@@ -242,11 +257,12 @@ def _piece(at: float, data: str, hide: Callable[[str], str]) -> Piece:
     delta = choice.get("delta") if isinstance(choice.get("delta"), dict) else {}
     parts = (choice.get("text"), *(delta.get(key) for key in ("content", "reasoning_content", "reasoning")))
     usage = event.get("usage")
+    counts = usage.items() if isinstance(usage, dict) else ()
     return Piece(
         at,
         "".join(part for part in parts if isinstance(part, str)),
         bool(choice.get("finish_reason")),
-        usage if isinstance(usage, dict) else None,
+        {name: n for name, n in counts if type(n) is int and 0 <= n <= MOST_TOKENS},
     )
 
 
@@ -254,7 +270,7 @@ def _message(data: bytes) -> str:
     """What an error's body says, in whichever of the usual places."""
     text = data.decode("utf-8", "replace").strip()
     try:
-        found: Any = json.loads(text)
+        found: Any = untrusted.parse(text.encode())
     except ValueError:
         found = text
     for key in ("error", "detail", "message"):

@@ -3,7 +3,7 @@
     result = measure(checkpoint, Settings(("eager", "sdpa"), lengths=()), dtype, device, progress)
     show(result, console); record(result); draw(result, figure)
 
-`peak` measures memory, `kernels` finds out what ran, `fit` separates what grows with N² from the rest.
+`measurement` counts allocations, `kernels` finds what ran, `fit` separates what grows with N² from the rest.
 """
 
 from quantkit.serving.bench.attention.measurement import Result, Row, measure

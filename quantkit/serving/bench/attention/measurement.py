@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from quantkit.capacity.kv_cache import attention_scores
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import free_memory, give_back, synchronize
+from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.attention.fit import Fit, fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
-from quantkit.serving.bench.attention.peak import Peak
 from quantkit.serving.bench.attention.settings import Settings
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
@@ -34,7 +34,7 @@ WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax 
 REASON = 180  # characters of why one is refused
 SHORT = 16  # tokens of the first, unmeasured run, or as few as the shortest prompt has
 # Why a kernel does not run: not installed, not for this dtype or device or length, out of memory.
-REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, KeyError)
+REFUSALS = (ImportError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def measure(
         weights=loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
         weight_bytes=loaded.weight_bytes,
         heads=bench.heads,
-        memory=bench.peak.how,
+        memory=_counted_by(device),
         rows=tuple(rows),
         fits=_fits(rows, settings, bench.heads, dtype.itemsize),
     )
@@ -138,7 +138,6 @@ class _Bench:
     ) -> None:
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
         self.heads = getattr(checkpoint.text_config, "num_attention_heads", 1) or 1
-        self.peak = Peak(device)
         self.refused: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         self.last: dict[str, tuple[int, float]] = {}  # length and seconds of the prefill before
@@ -191,21 +190,16 @@ class _Bench:
 
     @torch.no_grad()
     def _weigh(self, ids: Tensor, runs: _Runs) -> None:
-        """The peaks: the least of a second and a third run. The first at a length fills caches of the
-        libraries, and what another thread takes meanwhile comes on top."""
-        peaks = []
-        for _ in range(3):
-            with self.peak.watching():
-                self.peak.begin()
-                cache, token = self._forward(ids)
-                prefill = self.peak.nbytes()
-                self.peak.restart()
-                for _ in range(self.settings.steps):
-                    cache, token = self._forward(token, cache)
-                peaks.append((prefill, self.peak.nbytes()))
-                del cache, token
-        if self.peak.known:
-            runs.prefill_bytes, runs.decode_bytes = map(min, zip(*peaks[1:], strict=True))
+        """Note the peaks of one run. The warm-up has allocated what libraries keep."""
+
+        def decode() -> None:
+            rest = cache, token
+            for _ in range(self.settings.steps):
+                rest = self._forward(rest[1], rest[0])
+
+        (cache, token), kept, runs.prefill_bytes = allocations(self.device, lambda: self._forward(ids))
+        _, _, most = allocations(self.device, decode)
+        runs.decode_bytes = None if most is None else kept + most
 
     @torch.no_grad()
     def _time(self, name: str, ids: Tensor, runs: _Runs) -> None:
@@ -256,6 +250,41 @@ class _Bench:
             prefill_bytes=runs.prefill_bytes,
             decode_bytes=runs.decode_bytes,
         )
+
+
+def allocations(device: torch.device, work: Callable[[], Any]) -> tuple[Any, int, int | None]:
+    """Return the result of `work`, the bytes that it leaves allocated and the most that it held at once.
+
+    Both are counted above the start, exactly: by the allocator of a device, on the CPU by the allocation
+    events of torch's profiler. The peak is None where the device does not count.
+    """
+    gc.collect()
+    if is_accelerator(device):
+        module = torch.get_device_module(device)
+        if not hasattr(module, "reset_peak_memory_stats"):
+            return work(), 0, None
+        synchronize(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        made = work()
+        synchronize(device)
+        return made, module.memory_allocated(device) - before, module.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        made = work()
+    held = most = 0
+    events = (event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return made, held, most
+
+
+def _counted_by(device: torch.device) -> str:
+    """Return where the peaks come from, in words."""
+    if not is_accelerator(device):
+        return "peak of torch's allocations"
+    told = hasattr(torch.get_device_module(device), "reset_peak_memory_stats")
+    return "peak of the device's allocator" if told else "not told by this device"
 
 
 def _reason(error: BaseException) -> str:

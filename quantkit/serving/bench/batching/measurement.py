@@ -32,7 +32,7 @@ STRATEGIES = ("static", "dynamic", "continuous")
 PADDED = {"static": static.next_batch, "dynamic": dynamic.next_batch}
 PROVEN = 2  # batches of requests, served once more in float32 where less was measured
 WARM_TOKENS = 4  # of every answer of the unmeasured round
-REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, MemoryError)
+REFUSALS = (ImportError, RuntimeError, ValueError, MemoryError)
 
 
 @dataclass(frozen=True)

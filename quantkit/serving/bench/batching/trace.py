@@ -6,7 +6,6 @@ of their own, so that another rate brings the same requests at other times.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line
+from quantkit.models.files import untrusted
 
 KINDS = ("fixed", "uniform", "geometric", "lognormal")
 FIELDS = ("arrival", "prompt_tokens", "output_tokens")
@@ -131,10 +131,10 @@ def read(path: Path, context: int | None) -> Trace:
     """A file of JSON lines, `{"arrival": 0.5, "prompt_tokens": 30, "output_tokens": 12}` each.
 
     Arrivals are in seconds; the first becomes 0. Raises QuantkitError when there is none (exit code 3), or it
-    is no trace, or a request is longer than `context` (2).
+    is no plain file (4), or no trace, or a request is longer than `context` (2).
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = untrusted.read(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         hint = "give a file of JSON lines"
@@ -153,7 +153,7 @@ def read(path: Path, context: int | None) -> Trace:
 
 def _request(line: str, place: str, context: int | None) -> Request:
     try:
-        told = json.loads(line)
+        told = untrusted.parse(line.encode())
         arrival, prompt, output = (told[field] for field in FIELDS)
         sound = all(type(value) is int and value > 0 for value in (prompt, output))
         if isinstance(arrival, bool) or not sound or not math.isfinite(arrival):

@@ -37,6 +37,11 @@ def precision(checkpoint: Checkpoint, asked: str, device: torch.device) -> torch
     return getattr(torch, choose_dtype(asked, STORED.get(checkpoint.config.dtype, "F32"), device))
 
 
+def value_bytes(job: Job, device: torch.device) -> int:
+    """Bytes of a decoded weight and of a value in the cache, in the precision that will compute."""
+    return precision(_open(job), job.settings.dtype, device).itemsize
+
+
 def start(job: Job) -> Generation:
     """Load the model. Raises QuantkitError as `engines.transformers.load` does."""
     checkpoint, device = _open(job), choose_device(job.settings.device)
