@@ -1,6 +1,7 @@
 """Which of transformers' families quantkit takes: every causal LM and every wrapper, as a tiny random model.
 
-    python scripts/families.py [--only REGEX] [--kind text] [--methods nf4 gptq] [--json FILE] [--seconds 120]
+    python scripts/families.py [--only REGEX] [--kind text] [--methods nf4 gptq] [--dtype bfloat16]
+        [--json FILE] [--seconds 120]
 
 For every model type of transformers' causal-LM and multimodal mappings: shrinks its default configuration,
 saves a random model, runs the methods on it, and compares the logits of the source and of each result,
@@ -22,7 +23,8 @@ from pathlib import Path
 
 from tiny_models import TOKENS, built, families, save_tokenizer
 
-TOLERANCE = 1e-4
+# Of logits, compared with those of transformers in float32. In bfloat16 a router may choose another expert.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 GROUP = 16
 
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
     parser.add_argument("--kind", choices=("text", "wrapper"), help="causal LMs, or what holds one, alone")
     parser.add_argument("--methods", nargs="*", default=["gptq", "awq", "nf4"])
+    parser.add_argument("--dtype", choices=TOLERANCE, default="float32", help="that quantkit computes in")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows there, and go on from there"
     )
@@ -48,18 +51,18 @@ def main() -> None:
     for family, kind in families().items():
         if family in known or not args.only.search(family) or args.kind not in (None, kind):
             continue
-        rows.append({"kind": kind} | isolated(family, args.methods, args.seconds))
+        rows.append({"kind": kind} | isolated(family, args.methods, args.dtype, args.seconds))
         print(line(rows[-1]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
     print(total(rows))
 
 
-def isolated(family: str, methods: list[str], seconds: float) -> dict:
+def isolated(family: str, methods: list[str], dtype: str, seconds: float) -> dict:
     """The row of one family, from a process of its own."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: theirs.send(examined(family, methods)))
+    child = context.Process(target=lambda: theirs.send(examined(family, methods, dtype)))
     child.start()
     theirs.close()
     row = {"family": family, "status": "crashed", "reason": f"took longer than {seconds:.0f} s"}
@@ -74,7 +77,7 @@ def isolated(family: str, methods: list[str], seconds: float) -> dict:
     return row
 
 
-def examined(family: str, methods: list[str]) -> dict:
+def examined(family: str, methods: list[str], dtype: str = "float32") -> dict:
     """What becomes of a family: built or not, taken or refused, and how exact."""
     import transformers
 
@@ -94,11 +97,11 @@ def examined(family: str, methods: list[str]) -> dict:
         except Exception as error:
             return row | {"status": "not built", "reason": said(error)}
         try:
-            row["source"] = difference(source, model)
-            row["eval"] = evaluated(source, model)
+            row["source"] = difference(source, model, dtype)
+            row["eval"] = evaluated(source, model, dtype)
             for method in methods:
                 try:
-                    row[method] = compressed(source, Path(folder) / method, method, model, row)
+                    row[method] = compressed(source, Path(folder) / method, method, model, row, dtype)
                 except QuantkitError as error:  # of its layout, say
                     refusals.append(f"{method}: {error.message}")
         except QuantkitError as error:
@@ -106,7 +109,7 @@ def examined(family: str, methods: list[str]) -> dict:
         except Exception as error:
             return row | {"status": "crashed", "reason": said(error)}
     worst = max(row[what] for what in ("source", "eval", *methods) if what in row)
-    if not worst <= TOLERANCE:
+    if not worst <= TOLERANCE[dtype]:
         return row | {"status": "wrong", "reason": f"logits differ by {worst:.2g}"}
     taken = len(refusals) < len(methods) or not methods
     return row | {"status": "taken" if taken else "refused", "reason": "; ".join(refusals)}
@@ -123,7 +126,7 @@ def encodes(family: str) -> bool:
     return bool(composite and (config.is_encoder_decoder or text.is_encoder_decoder))
 
 
-def compressed(source: Path, output: Path, method: str, model, row: dict) -> float:
+def compressed(source: Path, output: Path, method: str, model, row: dict, dtype: str) -> float:
     """How far the result's streamed logits are from transformers' own with the decoded weights, which `model`
     has then.
 
@@ -141,24 +144,24 @@ def compressed(source: Path, output: Path, method: str, model, row: dict) -> flo
     request = job.Request(
         str(source), method, methods.load(method).Options(**options),
         CalibrationOptions(calibration=str(text), samples=4, seqlen=TOKENS), 
-        RunOptions(threads=1, allow_unread=True), output,
+        RunOptions(threads=1, allow_unread=True, dtype=dtype), output,
     )  # fmt: skip
     prepared = job.prepare(request, Progress())
     skeleton = prepared.skeleton
     inside = sum(parameter.numel() for block in skeleton.blocks for parameter in block.parameters())
     row["share"] = sum(spec.weights for spec in prepared.specs if not spec.kept) / inside
     loop.run(prepared, Progress())
-    return difference(output, decoded(output, model))
+    return difference(output, decoded(output, model), dtype)
 
 
-def opened(folder: Path):
+def opened(folder: Path, dtype: str = "float32"):
     """The checkpoint as quantkit streams it, all but the blocks loaded."""
     import torch
 
     from quantkit.models.open import open_checkpoint
     from quantkit.models.skeleton import Skeleton
 
-    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton = Skeleton(open_checkpoint(str(folder)), getattr(torch, dtype), torch.device("cpu"))
     skeleton.names.check_complete()
     skeleton.load_rest()
     return skeleton
@@ -187,13 +190,13 @@ def decoded(folder: Path, model):
     return model
 
 
-def difference(folder: Path, model) -> float:
+def difference(folder: Path, model, dtype: str) -> float:
     """The largest difference of logits: streamed through the blocks of `folder`, and `model`'s own."""
     import torch
 
     from quantkit.quantize.calibrate import walk
 
-    skeleton = opened(folder)
+    skeleton = opened(folder, dtype)
     (hidden,) = walk.through(skeleton, [ids()])
     with torch.no_grad():
         want = model(input_ids=ids(), use_cache=False).logits
@@ -202,7 +205,7 @@ def difference(folder: Path, model) -> float:
     )
 
 
-def evaluated(folder: Path, model) -> float:
+def evaluated(folder: Path, model, dtype: str) -> float:
     """How far the log-likelihood per token that `eval` finds is from `model`'s own."""
     import torch
 
@@ -213,7 +216,7 @@ def evaluated(folder: Path, model) -> float:
     tokens = len(ids()) * (TOKENS - 1)
     protocol = Protocol("random", "", tokens, TOKENS, TOKENS, False, "")
     windows = Windows(ids(), [0] * len(ids()), protocol)
-    found = evaluate([open_checkpoint(str(folder))], windows, torch.float32, torch.device("cpu"))
+    found = evaluate([open_checkpoint(str(folder))], windows, getattr(torch, dtype), torch.device("cpu"))
     with torch.no_grad():
         logits = model(input_ids=ids(), use_cache=False).logits[:, :-1].flatten(0, 1)
     want = torch.nn.functional.cross_entropy(logits, ids()[:, 1:].flatten())

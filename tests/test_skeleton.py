@@ -1,6 +1,8 @@
 """Streaming a model block by block: the same logits as the whole model, and the right statistics."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.prepare import linears
 
 CPU = torch.device("cpu")
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 TOKENS = 40  # more than the sliding window of mistral, gemma2 and gemma3
 STALE = {  # buffers that old checkpoints of these families carry
     "gpt2": {"attn.bias": (1, 1, 256, 256), "attn.masked_bias": ()},
@@ -454,3 +457,14 @@ def test_suspended_forwards_leave_grad_mode_alone(tiny_model, enabled):
     with torch.set_grad_enabled(enabled):
         passes(skeleton, SuspendedForward, batches)
         assert torch.is_grad_enabled() == enabled
+
+
+@pytest.mark.parametrize("family", ["minimax", "xlstm"])
+def test_families_that_mix_precisions_are_quantized_in_bfloat16(family, monkeypatch):
+    """MiniMax has buffers that a transform moves to float32; xLSTM multiplies float32 and bfloat16."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    spec = importlib.util.spec_from_file_location("all_families", SCRIPTS / "families.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    row = script.examined(family, ["gptq"], "bfloat16")
+    assert (row["status"], row["reason"]) == ("taken", ""), row

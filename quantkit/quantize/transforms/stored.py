@@ -23,9 +23,12 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
         for name, module in found.items()
         for leaf, parameter in module.named_parameters()
     }
+    buffers = [(part, dict(part._buffers)) for module in found.values() for part in module.modules()]
     for module in found.values():
         module.float()
     yield
+    for part, before in buffers:  # no transform changes these
+        part._buffers.update(before)
     quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
     changed -= quantized
     for name in dtypes.keys() - quantized:
