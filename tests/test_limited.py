@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -14,68 +13,66 @@ from quantkit.text.chat import ChatTemplate, Conversation
 ASKED = Conversation([{"role": "user", "content": "Ba da"}], "row 1")
 
 
-def test_what_is_returned_comes_back():
-    assert limited.run(lambda: "ü" * 100_000) == "ü" * 100_000
+TEXT = "{{ messages[0].content }}"
+
+
+def say(text: str, template: str = TEXT, **tokens: str) -> str:
+    return limited.render(template, [{"role": "user", "content": text}], tokens)
+
+
+def test_what_is_rendered_comes_back():
+    assert say("ü\ud800\n" * 50_000) == "ü\ud800\n" * 50_000
+    assert say("", "{{ bos_token }}{{ messages[0].role }}", bos_token="<s>") == "<s>user"
 
 
 def test_errors_come_back_in_a_line():
-    def fails() -> str:
-        raise ValueError("no such role\nin line 3")
-
     with pytest.raises(limited.Failed, match="^no such role$"):
-        limited.run(fails)
+        say("", "{{ raise_exception('no such role\nin line 3') }}")
 
 
-def test_nothing_of_the_child_stays(tmp_path):
-    def forget() -> str:
-        os.environ["OF_A_CHILD"] = "1"
-        return "done"
+def test_one_process_renders_all_and_another_follows_a_runaway(monkeypatch):
+    def forbidden() -> int:
+        raise AssertionError("a process with threads must not be forked")
 
-    assert limited.run(forget) == "done" and "OF_A_CHILD" not in os.environ
+    monkeypatch.setattr(os, "fork", forbidden)
+    started: list[int] = []
+    popen = limited.subprocess.Popen
+
+    def start(*given, **named):
+        process = popen(*given, **named)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(limited.subprocess, "Popen", start)
+    monkeypatch.setattr(limited, "WORKER", limited.Worker())
+    assert [say(text) for text in "abc"] == ["a", "b", "c"] and len(started) == 1
+    with pytest.raises(limited.Failed):
+        say("", "{{ raise_exception('no') }}")
+    assert say("d") == "d" and len(started) == 1
+    with pytest.raises(limited.Runaway, match="calls itself"):
+        say("", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+    assert say("e") == "e" and len(started) == 2
+    os.kill(started[-1], signal.SIGKILL)
+    os.waitid(os.P_PID, started[-1], os.WEXITED | os.WNOWAIT)
+    with pytest.raises(limited.Runaway, match="MiB of memory, or 10 seconds"):
+        say("f")
+    assert say("g") == "g" and len(started) == 3
+    limited.WORKER.stop()
 
 
-class OfAnotherKind(BaseException):
-    """As a panic of a library in Rust: no Exception."""
+def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch):
+    monkeypatch.setattr(limited, "WORKER", limited.Worker())
+    say("first")
+    read = limited._read
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(limited, "_read", lambda *given: _raises(KeyboardInterrupt()))
+        say("second")
+    assert limited._read is read and say("third") == "third"
+    limited.WORKER.stop()
 
 
-class OfNoText(Exception):
-    def __str__(self):
-        raise OfAnotherKind
-
-
-def _raises(error: BaseException) -> str:
+def _raises(error: BaseException) -> bytes:
     raise error
-
-
-def _no_memory_for_words() -> str:
-    limited.json.dumps = lambda said: _raises(MemoryError())  # of the child alone
-    raise MemoryError
-
-
-def _asked_to_stop() -> str:
-    os.kill(os.getpid(), signal.SIGTERM)
-    return "went on"
-
-
-@pytest.mark.parametrize(
-    "work, kind, said",
-    [
-        (lambda: _raises(SystemExit(3)), limited.Failed, "no error"),
-        (lambda: _raises(OfAnotherKind()), limited.Failed, "no error"),
-        (lambda: _raises(OfNoText()), limited.Failed, "no error"),
-        (lambda: _raises(MemoryError()), limited.Runaway, "MiB of memory"),
-        (_no_memory_for_words, limited.Runaway, "more than 256 MiB of memory"),
-        (_asked_to_stop, limited.Runaway, "MiB of memory, or 10 seconds"),
-    ],
-)
-def test_a_child_never_goes_on_as_a_copy_of_its_parent(work, kind, said):
-    parent = os.getpid()
-    try:
-        with pytest.raises(kind, match=said):
-            limited.run(work)
-    finally:
-        if os.getpid() != parent:  # then the parent hears nothing, and fails
-            os._exit(9)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +88,7 @@ def test_a_child_never_goes_on_as_a_copy_of_its_parent(work, kind, said):
 )
 def test_a_template_that_runs_away_is_stopped(tiny_model, monkeypatch, template, said):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
-    monkeypatch.setattr(limited.run, "__defaults__", (2.0 if "end" in said else 30.0,))
-    began = time.monotonic()
+    monkeypatch.setattr(limited.render, "__defaults__", (False, 2.0 if said == "does not end" else 60.0))
     with pytest.raises(QuantkitError, match=f"^the model's chat template was stopped: .*{said}") as raised:
         ChatTemplate(checkpoint.tokenizer, template).render(ASKED)
-    assert raised.value.exit_code == UNSUPPORTED and time.monotonic() - began < 60
+    assert raised.value.exit_code == UNSUPPORTED

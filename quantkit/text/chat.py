@@ -6,7 +6,6 @@ import datetime
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
@@ -60,15 +59,10 @@ class ChatTemplate:
         if self.sha256 is None:
             self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
-        work = partial(
-            self.tokenizer.apply_chat_template,
-            messages,
-            tokenize=False,
-            chat_template=_at_a_fixed_date(template, self._today),
-            add_generation_prompt=answer,
-        )
         try:
-            return limited.run(work)
+            return limited.render(
+                _at_a_fixed_date(template, self._today), messages, self.tokenizer.special_tokens_map, answer
+            )
         except limited.Failed as error:
             raise QuantkitError(
                 f"{conversation.where} does not fit the model's chat template: {error}",
