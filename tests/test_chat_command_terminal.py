@@ -81,6 +81,18 @@ def test_other_files_are_left_alone(tmp_path, text):
         Conversation().save(path)
 
 
+def test_no_file_but_the_named_one_is_written(tmp_path):
+    path, other, part = (tmp_path / name for name in ("talk.jsonl", "other", "talk.jsonl.part"))
+    other.write_text("mine")
+    talk_ = Conversation(messages=[{"role": "user", "content": "x"}])
+    for prepare in (lambda: part.write_text("mine"), lambda: part.symlink_to(other)):
+        part.unlink(missing_ok=True)
+        prepare()
+        assert talk_.save(path) == 1
+        assert (other.read_text(), part.read_text()) == ("mine", "mine")
+    assert sorted(tmp_path.iterdir()) == [other, path, part]
+
+
 def test_messages_of_several_lines_stand_between_quotes():
     lines = iter(["one", '"""', "two", "", "three", '"""', '"""four"""', '"""five', "six"])
 

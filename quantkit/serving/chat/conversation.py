@@ -7,12 +7,12 @@ what `--calibration FILE` takes.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.models.files import atomic
 from quantkit.serving.chat.turn import Prompt
 
 ROLES = ("system", "user", "assistant")
@@ -79,10 +79,8 @@ class Conversation:
         if rows and _begins(mine, rows[-1]):
             rows.pop()
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*rows, mine))
-        part = path.with_name(f"{path.name}.part")
         try:
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, path)
+            atomic.write_text(path, text)
         except OSError as error:
             raise QuantkitError(f"{path} cannot be written: {error.strerror}", "save elsewhere") from error
         return len(rows) + 1
