@@ -93,6 +93,18 @@ def test_no_file_but_the_named_one_is_written(tmp_path):
     assert sorted(tmp_path.iterdir()) == [other, path, part]
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, refuse, talker):
+    path, session = tmp_path / "pipe", Session(Written("x"), Conversation(), Sampling())
+    os.mkfifo(path)
+    signal.alarm(60)  # ends the tests where it is waited for
+    try:
+        assert "pipe is no plain file" in refuse(4, "chat", talker(), "--load", path)[0]
+        with pytest.raises(QuantkitError, match="pipe is no plain file"):
+            commands.obey(f"/load {path}", session)
+    finally:
+        signal.alarm(0)
+
+
 def test_messages_of_several_lines_stand_between_quotes():
     lines = iter(["one", '"""', "two", "", "three", '"""', '"""four"""', '"""five', "six"])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
-from quantkit.models.files import atomic
+from quantkit.models.files import atomic, untrusted
 from quantkit.serving.chat.turn import Prompt
 
 ROLES = ("system", "user", "assistant")
@@ -110,8 +110,10 @@ def _begins(longer: dict[str, Any], shorter: dict[str, Any]) -> bool:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
+    """The file's rows. Raises QuantkitError where it is no plain file, or holds anything else."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        untrusted.refuse_irregular(path)
+        rows = [untrusted.parse(line) for line in path.read_bytes().split(b"\n") if line.strip()]
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
