@@ -7,10 +7,12 @@ import jobs
 import pytest
 import test_wrappers
 import torch
+from transformers.integrations import hub_kernels
 
 from quantkit.errors import QuantkitError
 from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton.meta_model import empty
+from quantkit.serving.engines import transformers as engine
 
 KERNEL = "some-org/some-kernel"
 
@@ -30,6 +32,26 @@ def test_a_configuration_names_no_kernels(tiny_model, key, value):
     found = empty(open_checkpoint(str(folder)).config, "changed").config
     for name in ("_attn_implementation", "_experts_implementation"):
         assert getattr(found, name) == getattr(plain, name) in ("sdpa", "eager", "grouped_mm", "batched_mm")
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("layout", ["nf4", "int8"])
+def test_nor_where_transformers_loads_packed_weights(make, tiny_model, tmp_path, monkeypatch, layout, key):
+    pytest.importorskip("bitsandbytes")
+    folder, asked = tmp_path / "packed", []
+    make(layout, tiny_model("llama", num_hidden_layers=1), "-o", folder)
+
+    def load(checkpoint):
+        return engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+
+    plain = load(open_checkpoint(str(folder)))
+    for name in ("get_kernel", "load_and_register_attn_kernel"):
+        monkeypatch.setattr(hub_kernels, name, lambda *args, **_: asked.append(args))
+    edit(folder, lambda config: config.update({key: KERNEL}))
+    found = load(open_checkpoint(str(folder)))
+    assert asked == []
+    assert (found.kernels, found.packed, found.note) == (plain.kernels, plain.packed, plain.note)
+    assert found.attention == plain.attention == "sdpa"
 
 
 def test_nor_does_that_of_a_part(tmp_path):

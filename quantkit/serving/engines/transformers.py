@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections import Counter
@@ -107,6 +108,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.folder,
+            config=_config(checkpoint),
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
@@ -118,6 +120,18 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
         return None, f"transformers does not load it packed: {first_line(error)}"
     return model, ""
+
+
+def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
+    """A copy of the checked configuration, with the file's description of the quantization.
+
+    From the file itself transformers would also take the name of an attention: of a kernel of the hub, which
+    it would fetch and run.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    if "quantization_config" in checkpoint.raw_config:
+        config.quantization_config = copy.deepcopy(checkpoint.raw_config["quantization_config"])
+    return config
 
 
 def _kernels(model: nn.Module) -> tuple[str, bool]:
