@@ -105,6 +105,50 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, refuse, talker):
         signal.alarm(0)
 
 
+LONE = '{"messages": [{"role": "user", "content": "\\ud800"}]}\n'
+NONE = "none of system, user or assistant"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "other things than conversations"),
+        (b"[" * 100_000, "other things than conversations"),
+        (b'{"messages": 5, "text": "x"}', r"\$\[0\].messages: 5 is not of type"),
+        (b'{"text": "x"}\n{"text": [1]}', r"\$\[1\].text: \[1\] is not of type"),
+        (b'{"messages": [1]}', NONE),
+        (b'{"messages": [{"role": ["user"], "content": "x"}]}', NONE),
+        (b'{"messages": [{"role": "user", "content": [1]}]}', NONE),
+        (LONE.encode(), "no Unicode text"),
+    ],
+)
+def test_strange_rows_are_a_line(tmp_path, data, words):
+    path, talk_ = tmp_path / "talk.jsonl", Conversation("Ko.", messages=[{"role": "user", "content": "x"}])
+    path.write_bytes(data)
+    with pytest.raises(QuantkitError, match=words) as caught:
+        talk_.load(path)
+    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
+    assert talk_ == Conversation("Ko.", messages=[{"role": "user", "content": "x"}])
+
+
+def test_rows_of_others_are_kept_as_they_are(tmp_path):
+    path, talk_ = tmp_path / "talk.jsonl", Conversation(messages=[{"role": "user", "content": "a\u2028b"}])
+    path.write_text(LONE)
+    assert talk_.save(path) == 2 and path.read_text(encoding="utf-8").startswith(LONE)
+    found = Conversation()
+    found.load(path)
+    assert found == talk_
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "a\0b", "\ud800"])
+@pytest.mark.parametrize("command", ["/save", "/load"])
+def test_what_is_no_path_is_a_line(command, name):
+    session = Session(Written("x"), Conversation(messages=[{"role": "user", "content": "x"}]), Sampling())
+    with pytest.raises(QuantkitError, match="is no path: ") as caught:
+        commands.obey(f"{command} {name}", session)
+    assert caught.value.exit_code == 2
+
+
 def test_messages_of_several_lines_stand_between_quotes():
     lines = iter(["one", '"""', "two", "", "three", '"""', '"""four"""', '"""five', "six"])
 

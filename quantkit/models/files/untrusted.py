@@ -64,8 +64,10 @@ def _check_depth(tree: Any) -> None:
     raise ValueError("it is nested too deeply")
 
 
-def check_schema(found: Any, schema: dict[str, Any], name: str, hint: str) -> None:
-    """Raise QuantkitError (exit code 4) if parsed JSON from outside does not match a JSON schema.
+def check_schema(
+    found: Any, schema: dict[str, Any], name: str, hint: str, exit_code: int = UNSUPPORTED
+) -> None:
+    """Raise QuantkitError if parsed JSON from outside does not match a JSON schema.
 
     The message names `name`, the path inside the document and the first rule that is broken.
     """
@@ -73,4 +75,4 @@ def check_schema(found: Any, schema: dict[str, Any], name: str, hint: str) -> No
 
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(found))
     if error is not None:
-        raise QuantkitError(f"{name}: {error.json_path}: {error.message}", hint, UNSUPPORTED)
+        raise QuantkitError(f"{name}: {error.json_path}: {error.message}", hint, exit_code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,7 +102,14 @@ def _path(name: str, command: str) -> Path:
         (name,) = shlex.split(name)
     except ValueError:
         pass  # spaces or a quote in its name: as it stands
-    return Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        named = os.fsencode(path)
+    except (RuntimeError, UnicodeEncodeError) as error:  # no such user; a letter that the locale has not
+        raise QuantkitError(f"{name} is no path: {error}", "choose another name", USAGE) from error
+    if b"\0" in named:
+        raise QuantkitError(f"{name} is no path: it holds a NUL", "choose another name", USAGE)
+    return path
 
 
 def _again(session: Session, rest: str) -> str:

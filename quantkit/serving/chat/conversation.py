@@ -7,6 +7,8 @@ what `--calibration FILE` takes.
 from __future__ import annotations
 
 import json
+import os
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,24 @@ from quantkit.serving.chat.turn import Prompt
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, str]
+ROWS = {  # of a file: calibration texts have other roles, and other columns
+    "type": "array",
+    "items": {
+        "type": "object",
+        "anyOf": [{"required": ["messages"]}, {"required": ["text"]}],
+        "properties": {"messages": {"type": ["array", "null"]}, "text": {"type": ["string", "null"]}},
+    },
+}
+OTHER = "holds other things than conversations"
+ROW_HINT = 'each line is to hold {"messages": [{"role": "user", "content": "…"}, …]}; choose another name'
+MESSAGES = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"enum": list(ROLES)}, "content": {"type": "string"}},
+    },
+}
 
 
 @dataclass
@@ -72,15 +92,16 @@ class Conversation:
         """
         if not self.messages:
             raise QuantkitError("nothing was said yet", "say something first", USAGE)
-        if path.exists() and not path.is_file():  # a device would be replaced
+        if os.path.exists(path) and not path.is_file():  # a device would be replaced
             raise QuantkitError(f"{path} is no file", "save elsewhere", USAGE)
-        rows = _read(path) if path.exists() else []
+        rows = _read(path) if os.path.exists(path) else []
         mine = self.row()
         if rows and _begins(mine, rows[-1]):
             rows.pop()
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*rows, mine))
         try:
-            atomic.write_text(path, text)
+            with atomic.replacing(path) as new:  # a stranger's row may have a lone surrogate: as JSON has it
+                new.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise QuantkitError(f"{path} cannot be written: {error.strerror}", "save elsewhere") from error
         return len(rows) + 1
@@ -89,16 +110,23 @@ class Conversation:
         """Go on with the last conversation of a file. Raises QuantkitError where there is none."""
         rows = _read(path)
         key = "text" if self.raw else "messages"
-        row = next((row for row in reversed(rows) if key in row), None)
+        row = next((row for row in reversed(rows) if row.get(key) is not None), None)
         if row is None:
             other = "without --raw" if self.raw else "with --raw"
             hint = f"each line holds {{{key!r}: …}}" + (f"; start quantkit chat {other}" if rows else "")
             raise QuantkitError(f"{path} holds no conversation", hint, USAGE)
         if self.raw:
-            self.messages = [{"role": "user", "content": str(row["text"])}]
-            return
-        messages = [_message(message, path) for message in row["messages"]]
-        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else ""
+            messages = [{"role": "user", "content": row["text"]}]
+        else:
+            told = f"{path} holds a message that is none of system, user or assistant with a text"
+            hint = 'messages look like {"role": "user", "content": "…"}'
+            untrusted.check_schema(row["messages"], MESSAGES, told, hint, USAGE)
+            messages = [{name: found[name] for name in ("role", "content")} for found in row["messages"]]
+        if any("Cs" in map(unicodedata.category, message["content"]) for message in messages):
+            hint = "take the lone surrogates, such as \\ud800, out of it"
+            raise QuantkitError(f"{path} holds a message that is no Unicode text", hint, USAGE)
+        if not self.raw:
+            self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else ""
         self.messages = messages
 
 
@@ -119,28 +147,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
             f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
         ) from error
     except ValueError as error:
-        raise _no_conversations(path) from error
-    if not all(
-        isinstance(row, dict) and ("text" in row or isinstance(row.get("messages"), list)) for row in rows
-    ):
-        raise _no_conversations(path)
+        raise QuantkitError(f"{path} {OTHER}", ROW_HINT, USAGE) from error
+    untrusted.check_schema(rows, ROWS, f"{path} {OTHER}", ROW_HINT, USAGE)
     return rows
-
-
-def _no_conversations(path: Path) -> QuantkitError:
-    hint = 'each line is to hold {"messages": [{"role": "user", "content": "…"}, …]}; choose another name'
-    return QuantkitError(f"{path} holds other things than conversations", hint, USAGE)
-
-
-def _message(message: Any, path: Path) -> Message:
-    if (
-        not isinstance(message, dict)
-        or message.get("role") not in ROLES
-        or not isinstance(message.get("content"), str)
-    ):
-        raise QuantkitError(
-            f"{path} holds a message that is none of system, user or assistant with a text",
-            'messages look like {"role": "user", "content": "…"}',
-            USAGE,
-        )
-    return {"role": message["role"], "content": message["content"]}
