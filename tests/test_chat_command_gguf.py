@@ -140,13 +140,52 @@ def test_what_the_file_recommends_is_taken(tiny_model, tmp_path):
     )
 
 
-def test_without_a_template_it_says_so(model, refuse, tmp_path):
+def test_without_a_template_it_says_so(model, refuse):
     error, hint = refuse(2, "chat", model)
     assert error.endswith("has no chat template") and "--raw" in hint
     assert "computes with what the file holds" in refuse(2, "chat", model, "--dtype", "float32")[0]
+
+
+RUNAWAYS = {
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}": "it calls itself without end",
+    "{{ 'x' * 4000000000 }}": "it took more than 256 MiB of memory",
+}
+
+
+@pytest.mark.parametrize("template", RUNAWAYS)
+def test_a_template_that_runs_away_is_stopped(tiny_model, tmp_path, quantkit, monkeypatch, template):
+    """llama.cpp, which would run it as it loads the file and again for every answer, never does."""
+    pytest.importorskip("xllamacpp")
+    path = gguf_files.export(
+        tiny_model("llama"), tmp_path / "m.gguf", extra={"tokenizer.chat_template": template}
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
+    done = quantkit("chat", path, "-q")
+    assert done.code == 4 and f"chat template was stopped: {RUNAWAYS[template]}\nhint: " in done.err
+    llamacpp.Session(llamacpp.parameters(path, 64, threads=1)).__exit__()
+
+
+def test_a_template_that_is_none_is_refused(model, quantkit, monkeypatch, tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
-    error, hint = refuse(4, "chat", model, "--template", tmp_path / "broken.jinja")
-    assert "does not load" in error and hint.startswith("its template may be why")
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
+    done = quantkit("chat", model, "--template", tmp_path / "broken.jinja", "-q")
+    assert done.code == 2 and "does not fit the model's chat template: " in done.err
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize(("template", "begun"), [("{{ bos_token }}ab", True), ("ab", False)])
+def test_a_text_begins_with_one_bos(tiny_model, tmp_path, template, begun, adds):
+    pytest.importorskip("xllamacpp")
+    keys = {"tokenizer.ggml.add_bos_token": adds, "tokenizer.chat_template": template}
+    path = gguf_files.export(tiny_model("llama"), tmp_path / "m.gguf", extra=keys)
+    started = start.start(start.Request(str(path), context=64, threads=1))
+    made = Session(started.engine, Conversation(), Sampling(1)).say("x", silent)
+    started.engine.close()
+    assert made.prompt_tokens == 2 + (begun or adds)
+
+
+def test_half_a_character_is_replaced(begin):
+    assert begin(TEMPLATE + "{{ '\\ud800' }}").say(TALE[0], silent).text
 
 
 def test_where_llama_cpp_is_missing_weights_are_decoded(model, quantkit, monkeypatch):

@@ -69,6 +69,16 @@ def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
+def special_tokens(metadata: Mapping[str, Any]) -> Special:
+    """Return the id and the text of every special token that a template may name, by role.
+
+    Raises QuantkitError for metadata that is damaged.
+    """
+    keys = _Keys(metadata)
+    tokens = {number: (text, NORMAL) for number, text in enumerate(keys.strings("tokens"))}
+    return _special(keys, tokens, DEFAULT_IDS if keys.get("model", str) == "llama" else {})
+
+
 def _byte_level(keys: _Keys, tokens: Tokens, special: Special) -> tuple[Json, bool]:
     pre = keys.get("pre", str, "default")
     row = pre_tokenizers.by_name().get(pre)

@@ -1,9 +1,14 @@
-"""A conversation through llama.cpp, which keeps its cache from one request to the next."""
+"""A conversation through llama.cpp, which keeps its cache from one request to the next.
+
+Its text is written by quantkit: llama.cpp would run a stranger's template in this process, without limits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from quantkit.capacity import attention, kv_cache
@@ -12,13 +17,15 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.grids import kv_types
 from quantkit.models.files import gguf_file
+from quantkit.models.gguf.tokenizer import special_tokens
+from quantkit.serving.chat.tokens import written
 from quantkit.serving.chat.turn import Answer, Facts, Prompt, Stream
 from quantkit.serving.engines import llamacpp
+from quantkit.text.chat import ChatTemplate
 
 STEP = 256  # tokens that llama.cpp rounds a context up to
 TEMPLATE = "tokenizer.chat_template"
-# By itself llama.cpp cuts the distribution, and takes what a model thinks out of its answers.
-PLAIN = {"min_p": 0.0, "reasoning_format": "none", "timings_per_token": True, "cache_prompt": True}
+PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # by itself it cuts the distribution
 
 
 class LlamaCppChat:
@@ -39,23 +46,24 @@ class LlamaCppChat:
         threads: int = 0,
     ):
         metadata, infos = gguf_file.read_header(path)
-        if chat and template is None and not metadata.get(TEMPLATE):
+        stored = metadata.get(TEMPLATE)
+        if template is None and isinstance(stored, str):
+            template = stored
+        if chat and not template:
             raise QuantkitError(
                 f"{source} has no chat template",
                 "give one with --template FILE, or let it go on from text with --raw",
                 USAGE,
             )
+        special = special_tokens(metadata) if chat else {}
+        self._bos = special.get("bos")
+        texts = {f"{role}_token": text for role, (_, text) in special.items()}
+        known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda given: given)
+        self._template = ChatTemplate(known, template, date.today())
         context = -(-context // STEP) * STEP
-        settings = llamacpp.parameters(path, context, threads=threads, kv_dtype=kv_dtype, device=device)
-        if template is not None:
-            settings.chat_template = template
-        try:
-            self._session = llamacpp.Session(settings)
-        except QuantkitError as error:
-            if template is None:
-                raise
-            hint = f"its template may be why: see whether it loads without --template. {error.hint}"
-            raise QuantkitError(error.message, hint, error.exit_code) from error
+        self._session = llamacpp.Session(
+            llamacpp.parameters(path, context, threads=threads, kv_dtype=kv_dtype, device=device)
+        )
         self._kv_bytes = _kv_bytes(path, context, kv_dtype)
         self._cached = 0
         types = sorted({info.dtype for info in infos.values() if len(info.shape) > 1})
@@ -79,9 +87,15 @@ class LlamaCppChat:
             "top_p": sampling.top_p,
             "seed": sampling.seed,
         }
-        ask = self._session.complete if isinstance(prompt, str) else self._session.chat
-        made = ask(prompt, sampling.tokens, stream, stopped, **asked)
+        text = self._begun(written(self._template, prompt))
+        made = self._session.complete(text, sampling.tokens, stream, stopped, **asked)
         return self._told(made, sampling, stopped())
+
+    def _begun(self, text: str) -> str | list[int | str]:
+        """A prompt without a second BOS: llama.cpp puts one before texts where the vocabulary says so."""
+        text = text.encode(errors="replace").decode()  # halves of characters are no JSON to llama.cpp
+        number, bos = self._bos or (0, "")
+        return [number, text[len(bos) :]] if bos and text.startswith(bos) else text
 
     def _told(self, made: llamacpp.Answer, sampling: Sampling, stopped: bool) -> Answer:
         told: dict[str, Any] = {"cache_n": 0, "prompt_n": 0, "predicted_n": 0, **made.timings}

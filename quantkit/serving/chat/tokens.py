@@ -7,7 +7,7 @@ is cut anew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from datetime import date
 from typing import Any
 
@@ -15,6 +15,20 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.generate import decode
 from quantkit.serving.chat.turn import Prompt
 from quantkit.text.chat import ChatTemplate, Conversation
+
+
+def written(template: ChatTemplate, prompt: Prompt) -> str:
+    """Return the text of a prompt, up to where the answer begins.
+
+    Raises QuantkitError when it does not fit the template.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return template.render(Conversation(list(prompt), "the conversation"), answer=True)
+    except QuantkitError as error:
+        hint = "some take no system message (/system takes it away) or other turns; /reset begins anew"
+        raise QuantkitError(error.message, hint, error.exit_code) from error
 
 
 class Tokens:
@@ -32,10 +46,7 @@ class Tokens:
         Raises QuantkitError when it does not fit the template.
         """
         raw = isinstance(prompt, str)
-        if raw:
-            text = prompt
-        else:
-            text = self._render(prompt)
+        text = written(self._template, prompt)
         ids = self._tokenizer(text, add_special_tokens=raw)["input_ids"]
         self._asked = text
         while self._known and not text.startswith(self._known[-1][0]):
@@ -46,13 +57,6 @@ class Tokens:
             if self._spelled([*before, *rest]) == self._spelled(ids):  # some begin every text with a space
                 return [*before, *rest]
         return ids
-
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        try:
-            return self._template.render(Conversation(list(messages), "the conversation"), answer=True)
-        except QuantkitError as error:
-            hint = "some take no system message (/system takes it away) or other turns; /reset begins anew"
-            raise QuantkitError(error.message, hint, error.exit_code) from error
 
     def answered(self, ids: list[int], answer: list[int]) -> str:
         """The text of an answer to the prompt `ids`, whose tokens the next turn will go on from."""

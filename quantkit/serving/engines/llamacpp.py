@@ -17,6 +17,7 @@ from quantkit.grids import kv_types
 from quantkit.serving.context import ContextFullError
 
 PACKAGE = "xllamacpp"
+OWN_TEMPLATE = "chatml"  # one of llama.cpp's: it would try the file's as it loads, without limits
 SILENT = -1  # verbosity: its errors come back as answers
 TOO_LONG = "exceed_context_size_error"
 KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items() if kind.llamacpp}
@@ -65,6 +66,7 @@ def parameters(
         made.cpuparams.n_threads = made.cpuparams_batch.n_threads = threads
     made.cache_type_k = made.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
     made.n_gpu_layers = 0 if device == "cpu" else -1
+    made.chat_template = OWN_TEMPLATE
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
     made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
     return made
@@ -116,18 +118,36 @@ class Session:
 
     def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int | str],
         tokens: int,
         stream: Callable[[str], None] | None = None,
         stopped: Callable[[], bool] | None = None,
         **asked: Any,
     ) -> Answer:
-        """Continue a text or token ids by `tokens` at most. asked: llama.cpp's own fields, such as
-        temperature (0 unless given), seed, ignore_eos, cache_prompt. stopped: asked after every token.
-        Raises ContextFullError for a prompt that is too long."""
+        """Continue a prompt by `tokens` at most: a text, or token ids and texts in turn.
+
+        asked: llama.cpp's own fields, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
+        stopped: asked after every token. Raises ContextFullError for a prompt that is too long.
+        """
         given = prompt if isinstance(prompt, str) else list(prompt)
         request = {"prompt": given, "n_predict": tokens, "temperature": 0} | asked
-        return self._ask(self._server.handle_completions, request, stream, stopped)
+        parts: list[str] = []
+        last: dict[str, Any] = {}
+        logprobs: list[Mapping[str, Any]] = []
+
+        def receive(chunk: Mapping[str, Any]) -> None:
+            last.update(chunk)
+            for choice in chunk.get("choices", ()):
+                text = choice.get("text") or ""
+                last["reason"] = choice.get("finish_reason") or last.get("reason")
+                parts.append(text)
+                logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
+                if text and stream:
+                    stream(text)
+
+        self._stream(request, receive, stopped)
+        stop = "end" if last.get("reason") == "stop" else "length"
+        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)
 
     def complete_all(
         self,
@@ -147,48 +167,10 @@ class Session:
 
         request = {"prompt": [list(ids) for ids in prompts], "n_predict": tokens, "temperature": 0}
         exact = {"ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
-        self._stream(self._server.handle_completions, request | exact, receive)
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, str]],
-        tokens: int,
-        stream: Callable[[str], None] | None = None,
-        stopped: Callable[[], bool] | None = None,
-        **asked: Any,
-    ) -> Answer:
-        """The answer to a conversation, by the file's own chat template; only what is new is prefilled."""
-        request = {"messages": list(messages), "max_tokens": tokens, "temperature": 0} | asked
-        return self._ask(self._server.handle_chat_completions, request, stream, stopped)
-
-    def _ask(
-        self,
-        handle: Callable,
-        request: dict[str, Any],
-        stream: Callable[[str], None] | None,
-        stopped: Callable[[], bool] | None,
-    ) -> Answer:
-        parts: list[str] = []
-        last: dict[str, Any] = {}
-        logprobs: list[Mapping[str, Any]] = []
-
-        def receive(chunk: Mapping[str, Any]) -> None:
-            last.update(chunk)
-            for choice in chunk.get("choices", ()):
-                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
-                last["reason"] = choice.get("finish_reason") or last.get("reason")
-                parts.append(text)
-                logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
-                if text and stream:
-                    stream(text)
-
-        self._stream(handle, request, receive, stopped)
-        stop = "end" if last.get("reason") == "stop" else "length"
-        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)
+        self._stream(request | exact, receive)
 
     def _stream(
         self,
-        handle: Callable,
         request: dict[str, Any],
         receive: Callable[[Mapping[str, Any]], None],
         stopped: Callable[[], bool] | None = None,
@@ -212,7 +194,7 @@ class Session:
                 failed.append(error)
                 return True
 
-        handle(request | {"stream": True}, chunk)
+        self._server.handle_completions(request | {"stream": True}, chunk)
         if failed:
             raise failed[0]
         if errors:
