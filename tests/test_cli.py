@@ -862,6 +862,76 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     assert contents(tmp_path / "out") == before
 
 
+def test_a_finished_job_is_told_from_one_of_other_text_or_files(quantkit, refuse, model, small, tmp_path):
+    """A text that holds less than was asked for makes the same job again; another text another one."""
+    shutil.copytree(model, source := tmp_path / "source")
+    (tmp_path / "other.txt").write_text("\n".join(families.sentences(seed=1)))
+    text = "\n".join(families.sentences())
+    few = len(text) // 40
+    (tmp_path / "short.txt").write_text(text[:few])
+    run = ("--seqlen", 32, "--threads", 1, "-o", "out")
+    asked = ("gptq", source, "--group-size", 64, *run, "--calibration")
+    assert quantkit(*asked, "short.txt", "--dtype", "float32", "-q").code == 0
+    manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+    samples = manifest["job"]["calibration"]["samples"]
+    assert 1 < samples < 128
+    for more in ((), ("--samples", samples), ("--samples", 64), ("--dtype", "float32"), ("--device", "cpu")):
+        done = quantkit(*asked, "short.txt", *more, "--resume", "-q")
+        assert (done.code, done.out) == (0, "out is finished: nothing to do\n"), done.err
+    for other, different in (
+        (("other.txt",), "--calibration (short.txt there, other.txt here)"),
+        (("short.txt", "--samples", 1), f"--samples ({samples} there, 1 here)"),
+        (("short.txt", "--seqlen", 16), "--seqlen (32 there, 16 here)"),
+        (("short.txt", "--seed", 1), "--seed (0 there, 1 here)"),
+        (("short.txt", "--dtype", "bfloat16"), "--dtype (float32 there, bfloat16 here)"),
+        (("short.txt", "--batch-size", 1), f"--batch-size ({samples} there, 1 here)"),
+        (("short.txt", "--max-shard-gb", 1), "--max-shard-gb (5.0 there, 1.0 here)"),
+    ):
+        error, hint = refuse(2, *asked, *other, "--resume")
+        assert error.startswith("out is finished, and of another job; different: ") and different in error
+    assert refuse(3, *asked, "absent.txt", "--resume")[0].startswith("calibration text absent.txt")
+    (tmp_path / "short.txt").write_text(text[-few:])
+    assert "calibration tokens (" in refuse(2, *asked, "short.txt", "--resume")[0]
+    (tmp_path / "short.txt").write_text(text[:few])
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config))  # other bytes
+    assert "different: files of the model (" in refuse(2, *asked, "short.txt", "--resume")[0]
+
+
+def test_a_finished_job_without_text_is_not_one_with_text(quantkit, refuse, model, small):
+    """int8 takes text only where some is given; rounding to nearest takes none anyhow."""
+    assert quantkit("int8", model, "-o", "out", "-q").code == 0
+    error, _ = refuse(2, "int8", model, "-o", "out", *small[:2], "--resume")
+    assert error.endswith("different: calibration text (none there, one here)")
+    assert quantkit("nf4", model, "-o", "nf4", "-q").code == 0
+    done = quantkit("nf4", model, "-o", "nf4", *small[:2], "--resume", "-q")
+    assert done.out == "nf4 is finished: nothing to do\n"
+
+
+@pytest.mark.parametrize("job", [5, {"calibration": 5}, {"execution": []}, None])
+def test_a_manifest_that_is_none_is_not_resumed(quantkit, refuse, model, tmp_path, job):
+    asked = ("nf4", model, "-o", "out")
+    assert quantkit(*asked, "-q").code == 0
+    path = tmp_path / "out" / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"job": job}))
+    error, hint = refuse(4, *asked, "--resume")
+    assert error.startswith(f"{MANIFEST} of out: $.job")
+    assert hint == "replace out with --overwrite"
+
+
+def test_outputs_of_mixed_bits_have_names_of_their_own(quantkit, model, small, tmp_path):
+    """A recipe as `auto` writes it does not take the name of `gptq --bits 3`."""
+    recipe = {"method": "gptq", "model": str(model), "quant": {"bits": 3, "group_size": 64, "sym": False}}
+    overrides = [r"layers\.0\..*q_proj$=4,64", r"layers\.1\..*down_proj$=2,32"]
+    for name, lines in (("best", overrides), ("even", [r"layers\.0\.=3,32"])):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(json.dumps(recipe | {"run": {"override": lines}}))
+    for name, ending in (("best", "mixed-asym"), ("even", "w3g64-asym")):
+        done = quantkit("run", f"{name}.yaml", *small, "--dry-run", "--json", "-q")
+        assert done.code == 0, done.err
+        assert Path(json.loads(done.out)["output"]).name == f"{model.name}-gptq-{ending}"
+
+
 def test_a_text_to_measure_on_is_looked_for_first(refuse, tmp_path):
     """Before the model, even."""
     error, hint = refuse(3, "nf4", "nowhere", "--eval", "nothing.txt")

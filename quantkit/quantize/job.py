@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -254,8 +255,14 @@ def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[
 
 
 def output_of(request: Request) -> Path:
-    """Where the job writes: as asked, or a name made of the source's and the options."""
-    suffix = methods.load(request.method).suffix(request.options)
+    """Where the job writes: as asked, or a name made of the source's and the options, which has `mixed` for
+    bits and groups where overrides change the bits."""
+    suffix, bits = (
+        methods.load(request.method).suffix(request.options),
+        getattr(request.options, "bits", None),
+    )
+    if any(linears.parse_override(text).bits != bits for text in request.run.override):
+        suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
     return request.output or Path(f"{base_name(request.source)}-{suffix}")
 
 

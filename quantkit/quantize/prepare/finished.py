@@ -8,8 +8,14 @@ from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models import headers
-from quantkit.quantize.job import Request, output_of, staging_of
+from quantkit.models.files import untrusted
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import choose_device
+from quantkit.models.open import open_checkpoint
+from quantkit.quantize import methods
+from quantkit.quantize.job import Request, open_skeleton, output_of, staging_of
 from quantkit.quantize.prepare.fingerprint import differences
+from quantkit.text import calibration
 
 
 def is_finished(request: Request) -> bool:
@@ -19,7 +25,7 @@ def is_finished(request: Request) -> bool:
 
 
 def is_done(request: Request) -> bool:
-    """Whether the output of this very job is there, by what its manifest says of model and options."""
+    """Whether the output of this very job is there, by what its manifest says of model, text and options."""
     return _unlike(request) == []
 
 
@@ -37,7 +43,10 @@ def check(request: Request) -> bool:
 
 
 def _unlike(request: Request) -> list[str] | None:
-    """What a manifest says otherwise than the request; None where no job has been finished there."""
+    """What a manifest says otherwise than the request; None where no job has been finished there.
+
+    Text and files are read only where nothing else differs. Raises QuantkitError for a manifest that is none.
+    """
     place = output_of(request)
     described = place / headers.MANIFEST if place.is_dir() else place
     if not is_finished(request) or not described.is_file() or described.suffix not in (".json", ".gguf"):
@@ -45,16 +54,46 @@ def _unlike(request: Request) -> list[str] | None:
     manifest = headers.at(str(place), place).manifest
     if manifest is None:
         return None
-    job, run, how = manifest.get("job") or {}, request.run, request.calibration
+    what, hint = f"{headers.MANIFEST} of {place}", f"replace {place} with --overwrite"
+    untrusted.check_schema(manifest, headers.MANIFEST_SCHEMA, what, hint)
+    job = manifest.get("job") or {}
+    if found := differences(*_told(request, manifest, job)):
+        return found
+    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    made, asked = job.get("calibration"), None
+    if made or _needs_text(request, checkpoint):
+        asked = calibration.load(checkpoint, request.calibration, request.offline).record()
+        asked = json.loads(json.dumps(asked))
+    if found := differences({"calibration": made}, {"calibration": asked}):
+        return found
+    source = manifest.get("source") or {}
+    return differences({"source_sha256": source.get("sha256")}, {"source_sha256": checkpoint.sha256()})
+
+
+def _told(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
+    """What was made and what is asked for, as far as options tell. What the user leaves open is as it was."""
+    run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}
     asked = {"model": Path(request.source).name, "method": request.method}
     asked["options"] = json.loads(json.dumps(dataclasses.asdict(request.options)))
     asked |= {"exclude": list(run.exclude), "override": list(run.override), "towers": run.towers}
     made["towers"] = job.get("towers", False)
-    said = job.get("calibration") or {}
-    optional = {"samples": how.samples, "seed": how.seed} | ({"seqlen": how.seqlen} if how.seqlen else {})
-    for name, value in optional.items():
-        asked[name], made[name] = value, said.get(name, value)
-    asked["experts"], made["experts"] = run.experts, job.get("experts", run.experts)
-    return differences(made, asked)
+    for name in ("experts", "allow_requantize", "max_shard_gb"):
+        asked[name] = getattr(run, name)
+        made[name] = job.get(name, asked[name])
+    for name in ("dtype", "batch_size", "sequential", "threads"):
+        if (value := getattr(run, name)) not in (None, "auto"):
+            asked[name], made[name] = value, execution.get(name, value)
+    if run.device != "auto":
+        asked["device"] = str(choose_device(run.device))
+        made["device"] = execution.get("device", asked["device"])
+    return made, asked
+
+
+def _needs_text(request: Request, checkpoint: Checkpoint) -> bool:
+    """Whether a job that was made without calibration text would take the one that is asked for now."""
+    if request.calibration.calibration is None:
+        return False
+    skeleton = open_skeleton(checkpoint, request.run)
+    return bool(methods.load(request.method).build(request.options, True, skeleton).needs)

@@ -54,7 +54,7 @@ def resolve(
     matches nothing. Routers stay as they are, and small linears that would be refused.
     """
     patterns = {text: _compile(text, "--exclude") for text in exclude}
-    overrides = [_override(text) for text in override]
+    overrides = [parse_override(text) for text in override]
     specs = []
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
@@ -209,7 +209,8 @@ def _compile(text: str, flag: str) -> re.Pattern:
         ) from error
 
 
-def _override(text: str) -> Override:
+def parse_override(text: str) -> Override:
+    """What `REGEX=bits[,group_size]` says. Raises QuantkitError where it is malformed."""
     parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
     if not parts:
         raise QuantkitError(
