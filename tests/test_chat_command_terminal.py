@@ -8,7 +8,7 @@ import signal
 import pytest
 from chats import SAID, Fed, begin, converse, silent
 
-from quantkit.cli import talk
+from quantkit.cli import streams, talk
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.open import open_checkpoint
@@ -233,6 +233,16 @@ def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
 )
 def test_what_makes_no_sense(refuse, talker, arguments, code, words):
     assert words in refuse(code, "chat", talker(), *arguments.split())[0]
+
+
+def test_what_is_typed_is_utf8(monkeypatch):
+    typed = io.TextIOWrapper(io.BytesIO("séa\n".encode() + b"s\xe9a\nx\n"), "ascii")
+    monkeypatch.setattr("sys.stdin", typed)
+    streams.prepare()
+    terminal = talk.Terminal()
+    assert terminal.read() == "séa"
+    with pytest.raises(QuantkitError, match="^stdin is neither in the locale's encoding nor UTF-8"):
+        terminal.read()
 
 
 def test_errors_end_what_nobody_types(talker, pipe):

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import families
 import jobs
@@ -226,6 +230,36 @@ def test_a_text_cannot_steer_the_terminal(tiny_model, quantkit, monkeypatch):
     monkeypatch.setattr(generate, "decode", lambda tokenizer, ids: "a\x1b[31mb\nc\x9b\x07\td")
     done = quantkit("generate", tiny_model("llama", tokenizer="bos"), "-p", "x", "-n", 1, "-q")
     assert done.out == "xa\ufffd[31mb\nc\ufffd\ufffd\td\n"
+
+
+@pytest.mark.parametrize("stdin", [False, True])
+def test_a_prompt_is_utf8_in_any_locale(tiny_model, stdin):
+    folder, root = tiny_model("llama", tokenizer="bos"), Path(__file__).parents[1]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(root)}
+
+    def run(prompt: bytes) -> subprocess.CompletedProcess:
+        given = b"-" if stdin else prompt
+        command = [
+            sys.executable,
+            "-m",
+            "quantkit",
+            "generate",
+            folder,
+            "-n",
+            "1",
+            "--json",
+            "-q",
+            "-p",
+            given,
+        ]
+        return subprocess.run(command, input=prompt, capture_output=True, env=os.environ | plain)
+
+    done = run("The séa".encode())
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert json.loads(done.stdout)["settings"]["prompt"] == "The séa"
+    done = run(b"The s\xe9a")
+    assert done.returncode == 2 and b"is neither in the locale's encoding nor UTF-8" in done.stderr
+    assert b"hint: the locale is C (ascii): " in done.stderr
 
 
 def test_another_tokenizer_is_said_and_not_compared(tiny_model, demo_model, quantkit):

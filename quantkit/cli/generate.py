@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 
 EPILOG = """Examples:
 
@@ -52,7 +52,7 @@ def command(
     """The function behind `quantkit generate`."""
     from quantkit.cli.progress import listener, uncollected
 
-    text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+    text = streams.decoded(sys.stdin.read(), "stdin").rstrip("\n") if prompt == "-" else prompt
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with listener(quiet or live) as progress:

@@ -72,13 +72,22 @@ def add_verbose(app: typer.Typer) -> None:
 def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(verbose: bool, **values: Any) -> None:
-        function(**values)
+        function(**{name: _decoded(value) for name, value in values.items()})
 
     rows = inspect.signature(function, eval_str=True).parameters.values()
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
     invoke.__signature__ = inspect.Signature([*rows, added])
     invoke.__annotations__ = {row.name: row.annotation for row in (*rows, added)}
     return invoke
+
+
+def _decoded(value: Any) -> Any:
+    """An option's value, text as UTF-8 in any locale; names of files stay as the system has them."""
+    if isinstance(value, list):
+        return [_decoded(entry) for entry in value]
+    if not isinstance(value, str) or value.isascii() or os.path.lexists(value):
+        return value
+    return streams.decoded(value, repr(value))
 
 
 def exit_codes() -> str:

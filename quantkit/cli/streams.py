@@ -1,10 +1,13 @@
-"""stdout and stderr as they may be: closed, or of an encoding that lacks most letters."""
+"""Streams as they may be: closed, or of an encoding that lacks most letters; and text that came in by one."""
 
 from __future__ import annotations
 
 import codecs
+import locale
 import os
 import sys
+
+from quantkit.errors import USAGE, QuantkitError
 
 PLAIN = {  # what is printed where the encoding has not the sign itself, as wide, for the sake of tables
     "–": "-",
@@ -44,10 +47,25 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
+def decoded(text: str, name: str) -> str:
+    """Return text with the bytes that the locale has no letters for, which Python escapes, read as UTF-8.
+
+    Raises QuantkitError (exit code 2) where they are not UTF-8 either; it calls the text `name`.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        found = f"{locale.setlocale(locale.LC_CTYPE)} ({sys.getfilesystemencoding()})"
+        hint = f"the locale is {found}: convert the text, or set LC_ALL to that of your terminal"
+        raise QuantkitError(f"{name} is neither in the locale's encoding nor UTF-8", hint, USAGE) from error
+
+
 def prepare() -> None:
     """Let nothing that is printed raise for where it goes: a closed stream swallows it, an encoding that is
     not Unicode's gets plain signs."""
     codecs.register_error("plain", _plain)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # see `decoded`
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by who started us

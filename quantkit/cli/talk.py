@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from quantkit.cli import streams
 from quantkit.errors import QuantkitError, count, printable
 from quantkit.serving.chat import commands
 from quantkit.serving.chat.session import Session
@@ -38,7 +39,7 @@ class Terminal:
         """The next line. Raises EOFError at the end."""
         while True:
             try:
-                return self._line(MORE if more else PROMPT)
+                return streams.decoded(self._line(MORE if more else PROMPT), "stdin")
             except KeyboardInterrupt:
                 if not self.typed:
                     raise
