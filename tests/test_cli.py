@@ -25,7 +25,7 @@ from quantkit import cli
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import methods
+from quantkit.quantize import job, methods
 from quantkit.quantize.methods.gptq import Options
 from quantkit.quantize.prepare import recipe, room
 from quantkit.quantize.staging import blocks as staged_blocks
@@ -930,6 +930,54 @@ def test_outputs_of_mixed_bits_have_names_of_their_own(quantkit, model, small, t
         done = quantkit("run", f"{name}.yaml", *small, "--dry-run", "--json", "-q")
         assert done.code == 0, done.err
         assert Path(json.loads(done.out)["output"]).name == f"{model.name}-gptq-{ending}"
+
+
+def test_files_that_exist_are_all_named_and_the_others_made_by_resume(
+    quantkit, refuse, model, tmp_path, monkeypatch
+):
+    asked = ("gguf", model, *("-t", "F16", "-t", "Q8_0", "-t", "BF16"), "--solver", "rtn", "-o", "files")
+    (tmp_path / "files").mkdir()
+    names = [f"files/tiny-{kind}.gguf" for kind in ("F16", "Q8_0", "BF16")]
+    for kind in ("Q8_0", "BF16"):
+        one = quantkit("gguf", model, "-t", kind, "--solver", "rtn", "-o", f"files/tiny-{kind}.gguf", "-q")
+        assert one.code == 0
+    before = contents(tmp_path / "files")
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "prepare", None)  # nothing is done before
+        error, hint = refuse(2, *asked)
+    assert error == f"{names[1]}, {names[2]} exist"
+    assert hint == (
+        "choose another --output, or replace them with --overwrite; --resume makes only those that are left"
+    )
+    planned = quantkit(*asked, "--dry-run", "-q").out
+    assert planned.count("refused") == 2 and f"{names[1]} exists" in " ".join(planned.split())
+    done = quantkit(*asked, "--resume", "--json", "-q")
+    assert (done.code, json.loads(done.out)["output"]) == (0, names[0])
+    after = contents(tmp_path / "files")
+    assert len(after) == 3 and {name: after[name] for name in before} == before
+    assert quantkit(*asked, "--resume", "-q").out.splitlines() == [
+        f"{name} is finished: nothing to do" for name in names
+    ]
+    told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
+    assert [row["output"] for row in told["jobs"]] == names
+    error, hint = refuse(2, *asked, "--exclude", "q_proj", "--resume")
+    assert error.startswith(f"{names[0]} is finished, and of another job; different: --exclude")
+
+
+def test_a_plan_says_what_becomes_of_an_output_that_exists(quantkit, model):
+    asked = ("nf4", model, "-o", "out")
+    assert not re.search("^(refused|replaces)", quantkit(*asked, "--dry-run", "-q").out, re.MULTILINE)
+    assert quantkit(*asked, "-q").code == 0
+    planned = quantkit(*asked, "--dry-run", "-q")
+    line = "refused out exists: choose another --output, or replace it with --overwrite "
+    assert planned.code == 0 and line in " ".join(planned.out.split())
+    replaced = quantkit(*asked, "--overwrite", "--dry-run", "-q").out
+    assert "replaces what is there " in " ".join(replaced.split()) and "refused" not in replaced
+    Path("out.partial").mkdir()
+    Path("out").rename("elsewhere")
+    planned = quantkit(*asked, "--dry-run", "-q").out
+    assert "out.partial holds an unfinished job: continue it with --resume" in " ".join(planned.split())
+    assert "refused" not in quantkit(*asked, "--resume", "--dry-run", "-q").out
 
 
 def test_a_text_to_measure_on_is_looked_for_first(refuse, tmp_path):

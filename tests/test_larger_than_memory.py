@@ -2,11 +2,13 @@
 are read, and the refusal of what does not fit."""
 
 import json
+import re
 import resource
 import shlex
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +16,11 @@ import jobs
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantkit.models.files import reading, safetensors_folder
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.machine import limits
 from quantkit.models.machine.limits import Room
 from quantkit.models.open import open_checkpoint
@@ -94,9 +98,8 @@ def test_what_ulimit_leaves(machine, monkeypatch, kind, flag):
 
 def test_max_memory_is_of_the_whole_process(machine, monkeypatch):
     monkeypatch.setattr(limits, "resident", lambda: 1 << 28)
-    whose = "left of --max-memory beside Python itself"
-    assert limits.room(10**9 * 50) == Room(50 * 10**9 - (1 << 28), whose)
-    assert limits.room(1) == Room(0, whose)
+    assert limits.Limit.of(10**9 * 50).left == 50 * 10**9 - (1 << 28)
+    assert limits.Limit.of(1).left == 0 and limits.Limit.of(None) is None
 
 
 # ---- states in a file
@@ -333,6 +336,31 @@ def test_a_part_is_what_indexing_gives_and_no_more_is_read(index, tmp_path, read
     assert sum(nbytes for *_, nbytes in read) <= most
 
 
+@pytest.mark.parametrize("first", [0, 1_500, None])
+def test_embedding_and_head_are_compared_up_to_the_first_difference(first, tmp_path, tiny_model, read):
+    folder = tiny_model("llama", vocab_size=20_000, tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    if first is not None:
+        head[first] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = open_checkpoint(str(folder))
+    read.clear()
+    names = {target.name for target in of_checkpoint(checkpoint)}
+    assert ("output.weight" in names) == (first is not None)
+    rows = safetensors_folder.COPY_BYTES * len(head) // head.nbytes
+    assert len(head) > 2 * rows
+    pieces = -(-len(head) // rows) if first is None else first // rows + 1
+    assert len(read) == 2 * pieces
+    assert max(nbytes for *_, nbytes in read) == rows * head[0].nbytes <= safetensors_folder.COPY_BYTES
+
+
+def test_a_head_that_lies_where_the_embedding_does_is_not_read(tmp_path, read):
+    info = safetensors_folder.TensorInfo("head", "BF16", (4, 5), tmp_path / "model.safetensors", 6, 40)
+    assert reading.equal(info, replace(info, name="embedding"))
+    assert not reading.equal(info, replace(info, shape=(5, 4), offset=46)) and not read
+
+
 # ---- what does not fit
 
 
@@ -386,10 +414,46 @@ def test_a_limit_that_nothing_fits_names_the_one_that_would(quantkit, tiny_model
     model = tiny_model("llama", tokenizer=True)
     done = quantkit("nf4", model, "--max-memory", "64MB", "-q")
     error, hint = done.err.splitlines()
-    assert done.code == 5 and error.endswith(" left of --max-memory beside Python itself") and not read
+    assert done.code == 5 and error.startswith("error: --max-memory of 64.00 MB is too small: ") and not read
     assert hint.startswith("hint: use --max-memory ")
     assert quantkit("nf4", model, *shlex.split(hint.removeprefix("hint: use ")), "-q").code == 0
     assert quantkit("nf4", model, "--max-memory", "lots", "-q").code == 2
+
+
+@pytest.mark.parametrize("command", ["nf4", "gptq", "eval"])
+def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
+    command, quantkit, tiny_model, tmp_path, monkeypatch
+):
+    """The process grows at each look."""
+    model = tiny_model("llama", tokenizer="bos")
+    looks = iter(range(300 * 10**6, 10**10, 10**9))
+    monkeypatch.setattr(limits, "resident", lambda: next(looks))
+    text = jobs.calibration(tmp_path, 16, 64).calibration
+    words = {
+        "nf4": (),
+        "gptq": ("--group-size", 32, "--calibration", text, "--samples", 16, "--seqlen", 64),
+        "eval": ("--text", text, "--ctx", 32),
+    }
+    done = quantkit(command, model, *words[command], "--max-memory", "100MB", "-q")
+    error, hint = done.err.splitlines()
+    what = "the evaluation" if command == "eval" else "the job"
+    told = re.fullmatch(
+        "error: --max-memory of 100.00 MB is too small: "
+        rf"Python alone takes about 300.00 MB, {what} ([\d.]+) (kB|MB)",
+        error,
+    )
+    need = float(told[1]) * {"kB": 1e3, "MB": 1e6}[told[2]]
+    limit = float(re.match(r"hint: use --max-memory ([\d.]+)GB", hint)[1]) * 1e9
+    assert done.code == 5 and 300e6 + need <= limit < 300e6 + need + 1e8
+
+
+def test_a_limit_above_what_the_machine_has_is_not_blamed(quantkit, tiny_model, monkeypatch):
+    monkeypatch.setattr(room, "host_memory", lambda: 1000)
+    monkeypatch.setattr(room, "free_memory", lambda device: 1000)
+    done = quantkit("nf4", tiny_model("llama"), "--max-memory", "50GB", "-q")
+    error, hint = done.err.splitlines()
+    assert done.code == 5 and "1.00 kB are" in error and "--max-memory" not in error
+    assert hint == "hint: use a machine with more memory: no option makes it fit"
 
 
 def test_a_limit_that_would_do_is_named_without_options_that_it_spares(quantkit, tiny_model, tmp_path):
@@ -409,7 +473,7 @@ def test_an_evaluation_that_cannot_fit_is_refused_before_anything_is_read(
     model = tiny_model("llama", tokenizer="bos")
     text = jobs.calibration(tmp_path).calibration
     done = quantkit("eval", model, "--text", text, "--ctx", 32, "--max-memory", "64MB", "-q")
-    assert done.code == 5 and "the evaluation needs about" in done.err and not read
+    assert done.code == 5 and ", the evaluation " in done.err and not read
     found = done.err.splitlines()[-1].removeprefix("hint: use ")
     assert found.startswith("--max-memory ")
     done = quantkit("eval", model, "--text", text, "--ctx", 32, *shlex.split(found), "-q")

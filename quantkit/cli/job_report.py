@@ -58,7 +58,12 @@ def print_plans(jobs: Sequence[Job]) -> None:
         _print_linears(console, job)
         sizes = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
         bits = f"{job.plan.bits_per_weight:.2f} bits per quantized weight"
-        print_facts(console, {"output": str(job.staging.output), "size": f"{sizes} ({bits})"})
+        facts = {"output": str(job.staging.output), "size": f"{sizes} ({bits})"}
+        if refusal := job.refusal:
+            facts["refused"] = f"{refusal.message}: {refusal.hint}"
+        elif job.staging.output.exists():
+            facts["replaces"] = "what is there"
+        print_facts(console, facts)
     if kept := jobs[0].kept_parameters:
         print_facts(console, {"kept as is": _kept([parameter.record() for parameter in kept])})
     if copied := jobs[0].copied:

@@ -101,14 +101,18 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.evaluation import windows as windows_of
             from quantkit.quantize import job, loop
             from quantkit.quantize.prepare import finished
+            from quantkit.quantize.staging import replacing
 
         requests = _requests(choice, values)
-        if values["resume"] and len(requests) > 1:  # those before the one that was interrupted
-            requests = [one for one in requests if not finished.is_finished(one)] or requests[-1:]
-        if values["resume"] and not values["overwrite"] and finished.check(requests[0]):
-            progress.close()
-            _print_finished(str(job.output_of(requests[0])), values["as_json"])
-            return
+        if values["resume"]:
+            left = finished.left(requests, values["overwrite"])
+            if not left and not values["overwrite"]:
+                progress.close()
+                _print_finished([str(job.output_of(one)) for one in requests], values["as_json"])
+                return
+            requests = left or requests
+        elif len(requests) > 1 and not values["overwrite"] and not values["dry_run"]:
+            replacing.check_new([job.output_of(one) for one in requests])
         jobs: list[job.Job] = []
         for one in requests:
             hashed = jobs[0].source_sha256 if jobs else None
@@ -150,11 +154,11 @@ def _print_summaries(summaries: list[Summary], results: dict | None, as_json: bo
         job_report.print_summary(summary, results if summary is summaries[-1] else None)
 
 
-def _print_finished(output: str, as_json: bool) -> None:
+def _print_finished(outputs: list[str], as_json: bool) -> None:
     """The answer to --resume where nothing is left to do."""
     if as_json:
-        print(json.dumps({"schema": "quantkit.job/1", "output": output, "finished": True}, indent=2))
-    else:
+        _print_json([{"schema": "quantkit.job/1", "output": one, "finished": True} for one in outputs])
+    for output in () if as_json else outputs:
         print(f"{output} is finished: nothing to do")
 
 

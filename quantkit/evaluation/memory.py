@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine import distributed, limits
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
+from quantkit.models.machine.limits import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.prepare.linears import linears
@@ -64,7 +65,8 @@ def decide(
     """Where states are to wait, and the peak that is expected then. Raises QuantkitError (exit code 5) where
     an evaluation does not fit, before any weight is read."""
     asked = checkpoints, dtype, device, tokens, batch, compared
-    own = [] if max_memory is None else [max(0, max_memory - limits.resident())]
+    limit = Limit.of(max_memory)
+    own = [limit.left] if limit else []
     accelerated = is_accelerator(device)
     free = distributed.least(min([free_memory(device), *([] if accelerated else own)]))
     here, there = need(*asked), need(*asked, spilled=True)
@@ -75,13 +77,13 @@ def decide(
     if accelerated and there.nbytes <= free and kept <= COMFORT * host:
         return Place("host"), there.nbytes
     remedies = ["a --device with more memory"]
-    if max_memory is not None and not accelerated:
-        remedies = [f"--max-memory {-(-(limits.resident() + there.nbytes) // TENTH) / 10:g}GB"]
+    if limit and not accelerated:
+        remedies = [f"--max-memory {-(-(limit.resident + there.nbytes) // TENTH) / 10:g}GB"]
     if there.nbytes > free and dtype == torch.float32:
         half = need(checkpoints, torch.bfloat16, device, tokens, batch, compared, spilled=True)
         remedies = (["--dtype bfloat16"] if half.nbytes <= free else []) + remedies
     remedy = ", or ".join(remedies)
-    check_memory(there.nbytes, free, remedy, device, max_memory, "the evaluation")
+    check_memory(there.nbytes, free, remedy, device, limit, "the evaluation")
     folder = scratch_folder()
     check_disk(folder, kept)
     return Place("disk", folder), there.nbytes

@@ -101,6 +101,15 @@ class Job:
         return self.method.output.copied(self.material)
 
     @property
+    def refusal(self) -> QuantkitError | None:
+        """Why the output cannot be made where it is asked for, which ends no dry run."""
+        try:
+            self.staging.check(self.request.resume, self.request.overwrite)
+        except QuantkitError as error:
+            return error
+        return None
+
+    @property
     def material(self) -> Material:
         """What the output is made of."""
         shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs

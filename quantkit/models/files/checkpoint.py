@@ -154,6 +154,11 @@ class Checkpoint:
         """What is stored of `name`, such as `BF16`; None where it is packed."""
         return None if self.is_quantized(name) else self.infos[name].dtype
 
+    def is_plain(self, name: str) -> bool:
+        """Whether what is read of `name` is the bytes that lie there."""
+        info = self.infos.get(name)
+        return type(info) is TensorInfo and info.dtype in reading.DTYPES and name not in self.rewritten
+
     def stored_as(self, name: str) -> list[str]:
         """The stored tensors behind `name`: itself, or the parts of a packed linear."""
         packed = self._quantized.get(name.removesuffix(".weight"))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.files.safetensors_folder import COPY_BYTES, TensorInfo
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -39,6 +39,18 @@ def part(whole: TensorInfo, index: Index) -> Tensor:
     start, count, shape, rest = _run(whole.shape, index)
     found = octets(whole.file, whole.offset + start * dtype.itemsize, count * dtype.itemsize, whole.name)
     return found.view(dtype).view(shape)[rest]
+
+
+def equal(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors of rows have the same values: rows are read up to the first that differ, and none
+    of what lies in one place."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if (one.file, one.offset) == (other.file, other.offset):
+        return True
+    rows = max(1, COPY_BYTES * one.shape[0] // max(1, one.nbytes))
+    pieces = ((slice(first, first + rows),) for first in range(0, one.shape[0], rows))
+    return all(torch.equal(part(one, piece), part(other, piece)) for piece in pieces)
 
 
 def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...], Index]:

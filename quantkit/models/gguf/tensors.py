@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.models.files import reading
 from quantkit.models.gguf import architectures, rope
 from quantkit.models.gguf.architecture import Architecture, inexpressible, kv_heads
 from quantkit.models.skeleton import meta_model
@@ -191,6 +192,8 @@ def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool
     """Whether both are stored, with unlike values."""
     if name is None or other is None or name == other:
         return False
+    if checkpoint.is_plain(name) and checkpoint.is_plain(other):
+        return not reading.equal(checkpoint.infos[name], checkpoint.infos[other])
     return not torch.equal(checkpoint.read(name), checkpoint.read(other))
 
 

@@ -28,15 +28,31 @@ class Room:
     whose: str = "free"
 
 
-def room(max_memory: int | None = None) -> Room:
-    """The least that anybody allows. max_memory: bytes of the whole process, as the user said.
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that the whole process may take, as the user said, and what it had when it was asked."""
+
+    nbytes: int
+    resident: int
+
+    @staticmethod
+    def of(max_memory: int | None) -> Limit | None:
+        """None where the user said nothing."""
+        return None if max_memory is None else Limit(max_memory, resident())
+
+    @property
+    def left(self) -> int:
+        """Bytes for all else."""
+        return max(0, self.nbytes - self.resident)
+
+
+def room() -> Room:
+    """The least that the system, a container or the shell allows.
 
     What a host or a container has is shared by the ranks on it; the other limits are a process's own.
     """
     shared = [Room(psutil.virtual_memory().available), *containers()]
     found = [Room(one.nbytes // distributed.local(), one.whose) for one in shared] + list(_of_process())
-    if max_memory is not None:
-        found.append(Room(max(0, max_memory - resident()), "left of --max-memory beside Python itself"))
     return min(found, key=lambda one: one.nbytes)
 
 

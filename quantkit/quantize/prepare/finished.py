@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all
@@ -27,6 +28,16 @@ def is_finished(request: Request) -> bool:
 def is_done(request: Request) -> bool:
     """Whether the output of this very job is there, by what its manifest says of model, text and options."""
     return _unlike(request) == []
+
+
+def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
+    """Those of one command that are yet to be made: of the others this very job's output is there.
+
+    Raises QuantkitError for the output of another job; where that may be overwritten, what is finished counts
+    as made by the command that is resumed.
+    """
+    done = is_finished if overwrite else check
+    return [request for request in requests if not done(request)]
 
 
 def check(request: Request) -> bool:

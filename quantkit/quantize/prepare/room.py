@@ -11,6 +11,7 @@ from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.layouts import LinearSpec
 from quantkit.models.machine import distributed, limits
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
+from quantkit.models.machine.limits import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.methods import Method
@@ -41,15 +42,15 @@ class Rooms:
     computing: int
     host: int
     device: torch.device
-    max_memory: int | None
+    limit: Limit | None
 
     @staticmethod
-    def of(device: torch.device, max_memory: int | None) -> Rooms:
+    def of(device: torch.device, limit: Limit | None) -> Rooms:
         """The least of all ranks'."""
-        own = [] if max_memory is None else [max(0, max_memory - limits.resident())]
+        own = [limit.left] if limit else []
         host = distributed.least(min([host_memory(), *own]))
         free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
-        return Rooms(free, host, device, max_memory)
+        return Rooms(free, host, device, limit)
 
     def hold(self, peak: Peak, share: float = 1.0) -> bool:
         """Whether a peak fits in a share of them."""
@@ -59,9 +60,9 @@ class Rooms:
         """Raise QuantkitError (exit code 5) unless it fits."""
         if is_accelerator(self.device):
             check_memory(peak.computing, self.computing, remedy, self.device)
-            check_memory(peak.host, self.host, remedy, max_memory=self.max_memory)
+            check_memory(peak.host, self.host, remedy, limit=self.limit)
         else:
-            check_memory(peak.computing, self.computing, remedy, max_memory=self.max_memory)
+            check_memory(peak.computing, self.computing, remedy, limit=self.limit)
 
 
 def decide(
@@ -93,7 +94,7 @@ def decide(
         for mode in ([sequential] if sequential else _modes(skeleton))
         for states in _places(options.states, mode, method, is_accelerator(skeleton.device))
     ]
-    rooms = Rooms.of(skeleton.device, asked(options))
+    rooms = Rooms.of(skeleton.device, Limit.of(asked(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
     peak = need(way)
@@ -103,7 +104,7 @@ def decide(
         way = replace(way, at_once=at_once)
         peak = need(way)
     if not rooms.hold(peak):
-        rooms.check(peak, _remedy(way, need, rooms, bool(method.needs)))
+        rooms.check(*_remedy(way, need, rooms, bool(method.needs)))
     dtype = str(skeleton.dtype).removeprefix("torch.")
     how = batch_size, way.sequential, torch.get_num_threads(), way.states, way.at_once
     return Execution(dtype, str(skeleton.device), *how), peak
@@ -129,22 +130,23 @@ def _places(asked: str, mode: str, method: Method, accelerated: bool) -> list[st
     return ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
 
 
-def _remedy(way: Way, need: Callable[[Way], Peak], rooms: Rooms, calibrated: bool) -> str:
-    """Options by which a job would fit that does not."""
+def _remedy(way: Way, need: Callable[[Way], Peak], rooms: Rooms, calibrated: bool) -> tuple[Peak, str]:
+    """Options by which a job would fit that does not, and the peak to tell: where the limit has to rise, that
+    of the way which is named with the new one."""
     accelerated, ways = is_accelerator(rooms.device), []
     if calibrated:
         ways = [
             less for states in (["host"] if accelerated else []) + ["disk"] for less in _smaller(way, states)
         ]
     if fits := next((less for less in ways if rooms.hold(need(less))), None):
-        return _flags(way, fits)
+        return need(way), _flags(way, fits)
     least = min([way, *ways], key=lambda way: need(way).host)
-    resident, host = limits.resident(), need(least).host
-    if rooms.max_memory is None or (accelerated and host <= rooms.host):
-        return "a machine with more memory: no option makes it fit"
-    tenths = -(-(resident + host) // TENTH)
-    least = next(less for less in [way, *ways] if resident + need(less).host <= tenths * TENTH)
-    return f"--max-memory {tenths / 10:g}GB {_flags(way, least)}".strip()
+    host, limit = need(least).host, rooms.limit
+    if limit is None or limit.left > rooms.host or (accelerated and host <= rooms.host):
+        return need(way), "a machine with more memory: no option makes it fit"
+    tenths = -(-(limit.resident + host) // TENTH)
+    least = next(less for less in [way, *ways] if limit.resident + need(less).host <= tenths * TENTH)
+    return need(least), f"--max-memory {tenths / 10:g}GB {_flags(way, least)}".strip()
 
 
 def _smaller(way: Way, states: str) -> Iterator[Way]:
@@ -192,18 +194,17 @@ def check_memory(
     free: int,
     remedy: str,
     device: torch.device | None = None,
-    max_memory: int | None = None,
+    limit: Limit | None = None,
     what: str = "the job",
 ) -> None:
-    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. max_memory:
-    of the process, if the user said so."""
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. limit: of
+    the process, if the user said so."""
     if need <= free:
         return
     where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
-    whose = whose or limits.room(max_memory).whose
     left = f"{size(free)} are" if free else "nothing is"
-    raise QuantkitError(
-        f"{what} needs about {size(need)} of memory{where}, {left} {whose}",
-        hint=f"use {remedy}",
-        exit_code=RESOURCES,
-    )
+    message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or limits.room().whose}"
+    if limit and limit.left <= free and not where:
+        message = f"--max-memory of {size(limit.nbytes)} is too small: "
+        message += f"Python alone takes about {size(limit.resident)}, {what} {size(need)}"
+    raise QuantkitError(message, hint=f"use {remedy}", exit_code=RESOURCES)

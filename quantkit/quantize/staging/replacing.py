@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -87,8 +87,7 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
     if kind or os.path.ismount(output):
         raise QuantkitError(f"{output} is {kind or 'a mount point'}", ELSEWHERE, USAGE)
     if not overwrite:
-        hint = f"{ELSEWHERE}, or replace it with --overwrite"
-        raise QuantkitError(f"{output} exists", hint, USAGE)
+        check_new([output])
     if stat.S_ISDIR(mode) == one_file:
         wanted, found = ("a file", "a folder") if one_file else ("a folder", "a file")
         raise QuantkitError(f"{output} is {found}, the job writes {wanted}", ELSEWHERE, USAGE)
@@ -96,6 +95,16 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         _check_file(output)
     else:
         _check_folder(output)
+
+
+def check_new(outputs: Sequence[Path]) -> None:
+    """Raise QuantkitError, which names them, if some of the outputs exist."""
+    if there := [str(output) for output in outputs if os.path.lexists(output)]:
+        some, them = ("exists", "it") if len(there) == 1 else ("exist", "them")
+        hint = f"{ELSEWHERE}, or replace {them} with --overwrite"
+        if len(outputs) > 1:
+            hint += "; --resume makes only those that are left"
+        raise QuantkitError(f"{name_all(there, len(there))} {some}", hint, USAGE)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
