@@ -42,6 +42,29 @@ def test_a_twin_drafts_what_the_target_would_write(make, files):
     assert twin["draft_memory"] == twin["target_memory"]
 
 
+def test_only_the_pair_in_use_is_loaded(make, files, monkeypatch):
+    """At most one server with a draft, or the target and the draft alone; every k once a repeat."""
+    live, held = [], []
+
+    class Counted(llamacpp.Session):
+        def __init__(self, settings):
+            super().__init__(settings)
+            drafts = bool(settings.speculative.draft.mparams.path)
+            live.append(self)
+            held.append((len(live), drafts))
+
+        def __exit__(self, *error):
+            live.remove(self)
+            super().__exit__(*error)
+
+    monkeypatch.setattr(gguf, "Session", Counted)
+    make("specdec", *files, *QUICK)
+    once = [(1, False), (2, False), (1, True), (1, True)]
+    assert held[: 2 * len(once)] == once * 2  # the first time to warm up
+    assert {number for number, drafts in held if drafts} == {1} and max(held)[0] == 2
+    assert live == []
+
+
 def test_transformers_runs_the_same_files(make, files):
     found = make("specdec", *files, *QUICK, "--engine", "transformers")["drafts"][0]
     assert found["engine"].startswith("transformers")
@@ -59,7 +82,7 @@ def test_where_texts_part_the_logits_are_the_targets(files, tiny_model, quantkit
             k: stack.enter_context(llamacpp.Session(llamacpp.parameters(path, 64, threads=1)))
             for k, path in ((0, files[0]), (3, tmp_path / "o.gguf"))
         }
-        made = gguf.Speculation(sessions, None, [prompt], settings)
+        made = gguf.Speculation(lambda k: (sessions[k], None), [prompt], settings)
         own, drafted = made.run(0, 0, 0), made.run(0, 3, 0)
         assert own.text != drafted.text
         assert made.part(0, 3, own, own) is None

@@ -86,6 +86,7 @@ class Assisted:
     """A target and a draft (None: prompt-lookup) that transformers runs; see `sweep.Engine`."""
 
     name = f"transformers {transformers.__version__}"
+    reloads = False
 
     def __init__(self, target: nn.Module, draft: nn.Module | None, prompts: Tensor, sampling: Sampling):
         self._target, self._draft, self._sampling = target, draft, sampling

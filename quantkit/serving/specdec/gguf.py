@@ -26,12 +26,13 @@ from quantkit.serving.specdec.settings import Settings
 
 CACHE = "float16"
 LIKELIEST = 40  # tokens whose logits are looked at where texts part
+WARM = 4  # tokens, before anything is measured
 AROUND = 8  # places before it at which passes of one token and of many are compared
 
 
 class Pairs:
-    """A target in a GGUF file, for one draft after the other. Every k has a server of its own, so that they
-    can take turns: their weights are the same pages of the file, their caches are not."""
+    """A target in a GGUF file, for one draft after the other. Every k needs a server of its own; only that of
+    the k in use is loaded."""
 
     precision = "as stored"
 
@@ -58,9 +59,12 @@ class Pairs:
                     llamacpp.speculate(asked, k, None if draft is None else draft.folder)
                 return stack.enter_context(Session(asked))
 
-            drafting = {k: session(self._target, k) for k in (0, *self._settings.ks)}
-            alone = None if draft is None else session(draft)
-            yield Speculation(drafting, alone, self._prompts, self._settings), sizes
+            def open_for(k: int) -> tuple[Session, Session | None]:
+                stack.close()  # the servers of the k before
+                target = session(self._target, k)
+                return target, None if k or draft is None else session(draft)
+
+            yield Speculation(open_for, self._prompts, self._settings), sizes
 
     def _size(self, checkpoint: Checkpoint) -> Footprint:
         tokens = self._settings.prompt_tokens + self._settings.tokens
@@ -69,26 +73,40 @@ class Pairs:
 
 
 class Speculation:
-    """Servers of one target by k, and of the draft alone; see `sweep.Engine`."""
+    """A target with a draft, for one k after the other; see `sweep.Engine`.
 
+    open_for: closes the servers of the k before and loads those of a k: the target and, for 0, the draft.
+    """
+
+    reloads = True
     name = f"llama.cpp ({llamacpp.PACKAGE} {llamacpp.version()})"
 
     def __init__(
         self,
-        sessions: Mapping[int, Session],
-        draft: Session | None,
+        open_for: Callable[[int], tuple[Session, Session | None]],
         prompts: Sequence[list[int]],
         settings: Settings,
     ):
-        self._sessions, self._draft, self._prompts, self._settings = sessions, draft, prompts, settings
+        self._open_for, self._prompts, self._settings = open_for, prompts, settings
+        self._loaded: tuple[int, Session, Session | None] | None = None
         self._draft_steps: list[float] = []
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
         """Beside each run of the target alone there is one of the draft alone."""
-        if k == 0 and self._draft is not None:
-            made = self._complete(self._draft, prompt, seed)
+        target, draft = self._servers(k)
+        if draft is not None:
+            made = self._complete(draft, prompt, seed)
             self._draft_steps.append(made.decode_seconds / max(1, made.decoded))
-        return self._complete(self._sessions[k], prompt, seed)
+        return self._complete(target, prompt, seed)
+
+    def _servers(self, k: int) -> tuple[Session, Session | None]:
+        """Those of k, warm: the first text of a server takes longer."""
+        if self._loaded is None or self._loaded[0] != k:
+            self._loaded = None
+            self._loaded = k, *self._open_for(k)
+            for server in filter(None, self._loaded[1:]):
+                server.complete(self._prompts[0], WARM, **self._asked(0))
+        return self._loaded[1:]
 
     def draft_step(self) -> float | None:
         """The first one warms up. A look-up takes no time worth counting."""
@@ -124,9 +142,9 @@ class Speculation:
         """Texts are compared; only where they differ, tokens and logits are asked for."""
         if own.text == drafted.text:
             return None
+        others = [found["id"] for found in self._logits(k, self._prompts[prompt], self._settings.tokens)]
         single = self._logits(0, self._prompts[prompt], self._settings.tokens)
         ids = [found["id"] for found in single]
-        others = [found["id"] for found in self._logits(k, self._prompts[prompt], self._settings.tokens)]
         index = lossless.first_difference(ids, others)
         if index is None or index >= min(len(ids), len(others)):
             return Parting(prompt, k, index or 0, None, None, None, 0.0)
@@ -141,7 +159,7 @@ class Speculation:
 
     def _logits(self, k: int, prompt: list[int], tokens: int) -> Sequence[Mapping]:
         asked = self._asked(self._settings.seed) | {"logprobs": LIKELIEST}
-        return self._sessions[k].complete(prompt, tokens, **asked).logprobs
+        return self._servers(k)[0].complete(prompt, tokens, **asked).logprobs
 
 
 def _table(found: Mapping) -> dict[int, float]:

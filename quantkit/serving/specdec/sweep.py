@@ -35,9 +35,10 @@ class Greedy:
 
 
 class Engine(Protocol):
-    """A target and a draft, loaded."""
+    """A target and a draft, loaded. reloads: whether it loads them anew for another k than before."""
 
     name: str
+    reloads: bool
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
         """Continue a prompt, by its number; k = 0: the target alone."""
@@ -120,13 +121,21 @@ def measure(
     for repeat in range(settings.repeats):
         for runs in found.values():
             runs.append([])
-        for prompt in range(prompts):
-            turn = (repeat * prompts + prompt) % len(found)  # nobody is always first
-            order = [*found][turn:] + [*found][:turn]
-            for k in order:
-                found[k][repeat].append(engine.run(prompt, k, _seed(settings, repeat, prompt, k)))
-                tick()
+        for prompt, k in _order([*found], repeat, prompts, engine.reloads):
+            found[k][repeat].append(engine.run(prompt, k, _seed(settings, repeat, prompt, k)))
+            tick()
     return _sum_up(name, engine, found, settings, sizes, tick)
+
+
+def _order(ks: list[int], repeat: int, prompts: int, reloads: bool) -> list[tuple[int, int]]:
+    """Return every (prompt, k) of a repeat: all k of a prompt, or, to load seldom, all prompts of a k."""
+
+    def turned(by: int) -> list[int]:  # nobody is always first
+        return ks[by % len(ks) :] + ks[: by % len(ks)]
+
+    if reloads:
+        return [(prompt, k) for k in turned(repeat) for prompt in range(prompts)]
+    return [(prompt, k) for prompt in range(prompts) for k in turned(repeat * prompts + prompt)]
 
 
 def _seed(settings: Settings, repeat: int, prompt: int, k: int) -> int:
