@@ -39,7 +39,7 @@ def is_first() -> bool:
 
 
 def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
-    """Of several processes, end this one as all others end; one of them prints the error."""
+    """End this process with the other ranks; one of them prints the error."""
     if wanted() == 1:
         return
     from quantkit.models.machine import distributed
@@ -54,8 +54,7 @@ def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
 
 
 def end(exit_code: int) -> None:
-    """Of several processes, end this one at once: threads of torch that wait for another rank, or outlive the
-    interpreter, would delay or abort its exit."""
+    """End a rank at once: torch threads that wait for another rank would delay or abort its exit."""
     if wanted() == 1:
         return
     for stream in (sys.stdout, sys.stderr):

@@ -83,8 +83,9 @@ def table_bytes(table: Table) -> int:
 
 
 class Layout(Protocol):
-    """What a client expects. `encode` and `decode` are exact inverses. A class that lacks one of REQUIRED
-    fails when it is defined.
+    """One layout on disk, as a client expects it. `encode` and `decode` are exact inverses.
+
+    A class that lacks one of REQUIRED fails when it is defined.
 
     Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
     engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
@@ -124,7 +125,7 @@ class Layout(Protocol):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """What is stored of one quantized linear, by suffix; a text's length within a few digits."""
+        """Return the tensors stored for one linear by suffix; lengths of texts are close estimates."""
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes that one quantized linear takes on disk."""

@@ -264,8 +264,8 @@ def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[
 
 
 def output_of(request: Request) -> Path:
-    """Where the job writes: as asked, or a name made of the source's and the options, which has `mixed` for
-    bits and groups where overrides change the bits."""
+    """Return the output path: as asked, or a name derived from the source and the options. Where overrides
+    change the bits, the name says `mixed`."""
     suffix, bits = (
         methods.load(request.method).suffix(request.options),
         getattr(request.options, "bits", None),

@@ -1,5 +1,4 @@
-"""Which rank solves what: some linears of a site, or some of several sites of experts. All of them have the
-whole result."""
+"""Deal linears and experts to ranks. Each rank solves its share; then all hold the whole result."""
 
 from __future__ import annotations
 

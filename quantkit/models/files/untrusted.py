@@ -37,8 +37,8 @@ def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
 
 
 def parse(data: bytes, values: int = VALUES) -> Any:
-    """What a JSON text says. Raises ValueError, also for one that may hold more values than that, and would
-    take far more memory than bytes, or that is nested too deeply."""
+    """Parse a JSON text. Raises ValueError if it is malformed, too deep, or may hold more than `values` values:
+    a value takes far more memory than its text."""
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > values:
         raise ValueError(f"more than {values:,} values")
     try:

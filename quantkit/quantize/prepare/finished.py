@@ -31,10 +31,10 @@ def is_done(request: Request) -> bool:
 
 
 def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
-    """Those of one command that are yet to be made: of the others this very job's output is there.
+    """Return the requests of one command whose outputs are still to be made.
 
-    Raises QuantkitError for the output of another job; where that may be overwritten, what is finished counts
-    as made by the command that is resumed.
+    Raises QuantkitError for the output of another job. With `overwrite`, every finished output counts as made
+    by the command that is resumed.
     """
     done = is_finished if overwrite else check
     return [request for request in requests if not done(request)]
@@ -54,9 +54,9 @@ def check(request: Request) -> bool:
 
 
 def _unlike(request: Request) -> list[str] | None:
-    """What a manifest says otherwise than the request; None where no job has been finished there.
+    """Return how a finished job differs from the request; None if no job was finished there.
 
-    Text and files are read only where nothing else differs. Raises QuantkitError for a manifest that is none.
+    Text and files are read only if nothing else differs. Raises QuantkitError for an invalid manifest.
     """
     place = output_of(request)
     described = place / headers.MANIFEST if place.is_dir() else place
@@ -82,7 +82,7 @@ def _unlike(request: Request) -> list[str] | None:
 
 
 def _told(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
-    """What was made and what is asked for, as far as options tell. What the user leaves open is as it was."""
+    """Return the options of the finished job and those asked for. An option left open takes the old value."""
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}

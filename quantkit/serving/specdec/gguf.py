@@ -100,7 +100,7 @@ class Speculation:
         return self._complete(target, prompt, seed)
 
     def _servers(self, k: int) -> tuple[Session, Session | None]:
-        """Those of k, warm: the first text of a server takes longer."""
+        """Return the servers for k drafted tokens, warmed up: the first text of a server takes longer."""
         if self._loaded is None or self._loaded[0] != k:
             self._loaded = None
             self._loaded = k, *self._open_for(k)

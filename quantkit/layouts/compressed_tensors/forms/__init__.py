@@ -61,7 +61,7 @@ class Form(Protocol):
         """Why this form cannot hold `spec`, with the fix; None when it can."""
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """What is stored of one linear, by suffix."""
+        """Return the tensors stored for one linear, by suffix."""
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Suffix -> tensor, as clients want it; inverse of its module's `decode`."""
