@@ -37,8 +37,10 @@ def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
 
 
 def parse(data: bytes, values: int = VALUES) -> Any:
-    """Parse a JSON text. Raises ValueError if it is malformed, too deep, or may hold more than `values` values:
-    a value takes far more memory than its text."""
+    """Parse a JSON text. Raises ValueError if it is malformed, too deep, or may hold too many values.
+
+    values: the most that are parsed, because a value takes far more memory than its text.
+    """
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > values:
         raise ValueError(f"more than {values:,} values")
     try:
