@@ -585,8 +585,9 @@ def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
 @pytest.mark.parametrize(
     "method, most",
     [
-        ("gptq", 8),
-        ("gptq --refine 0", 4),
+        ("gptq --transform none", 8),
+        ("gptq", 11),
+        ("gptq --refine 0, none", 4),
         ("nf4 --solver gptq", 10),
         ("awq: scales", 2),
         ("awq: clipping", 3),

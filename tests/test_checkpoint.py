@@ -418,7 +418,7 @@ def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revisi
 
 RESOLVE = """
 import json, sys
-from quantkit.models import hub
+from quantkit.models.files import hub
 from quantkit.errors import QuantkitError
 for line in sys.stdin:
     try:

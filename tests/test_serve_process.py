@@ -62,8 +62,8 @@ def test_one_that_dies_while_starting_has_the_last_word():
     with pytest.raises(QuantkitError) as failed, serving(prepared("dies")):
         pass
     assert failed.value.message == (
-        "vllm ended with exit code 3 while starting; it said last:\n"
-        "    loading the model\n    no kernel for this layout"
+        "vllm ended with exit code 3 while starting; it said last: "
+        "loading the model / no kernel for this layout"
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import io
 import locale
 import os
 import sys
+from contextlib import suppress
 
 from quantkit.errors import USAGE, QuantkitError
 
@@ -65,7 +67,8 @@ def prepare() -> None:
     not Unicode's gets plain signs."""
     codecs.register_error("plain", _plain)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # see `decoded`
+        with suppress(io.UnsupportedOperation):  # stdin was read before: a caller in the same process
+            sys.stdin.reconfigure(errors="surrogateescape")  # see `decoded`
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by who started us

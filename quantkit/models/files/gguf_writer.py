@@ -58,7 +58,8 @@ class GgufWriter:
         self._header = _header(metadata, self._entries)
 
     def __enter__(self) -> GgufWriter:
-        self._file = open(self._partial, "wb")
+        self._partial.unlink(missing_ok=True)  # of a job that was killed; a link is never written through
+        self._file = open(self._partial, "xb")
         try:
             self._file.write(self._header)
         except BaseException:

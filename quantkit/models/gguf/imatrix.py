@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
-from quantkit.models.files import atomic, gguf_file, gguf_writer
+from quantkit.models.files import gguf_file, gguf_writer
 from quantkit.models.files.safetensors_folder import TensorInfo
 
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
@@ -75,7 +75,7 @@ def write(path: Path, imatrix: Imatrix) -> None:
         counts = imatrix.counts[name]
         tensors[name + COUNTS] = counts if len(counts) == 1 else counts[:, None]  # one a row
     entries = [gguf_writer.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with atomic.replacing(path) as part, gguf_writer.GgufWriter(part, metadata, entries) as file:
+    with gguf_writer.GgufWriter(path, metadata, entries) as file:
         for name, tensor in tensors.items():
             file.write(name, [tensor.numpy()])
 

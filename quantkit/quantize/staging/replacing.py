@@ -43,8 +43,9 @@ WRITTEN = (  # by writers of checkpoints
     "quantkit-*.json",
 )
 WEIGHTS = "*.safetensors", "pytorch_model*.bin"
-STAGED = (  # by jobs, in their staging folder
-    *("lock", "fingerprint.json*", "block-*", "part-*", "rest.*", "scratch.*", "output*", "replaced"),
+STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
+    *(".tmp*", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*", "scratch.*"),
+    *("output*", "replaced"),
     *("curvature-*", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "training*"),
 )
 MAGIC = b"GGUF"

@@ -83,8 +83,8 @@ class Engine:
 
     def told(self) -> str:
         """Its last lines, for an error."""
-        lines = [f"    {printable(line)}" for line in self.last if line.strip()]
-        return "\n".join(["; it said last:", *lines]) if lines else ", without a word"
+        lines = [printable(line).strip() for line in self.last if line.strip()]
+        return f"; it said last: {' / '.join(lines)}" if lines else ", without a word"
 
     def _family(self) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
