@@ -4,8 +4,7 @@
 
 For every type, with and without importance weights: millions of weights per second of ggml (the library of
 the xllamacpp wheel, called through ctypes; with two threads each has half of the rows), of quantkit's
-byte-exact search and of its faster one, both as ratios to ggml's rate; and the weighted squared error of the
-faster one as a ratio to ggml's. Runs alternate and the best of each counts. Use a quiet machine.
+search as a ratio to ggml's rate. Runs alternate and the best of each counts. Use a quiet machine.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from pathlib import Path
 import torch
 
 from quantkit.grids.ggml import TYPES
-from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
-from quantkit.models.machine.heap import keep_freed_pages
+from quantkit.layouts.ggml.blocks import encode_rows
+from quantkit.models.machine.memory import keep_freed_pages
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import ggml_library  # noqa: E402
@@ -51,28 +50,17 @@ def measure(
             return ggml_library.encode(name, weight, importance)
         return torch.cat(list(pool.map(lambda part: ggml_library.encode(name, part, importance), parts)))
 
-    encoders = {
-        "ggml": ggml,
-        "exact": lambda: encode_rows(name, weight, importance),
-        "fast": lambda: encode_rows(name, weight, importance, exact=False),
-    }
+    encoders = {"ggml": ggml, "quantkit": lambda: encode_rows(name, weight, importance)}
     with ThreadPoolExecutor(threads) as pool:
         encoded = {kind: encode() for kind, encode in encoders.items()}
         best = seconds(encoders, runs)
-    costs = 1 if importance is None else importance
-    errors = {
-        kind: ((decode_rows(name, blocks, weight.shape[1]) - weight).square() * costs).sum().item()
-        for kind, blocks in encoded.items()
-    }
     return {
         "type": name,
         "importance": importance is not None,
         "threads": threads,
         "ggml_weights_per_second": weight.numel() / best["ggml"],
-        "exact_ratio": best["ggml"] / best["exact"],
-        "fast_ratio": best["ggml"] / best["fast"],
-        "bytes_equal": torch.equal(encoded["exact"], encoded["ggml"]),
-        "fast_error_ratio": errors["fast"] / errors["ggml"],
+        "ratio": best["ggml"] / best["quantkit"],
+        "bytes_equal": torch.equal(encoded["quantkit"], encoded["ggml"]),
     }
 
 
@@ -90,8 +78,8 @@ def main() -> None:
     weight = torch.randn(args.rows, args.columns, generator=generator) * 0.02
     importance = torch.rand(args.columns, generator=generator) ** 4 + 1e-3
     rows = []
-    print("| type | importance | threads | ggml, M weights/s | exact | fast | bytes equal | fast: error |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| type | importance | threads | ggml, M weights/s | quantkit | bytes equal |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for name in args.types:
         for costs in (None, importance):
             for threads in args.threads:
@@ -99,9 +87,8 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"| {name} | {'yes' if row['importance'] else 'no'} | {threads} "
-                    f"| {row['ggml_weights_per_second'] / 1e6:.1f} | {row['exact_ratio']:.2f} "
-                    f"| {row['fast_ratio']:.2f} | {'yes' if row['bytes_equal'] else 'NO'} "
-                    f"| {row['fast_error_ratio']:.4f} |",
+                    f"| {row['ggml_weights_per_second'] / 1e6:.1f} | {row['ratio']:.2f} "
+                    f"| {'yes' if row['bytes_equal'] else 'NO'} |",
                     flush=True,
                 )
     if args.json:

@@ -30,8 +30,9 @@ from quantkit.grids.nf4 import Nf4Grid  # noqa: E402
 from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
 from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
 from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
-from quantkit.quantize.transforms.awq import Losses, Reader, search  # noqa: E402
-from quantkit.quantize.transforms.feedback import FeedbackScaling  # noqa: E402
+from quantkit.quantize.transforms.awq import search  # noqa: E402
+from quantkit.quantize.transforms.feedback import FeedbackScore  # noqa: E402
+from quantkit.quantize.transforms.scaling import Losses, Reader  # noqa: E402
 
 BLOCKS = 32
 SITES = {4096: 3, 14336: 1}  # inputs: sites of a block (q/k/v, o, gate/up; down)
@@ -53,7 +54,7 @@ def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
 def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     """`--transform auto`: the search of a scale by error feedback, then the solve."""
     solver, grid = GptqSolver(), AffineGrid(4, 128)
-    scaling = FeedbackScaling(solver=solver)
+    scaling = FeedbackScore(solver)
     losses = scaling.losses([Reader(weight, scaling.rounded_on(grid), statistics.hessian)])
     scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
     solver.solve([weight], [grid], statistics)
@@ -72,8 +73,8 @@ METHODS: dict[str, tuple[Run, dict[int, int]]] = {
     "gptq --group-size -1, none": (solved(GptqSolver(), AffineGrid(4, 0)), SITES),
     "gptq --refine 0, none": (solved(GptqSolver(refine=0), AffineGrid(4, 128)), SITES),
     "nf4 --solver gptq": (solved(GptqSolver(), Nf4Grid()), SITES),
-    "Q4_K --solver gptq": (solved(GptqSolver(), ggml.named("Q4_K", exact=False)), SITES),
-    "Q3_K --solver gptq": (solved(GptqSolver(), ggml.named("Q3_K", exact=False)), SITES),
+    "Q4_K --solver gptq": (solved(GptqSolver(), ggml.named("Q4_K")), SITES),
+    "Q3_K --solver gptq": (solved(GptqSolver(), ggml.named("Q3_K")), SITES),
     "awq: scales": (scaled, LINEARS),
     "awq: clipping": (solved(RtnSolver(weighted=True), AffineGrid(4, 128, search=False, clip=True)), LINEARS),
     "gptq --solver rtn": (solved(RtnSolver(), AffineGrid(4, 128)), LINEARS),

@@ -80,7 +80,7 @@ class Bench:
 
     def tokens(self, model: Path, samples: int, seqlen: int, text: Path | None = None) -> Path:
         """The same block for every tool, cut as quantkit cuts it. text: in place of the calibration text."""
-        from quantkit.models.open import open_checkpoint
+        from quantkit.models.files.open import open_checkpoint
         from quantkit.options import CalibrationOptions
         from quantkit.text import calibration
 

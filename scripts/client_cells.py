@@ -104,7 +104,7 @@ def own_logits(folder: Path, ids: list[int]):
     import torch
 
     from quantkit.evaluation.stream import StreamedModel
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
     model = StreamedModel.open(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     (hidden,) = model.states([torch.tensor([ids])], lambda source, done, total: None)

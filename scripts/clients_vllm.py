@@ -100,7 +100,7 @@ def as_vllm_rounds() -> None:
     """
     import torch
 
-    from quantkit.grids import kv_cache
+    from quantkit.evaluation import kv_rounding
     from quantkit.layouts.compressed_tensors import activations
 
     ends = activations._ends
@@ -115,7 +115,7 @@ def as_vllm_rounds() -> None:
         step = torch.ldexp(torch.ones_like(states), exponent - 4)
         return (torch.trunc(states / step) * step).clamp(-most, most) * scale
 
-    activations._ends, kv_cache._fp8_scaled = symmetric, cut_off
+    activations._ends, kv_rounding._fp8_scaled = symmetric, cut_off
 
 
 def compare(folder: Path, source: Path, result: dict, share: float) -> list[str]:

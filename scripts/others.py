@@ -109,7 +109,7 @@ def own_perplexity(folder: Path) -> float:
 def write_inputs(folder: Path) -> tuple[Path, list[list[int]]]:
     """The calibration tokens every tool is given, and the windows every client is measured on."""
     from quantkit.evaluation import windows as windows_of
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
     from quantkit.options import CalibrationOptions
     from quantkit.text import calibration
 

@@ -135,7 +135,7 @@ def measure(base: Path, made: dict[tuple, Path], text: Path, limit: int) -> dict
 
     from quantkit.evaluation import evaluate
     from quantkit.evaluation import windows as windows_of
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
     torch.set_num_threads(1)
     checkpoints = [open_checkpoint(str(path)) for path in (base, *made.values())]

@@ -3,9 +3,9 @@
     python scripts/results.py [MODEL] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
 Quantizes MODEL (the bundled demo model unless given) with every method at its default options, evaluates
-all, and prints a Markdown table; `--write` puts it into README.md. Then the same for a twin of the model
-with outlier channels (outlier_twin.py), where the order of the methods turns: docs/measurements.md. Fails
-if a table does not show what is said of it there (see `CLAIMS`).
+all, and prints a Markdown table; `--write` puts it into docs/measurements.md and some of its rows into
+README.md. Then the same for a twin of the model with outlier channels (outlier_twin.py), where the order of
+the methods turns. Fails if a table does not show what is said of it there (see `CLAIMS`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from client_runs import ROOT, write_section
 from quantkit.evaluation import evaluate, self_text
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.comparison import record as records
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.models.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
 from quantkit.quantize.progress import Progress
@@ -64,9 +64,17 @@ TWIN = {
     "awq gptq 4 bit": OTHERS["awq gptq 4 bit"],
     **{name: made for name, made in (BEST | OWN).items() if name.startswith("4 bit")},
 }
+README = (
+    "original",
+    "rtn 4 bit",
+    "gptq 4 bit",
+    "nf4 gptq",
+    "gptq 3 bit",
+    "4 bit, yaqa, target original, own text",
+)
 # (better, worse, factor): the KL divergence of the first is at most factor times that of the second
 CLAIMS = {
-    "results": [
+    "every": [
         *((f"gptq {bits} bit", f"rtn {bits} bit", 1.0) for bits in (8, 4, 3, 2)),
         *((f"{bits} bit, yaqa, target original", f"gptq {bits} bit", 0.9) for bits in (4, 3, 2)),
         *((f"{name}, own text", name, 0.9) for name in BEST),
@@ -158,6 +166,14 @@ def table(record: dict, names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def some(text: str) -> str:
+    """The table with the rows of the README only."""
+    rows = text.splitlines(keepends=True)
+    return "".join(
+        row for row in rows if not row.startswith("| ") or row.split(" | ")[0][2:] in ("", "---", *README)
+    )
+
+
 def own_table(divergence: dict[str, float]) -> str:
     """Markdown: what the text is worth, by itself."""
     lines = ["| | shipped text | own text | |", "| --- | ---: | ---: | ---: |"]
@@ -180,13 +196,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         twin = outlier_twin.make(Path(args.model), Path(folder) / "twin")
         for marker, document, model, jobs in (
-            ("results", ROOT / "README.md", args.model, GPTQ | OTHERS | BEST | OWN),
+            ("every", ROOT / "docs/measurements.md", args.model, GPTQ | OTHERS | BEST | OWN),
             ("outliers", ROOT / "docs/measurements.md", str(twin), TWIN),
         ):
             text, divergence = measure(model, jobs, args)
             if args.write:
                 write_section(marker, text, document)
-            if args.write and marker == "results":
+            if args.write and marker == "every":
+                write_section("results", some(text), ROOT / "README.md")
                 write_section("own", own_table(divergence), ROOT / "docs/sample.md")
             else:
                 print(text)

@@ -25,7 +25,7 @@ import torch
 from client_runs import ROOT, write_section
 
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.calibrate import experts
+from quantkit.quantize.calibrate import measure
 
 CHOICES = ("routed", "all", "shrink")
 FEW = (64, 16, 4, 1)  # calibration sequences
@@ -34,11 +34,11 @@ TYPES = ("Q4_K_M", "Q3_K_M")
 
 
 def starved_rounded(own, layer, in_features, choice):
-    """`experts.of_expert` of the fourth choice: without second moments, error feedback is rounding."""
+    """`measure.of_expert` of the fourth choice: without second moments, error feedback is rounding."""
     if own.tokens >= in_features:
         return own
     even = torch.eye(in_features, device=layer.hessian.device) * layer.hessian.diagonal().mean()
-    return experts.replace(own, hessian=even)
+    return measure.replace(own, hessian=even)
 
 
 def widths(model: str, args: argparse.Namespace) -> tuple[str, dict[str, float]]:
@@ -68,7 +68,7 @@ def few_tokens(model: str, args: argparse.Namespace) -> tuple[str, dict[tuple[in
         made = {}
         with tempfile.TemporaryDirectory() as folder:
             for choice in ("rtn", *CHOICES):
-                patch = mock.patch.object(experts, "of_expert", starved_rounded)
+                patch = mock.patch.object(measure, "of_expert", starved_rounded)
                 with patch if choice == "rtn" else nullcontext():
                     made[samples, choice] = results.quantize(
                         model,

@@ -24,7 +24,7 @@ from client_runs import ROOT, quantkit, write_section
 from transformers import AutoModelForCausalLM
 
 from quantkit.evaluation import windows as windows_of
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 sys.path.insert(0, str(ROOT / "tests"))
 from llama_cpp import Llama  # noqa: E402

@@ -14,9 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gguf import GGUFReader
+
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "tests/data/demo-llama-6m"
 UNPROMISED = {"quantkit-timings.json", "README.md"}
+GONE = {"options", "exact"}  # rows of manifests that come and go with options of a version
 SMALL = "--samples 8 --seqlen 128"
 CALIBRATED = {
     "gptq": """
@@ -29,11 +32,14 @@ CALIBRATED = {
         --group-size 128 | --layout compressed-tensors | --solver gptq --no-clip
         --layout compressed-tensors --no-zero-point --group-size 64 | --group-size -1""",
     "nf4": "--double-quant | --no-double-quant | --solver gptq | --solver gptq --act-order none --refine 0",
+    "fp8": "--static --kv-cache | --block 128 --solver rtn | --layout deepseek --solver rtn",
+    "w8a8": "--transform none",
+    "fp4": "--activations --refine 0 | --format mxfp4 --solver rtn",
     "int8": "--threshold 6 | --threshold 0 --exclude down_proj",
     "gguf": """
         -t Q4_K_M | -t Q3_K_M | -t Q4_0 --refine 0 | -t Q5_0 | -t IQ4_NL | -t Q6_K --pure
         -t Q2_K -t Q3_K_S -t Q5_K_M -t IQ4_XS -t Q8_0 --solver rtn
-        -t Q4_K_S --solver rtn --imatrix none | -t Q4_K_M --solver rtn --no-exact | -t BF16 | -t F16 | -t F32
+        -t Q4_K_S --solver rtn --imatrix none | -t Q4_K_M --solver rtn | -t BF16 | -t F16 | -t F32
         -t Q4_K_M --tensor-type ffn_down=Q6_K --output-tensor-type Q8_0""",
 }
 RUN = """import json, sys, traceback
@@ -62,6 +68,20 @@ def commands(only: str) -> dict[str, list[str]]:
     return found
 
 
+def content(path: Path) -> bytes:
+    """What is compared of a file: of a GGUF file's manifest all but GONE."""
+    if path.suffix != ".gguf":
+        return path.read_bytes()
+    reader = GGUFReader(path)
+    told = {name: field.contents() for name, field in reader.fields.items()}
+    manifest = json.loads(
+        told["quantkit.manifest"], object_hook=lambda row: {k: v for k, v in row.items() if k not in GONE}
+    )
+    held = [(tensor.name, tensor.tensor_type.name, tensor.shape.tolist()) for tensor in reader.tensors]
+    data = b"".join(tensor.data.tobytes() for tensor in reader.tensors)
+    return repr((told | {"quantkit.manifest": manifest}, held)).encode() + data
+
+
 def hashes(checkout: Path, wanted: dict[str, list[str]]) -> dict[str, str]:
     """Hash of every file that a checkout writes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +98,7 @@ def hashes(checkout: Path, wanted: dict[str, list[str]]) -> dict[str, str]:
         )
         files = [path for path in Path(folder).rglob("*") if path.is_file() and ".cache" not in path.parts]
         return {
-            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            str(path.relative_to(folder)): hashlib.sha256(content(path)).hexdigest()
             for path in sorted(files)
             if path.name not in UNPROMISED
         }

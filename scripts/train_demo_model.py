@@ -37,7 +37,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from quantkit.grids import processor
+from quantkit.models.machine import processor
 
 END = "<|endoftext|>"  # comes before every document; also the bos, eos and padding token
 

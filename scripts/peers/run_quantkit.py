@@ -13,7 +13,7 @@ job = jobs.start()
 os.environ |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}  # as the command line does
 
 from quantkit import __version__  # noqa: E402
-from quantkit.models.open import open_checkpoint  # noqa: E402
+from quantkit.models.files.open import open_checkpoint  # noqa: E402
 from quantkit.options import CalibrationOptions, RunOptions  # noqa: E402
 from quantkit.quantize import job as requests  # noqa: E402
 from quantkit.quantize import loop, methods  # noqa: E402
