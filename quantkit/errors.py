@@ -65,6 +65,15 @@ class DamagedError(QuantkitError):
     """The source itself is wrong: whatever a job made of it so far is of no use."""
 
 
+def require(condition: object, message: str, hint: str = "", exit_code: int = RUNTIME) -> None:
+    """Raise `QuantkitError(message, hint, exit_code)` unless the condition holds.
+
+    The message is formatted either way: where that fails or is slow, write the `if`.
+    """
+    if not condition:
+        raise QuantkitError(message, hint, exit_code)
+
+
 def first_line(error: BaseException) -> str:
     """What an error of another library says, for a message; its kind where it says nothing. A line that ends
     in a colon goes on."""

@@ -72,12 +72,6 @@ class RunOptions:
         "Statistics of experts in a mixture: of the tokens routed to each, with the layer's mixed in where "
         "these are few; of the routed tokens alone; or of all tokens for every expert.",
     )
-    towers: bool = option(
-        False,
-        "Of a model with other modalities, compress the linears of towers and projectors, too: rounded to "
-        "nearest, as no text enters them. Without, they are copied. For example with "
-        r"--exclude 'merger|projector' to spare these.",
-    )
     allow_unread: bool = option(
         False,
         "Write experts in a layout that no known client reads, such as int8, for quantkit eval and generate.",

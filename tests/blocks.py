@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import gather
 from quantkit.quantize.calibrate.sites import Site, find_sites

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from quantkit.evaluation.sampling import Sampling
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.chat.conversation import Conversation
 from quantkit.serving.chat.session import Session
 from quantkit.serving.chat.through_transformers import TransformersChat

@@ -15,19 +15,15 @@ from collections import namedtuple
 from importlib.util import find_spec
 from pathlib import Path
 
-import chats
 import failing
-import families
 import forked
 import pytest
-import torch
 from stand_in_hub import StandInHub
 
 from quantkit import cli
 
 REPOSITORY = Path(__file__).parents[1]
 Done = namedtuple("Done", "code out err")
-torch.set_num_threads(1)
 OPTIONAL = ("xllamacpp", "bitsandbytes", "lm_eval", "matplotlib")  # without them tests are skipped
 
 
@@ -44,12 +40,21 @@ def pytest_itemcollected(item):
         raise pytest.UsageError(f"{item.path} must say mark.processor itself: scripts/test searches for it")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """For torch, which the process that only hands out tests does not import."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def tiny_model(tmp_path):
     """`tiny_model("llama", num_hidden_layers=2)` -> folder of a new random checkpoint (see families.py).
 
     `tokenizer=True` adds the tiny tokenizer, `tokenizer="bos"` the one that begins texts with BOS.
     """
+    import families
 
     def make(family: str, *, tokenizer: bool | str = False, name: str | None = None, **arguments) -> Path:
         folder = families.save_model(tmp_path / (name or family), family, **arguments)
@@ -63,6 +68,7 @@ def tiny_model(tmp_path):
 @pytest.fixture
 def talker(tiny_model):
     """`talker("gemma3")` -> folder of a tiny random model with tokenizer and chat template (see chats.py)."""
+    import chats
 
     def make(family: str = "llama", template: str | None = chats.TEMPLATE, **arguments) -> Path:
         folder = tiny_model(family, tokenizer="bos", **arguments)

@@ -7,7 +7,7 @@ import sys
 
 from quantkit import cli
 from quantkit.errors import QuantkitError
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 

@@ -8,9 +8,12 @@ import atexit
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
+
+import forked
 
 SOURCE = Path(__file__).parents[1] / "scripts/faults.c"
 
@@ -54,3 +57,35 @@ def clock_back(seconds: float) -> None:
         return real() - seconds * max(0, len(reads) - 2)
 
     time.time = read
+
+
+def slow() -> None:
+    """Waits where a kill could do harm: between record and tensors, before the rename, in the merge."""
+    places = ["quantkit.quantize.staging.blocks:save_file", "os:replace"]
+    places += [
+        "quantkit.models.files.safetensors_folder:write_file",
+        "quantkit.quantize.outputs.finish:_verify",
+    ]
+    for place in [*places, "quantkit.quantize.outputs.folder:_write_json"]:
+        forked.before(place, 0, lambda: time.sleep(0.06))
+
+
+def swallow(call: int) -> None:
+    """What torch makes of an interrupt while the `call`-th block is read: seen in one of a hundred."""
+
+    def interrupt() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of object type 'UntypedStorage'") from None
+
+    forked.before("quantkit.models.skeleton:Skeleton.load_block", call, interrupt)
+
+
+def hash_beside(seconds: float) -> None:
+    """The source counts as large: its hash takes so long, and a block a second."""
+    from quantkit.quantize import job
+
+    job.HASHED_AT_ONCE = 0
+    forked.before("quantkit.models.files.checkpoint:Checkpoint.sha256", 0, lambda: time.sleep(seconds))
+    forked.before("quantkit.quantize.staging.folder:Staging.write_block", 1, lambda: time.sleep(1))

@@ -22,14 +22,11 @@ computes. Written for torch 2.13 (`_setup_privateuseone_for_python_backend` is e
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_map
 
 FAR = torch.device("cpu")  # until the backend has its name, below
 HOST_WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
@@ -94,16 +91,17 @@ class Device:
         self.limit, self.float64, self.streams, self.strict_products = 64 << 30, True, True, False
         self.stream = self.main
         self.memory: dict[int, Memory] = {}
-        self.holders: collections.Counter[int] = collections.Counter()
+        self.holders: dict[int, int] = {}
         self.used = self.peak = 0
         self.arriving: list[tuple[Tensor, Tensor, Stream]] = []  # host buffer, its content, whose copy
 
     def hold(self, inner: Tensor) -> int:
         """Another tensor lies in this memory."""
-        place, nbytes = inner.untyped_storage().data_ptr(), inner.untyped_storage().nbytes()
-        if not nbytes:
-            return 0
-        if not self.holders[place]:
+        storage = inner.untyped_storage()
+        place = storage.data_ptr()
+        if place in self.holders:
+            self.holders[place] += 1
+        elif nbytes := storage.nbytes():
             if self.used + nbytes > self.limit:
                 raise torch.OutOfMemoryError(
                     f"far: out of memory, {self.used} of {self.limit} bytes are in use"
@@ -111,12 +109,14 @@ class Device:
             self.memory[place] = Memory(nbytes, self.stream)
             self.used += nbytes
             self.peak = max(self.peak, self.used)
-        self.holders[place] += 1
+            self.holders[place] = 1
+        else:
+            return 0
         return place
 
     def release(self, place: int) -> None:
         """A tensor is gone; the memory with the last one."""
-        if not self.holders[place]:
+        if place not in self.holders:
             return  # of a time before `reset`
         self.holders[place] -= 1
         if not self.holders[place]:
@@ -188,19 +188,8 @@ class Lease:
 class Far(Tensor):
     """A tensor of the device; `inner` has its values."""
 
-    @staticmethod
-    def __new__(cls, inner: Tensor):
-        if inner.dtype in (torch.float64, torch.complex128) and not DEVICE.float64:
-            raise TypeError("this device has no float64")
-        lease = Lease(inner)
-        made = Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
-            dtype=inner.dtype, layout=inner.layout, device=FAR,
-        )  # fmt: skip
-        made.inner, made.lease = inner, lease
-        return made
-
-    def __init__(self, inner: Tensor): ...
+    inner: Tensor
+    lease: Lease
 
     def __repr__(self):
         return f"Far({self.inner!r})"
@@ -232,75 +221,91 @@ class Far(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.name().removeprefix("aten::")
-        base = name.partition(".")[0]
-        if base == "_to_copy":
-            return _to_copy(*args, **kwargs)
-        if base == "copy_":
-            return _copy(*args, **kwargs)
-        if torch.Tag.inplace_view in func.tags:
-            raise NotImplementedError(f"{name} changes a tensor's shape in place: the double cannot")
-        if (
-            DEVICE.strict_products
-            and base.removeprefix("linalg_").rstrip("_").removesuffix("_ex") in PRODUCTS
-        ):
-            assert torch.get_float32_matmul_precision() == "highest", f"{name} may round to TF32"
-        places, view, tensor_out = _facts(func)
-        written = []
-        for place, argument in places:
-            value = kwargs.get(argument, args[place] if place < len(args) else None)
-            written += [leaf for leaf in _leaves(value) if isinstance(leaf, Far)]
-        for tensor in _leaves((args, tuple(kwargs.values()))):
-            if isinstance(tensor, Far):
-                DEVICE.touch(tensor, any(tensor is other for other in written))
-            elif isinstance(tensor, Tensor) and tensor.dim():
-                raise RuntimeError(
-                    f"{name}: expected all tensors on one device, found {FAR} and {tensor.device}"
-                )
+        op = OPERATIONS.get(id(func)) or _learn(func)
+        kwargs = kwargs or {}
+        if op.instead is not None:
+            return op.instead(*args, **kwargs)
+        if DEVICE.strict_products and op.product:
+            assert torch.get_float32_matmul_precision() == "highest", f"{op.name} may round to TF32"
+        read: list[Far] = []
+        inside = [_inside(value, read) for value in args]
+        named = {key: _inside(value, read) for key, value in kwargs.items()}
+        written: list[Far] = []
+        for place, argument in op.written:
+            _inside(kwargs.get(argument, args[place] if place < len(args) else None), written)
+        for tensor in read:
+            DEVICE.touch(tensor, any(tensor is other for other in written))
         shapes = [tensor.inner.shape for tensor in written]
-        if base == "sqrt":  # torch's on a CPU is not correctly rounded, a GPU's is
-            func, rounded, args = torch.sqrt, args[0].dtype, (args[0].inner.double(),)
-        out = func(*map(_inside, args), **{key: _inside(value) for key, value in kwargs.items()})
-        assert shapes == [tensor.inner.shape for tensor in written], f"{name} resized its output"
-        if base == "sqrt":
-            out = out.to(rounded)
-        if base in HOST_WAITS:
-            DEVICE.syncs[base] += 1
+        if op.base == "sqrt":  # torch's on a CPU is not correctly rounded, a GPU's is
+            out = torch.sqrt(inside[0].double()).to(inside[0].dtype)
+        else:
+            out = func(*inside, **named)
+        if op.waits:
+            DEVICE.syncs[op.base] += 1
             DEVICE.arrive()
-        if not view and not base.startswith(NO_KERNEL):
-            launch(base)
+        if op.launches:
+            launch(op.base)
         if written:
+            assert shapes == [tensor.inner.shape for tensor in written], f"{op.name} resized its output"
             return written[0] if len(written) == 1 else tuple(written)
-        return Far(out) if tensor_out else tree_map(lambda x: Far(x) if isinstance(x, Tensor) else x, out)
+        if isinstance(out, (tuple, list)):
+            return type(out)(_far(x) if isinstance(x, Tensor) else x for x in out)
+        return _far(out) if isinstance(out, Tensor) else out
 
 
-@cache
-def _facts(func) -> tuple[list[tuple[int, str]], bool, bool]:
-    """Which arguments an operation writes into, whether it returns a view, and whether one tensor."""
-    schema = func._schema
-    written = [
-        (place, argument.name)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    return written, view, len(schema.returns) == 1 and isinstance(schema.returns[0].type, torch.TensorType)
+def _far(inner: Tensor) -> Far:
+    """A tensor of the device around one of the CPU."""
+    if not DEVICE.float64 and inner.dtype in (torch.float64, torch.complex128):
+        raise TypeError("this device has no float64")
+    lease = Lease(inner)
+    made = Tensor._make_wrapper_subclass(
+        Far, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+        dtype=inner.dtype, layout=inner.layout, device=FAR,
+    )  # fmt: skip
+    made.inner, made.lease = inner, lease
+    return made
 
 
-def _leaves(value) -> Iterator:
+class Operation:
+    """What the double has to know of one of torch's operations."""
+
+    def __init__(self, func):
+        self.name = func.name().removeprefix("aten::")
+        self.base = self.name.partition(".")[0]
+        self.instead = {"_to_copy": _to_copy, "copy_": _copy}.get(self.base)
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(f"{self.name} changes a tensor's shape in place: the double cannot")
+        plain = self.base.removeprefix("linalg_").rstrip("_").removesuffix("_ex")
+        self.product = plain in PRODUCTS
+        aliases = [one.alias_info for one in func._schema.returns]
+        view = any(one is not None and not one.is_write for one in aliases)
+        self.waits = self.base in HOST_WAITS
+        self.launches = not view and not self.base.startswith(NO_KERNEL)
+        self.written = [  # the arguments that it writes into
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+
+OPERATIONS: dict[int, Operation] = {}  # by the id of the overload, whose own hash is slow
+
+
+def _learn(func) -> Operation:
+    OPERATIONS[id(func)] = Operation(func)
+    return OPERATIONS[id(func)]
+
+
+def _inside(value, found: list[Far]):
+    """What the CPU computes with instead of an argument, whose tensors of the device are added to `found`."""
+    if isinstance(value, Far):
+        found.append(value)
+        return value.inner
     if isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _leaves(part)
-    else:
-        yield value
-
-
-def _inside(x):
-    if isinstance(x, Far):
-        return x.inner
-    if isinstance(x, (tuple, list)):
-        return type(x)(map(_inside, x))
-    return torch.device("cpu") if isinstance(x, torch.device) and x.type == FAR.type else x
+        return type(value)(_inside(part, found) for part in value)
+    if isinstance(value, Tensor) and value.dim():
+        raise RuntimeError(f"expected all tensors on one device, found {FAR} and {value.device}")
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == FAR.type else value
 
 
 def launch(name: str) -> None:
@@ -317,7 +322,7 @@ def _to_copy(
         launch("_to_copy")
         content = torch.ops.aten._to_copy(tensor.inner, dtype=dtype, memory_format=memory_format)
         if to_far:
-            return Far(content)
+            return _far(content)
         if non_blocking:
             host = torch.empty_like(content)
             DEVICE.depart(host, content)
@@ -327,7 +332,7 @@ def _to_copy(
         return content
     DEVICE.read_host(tensor)
     launch("_to_copy")
-    return Far(torch.ops.aten._to_copy(tensor, dtype=dtype, memory_format=memory_format))
+    return _far(torch.ops.aten._to_copy(tensor, dtype=dtype, memory_format=memory_format))
 
 
 def _copy(into, source, non_blocking=False):
@@ -338,7 +343,7 @@ def _copy(into, source, non_blocking=False):
     if isinstance(into, Far):
         if not isinstance(source, Far):
             DEVICE.read_host(source)
-        into.inner.copy_(_inside(source))
+        into.inner.copy_(source.inner if isinstance(source, Far) else source)
     elif non_blocking:
         DEVICE.depart(into, source.inner.to(into.dtype).expand(into.shape))
     else:
@@ -400,7 +405,7 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 def _made(inner: Tensor) -> Far:
     if not DEVICE.here:
         raise RuntimeError("there is none")
-    return Far(inner)
+    return _far(inner)
 
 
 def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
@@ -408,7 +413,7 @@ def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_f
 
 
 def _empty_strided(size, stride, dtype=None, layout=None, device=None, pin_memory=None):
-    return Far(torch.empty_strided(size, stride, dtype=dtype))
+    return _far(torch.empty_strided(size, stride, dtype=dtype))
 
 
 def _factory(name: str):
@@ -418,7 +423,7 @@ def _factory(name: str):
 
     def run(*args, device=None, pin_memory=None, **kwargs):
         launch(base)
-        return Far(make(*args, **kwargs, device="cpu"))
+        return _far(make(*args, **kwargs, device="cpu"))
 
     return run
 
@@ -426,8 +431,10 @@ def _factory(name: str):
 def _attention(*args, **kwargs):
     """One kernel, as on a GPU and on the CPU; torch would take it apart for a backend it does not know."""
     launch("scaled_dot_product_attention")
-    inside = {key: _inside(value) for key, value in kwargs.items()}
-    return Far(torch.ops.aten.scaled_dot_product_attention(*map(_inside, args), **inside))
+    inside = {key: _inside(value, []) for key, value in kwargs.items()}
+    return _far(
+        torch.ops.aten.scaled_dot_product_attention(*(_inside(value, []) for value in args), **inside)
+    )
 
 
 for _name, _function in {

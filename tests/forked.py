@@ -216,13 +216,13 @@ def named(place: str) -> tuple[Any, str]:
 
 
 def before(place: str, call: int, do: Callable[[], None]) -> None:
-    """`do` something just before the `call`-th call of a function."""
+    """`do` something just before the `call`-th call of a function; 0: before every call."""
     whose, name = named(place)
     whole, calls = getattr(whose, name), []
 
     def replaced(*arguments: Any, **options: Any) -> Any:
         calls.append(name)
-        if len(calls) == call:
+        if call in (0, len(calls)):
             do()
         return whole(*arguments, **options)
 

@@ -10,9 +10,9 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import metadata, tensors
 from quantkit.models.gguf.mixtures import stays_float
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types

@@ -180,7 +180,7 @@ def _folder(name: str, samples: Path, place: Path) -> Path:
 def _opened(path: Path, deep: bool) -> None:
     """Everything that looks at a checkpoint and, if it opens, what computes with it first. Not deep: that it
     opens."""
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
     if not deep:
         open_checkpoint(str(path), offline=True)
@@ -188,7 +188,7 @@ def _opened(path: Path, deep: bool) -> None:
     import torch
 
     from quantkit.inspection import printed, record, values
-    from quantkit.models.headers import open_contents
+    from quantkit.models.files.headers import open_contents
     from quantkit.models.skeleton import Skeleton
 
     made = record.describe(open_contents(str(path), offline=True))
@@ -203,7 +203,7 @@ def _opened(path: Path, deep: bool) -> None:
 
 def _planned(path: Path) -> None:
     from quantkit.capacity import devices, forecast, source, tables
-    from quantkit.grids import kv_types
+    from quantkit.models import kv_types
 
     device = devices.choose("rtx-3090", None, None, None, None)
     question = forecast.Question(None, 1, kv_types.named("bf16"), None, device, 8, 128)
@@ -295,11 +295,11 @@ def quantization(samples: Path, place: Path, source: random.Random, deep: bool) 
 def tokenizer(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """tokenizer.json and tokenizer_config.json, read, used, and turned into a GGUF file's metadata."""
     from quantkit.inspection import record
+    from quantkit.models.files.headers import open_contents
+    from quantkit.models.files.open import open_checkpoint
+    from quantkit.models.files.tokenizer_hash import tokenizer_sha256
+    from quantkit.models.files.tokenizing import encode
     from quantkit.models.gguf import metadata
-    from quantkit.models.headers import open_contents
-    from quantkit.models.open import open_checkpoint
-    from quantkit.models.tokenizer_hash import tokenizer_sha256
-    from quantkit.models.tokenizing import encode
 
     folder = _folder("plain", samples, place)
     name = source.choice(
@@ -405,7 +405,7 @@ def calibration(samples: Path, place: Path, source: random.Random, deep: bool) -
     import pyarrow
     from pyarrow import parquet
 
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
     from quantkit.options import CalibrationOptions
     from quantkit.text import calibration
 
@@ -468,7 +468,7 @@ PIECES = (
 
 def template(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Chat templates."""
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
     from quantkit.text.chat import ChatTemplate, Conversation
 
     if source.random() < 0.5:
@@ -497,7 +497,7 @@ def result(samples: Path, place: Path, source: random.Random, deep: bool) -> Non
 def manifest(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """quantkit.json."""
     from quantkit.evaluation.evaluate import read_layer_errors
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
     folder = _folder("gptq", samples, place)
     json_file(folder / "quantkit.json", source)

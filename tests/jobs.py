@@ -13,6 +13,12 @@ from quantkit.quantize import job, loop, methods
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.progress import Progress
 
+GPTQ = {
+    "group_size": 32,
+    "transform": "none",
+    "refine": 0,
+}  # the shortest way of error feedback
+
 
 class Listener(Progress):
     """Keeps what a user would be warned of."""

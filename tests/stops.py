@@ -13,17 +13,18 @@ import forked
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TEXT = ["--calibration", "../text.txt", "--samples", "4", "--seqlen", "16", "--batch-size", "2"]
+PLAIN = ["--transform", "none", "--refine", "0"]
 METHODS = {
-    "gptq": [*TEXT, "--group-size", "64"],
-    "gptq yaqa": ["--solver", "yaqa", "--transform", "none", *TEXT, "--group-size", "64"],
-    "awq": [*TEXT, "--group-size", "64"],
+    "gptq": [*TEXT, "--group-size", "64", "--refine", "0"],
+    "gptq yaqa": ["--solver", "yaqa", *PLAIN, *TEXT, "--group-size", "64"],
+    "awq": [*TEXT, "--group-size", "64", "--n-grid", "3"],
     "nf4": [],
     "nf4 gptq": ["--solver", "gptq", "--transform", "none", *TEXT],
     "int8": [],
     "fp8": TEXT,
-    "fp4": TEXT,
+    "fp4": [*TEXT, *PLAIN],
     "w8a8": TEXT,
-    "gguf": ["-t", "Q4_0", "--transform", "none", *TEXT],
+    "gguf": ["-t", "Q4_0", *PLAIN, *TEXT],
     "gguf rtn": ["-t", "Q8_0", "--solver", "rtn", "--imatrix", "none"],
     "imatrix": TEXT,
 }

@@ -18,7 +18,7 @@ from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.sensitivities import Sensitivities
 from quantkit.quantize.prepare import plan
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 SMALL = ["--search-tokens", "64", "--threads", "1", "--dtype", "float32", "--engine", "transformers"]
 
 

@@ -6,12 +6,11 @@ import torch
 
 from quantkit.grids.affine import AffineGrid
 from quantkit.quantize.calibrate.capture import Statistics
-from quantkit.quantize.solvers import rtn
-from quantkit.quantize.solvers.clip import SHRINKS, clipped_ranges
-from quantkit.quantize.solvers.loss import loss, row_losses
-from quantkit.quantize.solvers.rtn import RtnSolver
-from quantkit.quantize.transforms import awq
-from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader, search
+from quantkit.quantize.solvers import loss, row_losses, rtn
+from quantkit.quantize.solvers.rtn import SHRINKS, RtnSolver, clipped_ranges
+from quantkit.quantize.transforms import awq, scaling
+from quantkit.quantize.transforms.awq import AwqScore, search
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
 
 CPU = torch.device("cpu")
 
@@ -98,7 +97,7 @@ def token_by_token(x: torch.Tensor, delta: torch.Tensor) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, symmetric, seed):
     monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 4 * 32)
-    monkeypatch.setattr(awq, "ROWS", 4)  # so that candidates are given up on the way
+    monkeypatch.setattr(scaling, "ROWS", 4)  # so that candidates are given up on the way
     x = inputs(32, 40, seed)
     weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]
     grids, gathered, n_grid = [AffineGrid(4, 16, symmetric, search=False)] * 2, statistics(x), 8
@@ -221,7 +220,7 @@ def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
         before = [loss(delta, gathered[site].hessian) for delta in plain]
 
         view = bench.view(lambda name: AffineGrid(4, 32, search=False, clip=True), gathered)
-        transformed = AwqTransform(10).apply(view)
+        transformed = ColumnScaling(AwqScore(10)).apply(view)
         weights = [bench.block.get_submodule(name).weight for name in site.linears]
         grids = [view.grids[name] for name in site.linears]
         solved = RtnSolver(weighted=True).solve(weights, grids, transformed.statistics[site])
@@ -261,7 +260,7 @@ def test_the_block_computes_what_it_computed(tiny_model, monkeypatch, family, st
     before, gathered = bench.run(), bench.statistics()
     weights = {name: part.clone() for name, part in bench.block.named_parameters()}
     grids = lambda name: None if excluded and excluded in name else AffineGrid(4, 16)  # noqa: E731
-    transformed = AwqTransform().apply(bench.view(grids, gathered))
+    transformed = ColumnScaling(AwqScore()).apply(bench.view(grids, gathered))
 
     difference = (bench.run() - before).norm() / before.norm()
     lossy = excluded and stored == "bfloat16"

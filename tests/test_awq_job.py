@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from quantkit.layouts.awq import AwqLayout
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.staging import folder as staging
 from quantkit.quantize.staging.folder import Staging
 

@@ -5,10 +5,10 @@ import jobs
 import pytest
 from test_experts_fused import MIXTURES
 
-from quantkit.models import held
+from quantkit.models.machine import held
 from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize.transforms import awq
-from quantkit.quantize.transforms.awq import Losses
+from quantkit.quantize.transforms.scaling import Losses
 
 EXCLUDED = r"experts\.1\.|experts\.2\.(w1|w3|gate_proj|up_proj)$|experts\.3\.(w2|down_proj)$|linear\.1$"
 

@@ -11,12 +11,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.skeleton.experts import Experts
-from quantkit.quantize.solvers import rtn
-from quantkit.quantize.solvers.loss import loss
-from quantkit.quantize.transforms import awq, inside
-from quantkit.quantize.transforms.awq import UNFOLDED, AwqTransform, Losses
+from quantkit.quantize.solvers import loss, rtn
+from quantkit.quantize.transforms import awq, inside, scaling
+from quantkit.quantize.transforms.awq import AwqScore
 from quantkit.quantize.transforms.fold import Fold, find_folds
 from quantkit.quantize.transforms.probe import probing
+from quantkit.quantize.transforms.scaling import UNFOLDED, ColumnScaling, Losses
 
 NORM = "post_attention_layernorm"
 SHARED = {  # beside the experts: linears, and the router where it is none
@@ -60,7 +60,7 @@ def transform(bench: blocks.Bench, quantized=lambda name: name not in ROUTERS):
     """What AWQ makes of the block."""
     grid = AffineGrid(4, 32, search=False)
     view = bench.view(lambda name: grid if quantized(name) else None, bench.statistics())
-    return view, AwqTransform(8).apply(view)
+    return view, ColumnScaling(AwqScore(8)).apply(view)
 
 
 @pytest.mark.parametrize("family", SHARED)
@@ -130,7 +130,7 @@ def test_experts_that_no_token_of_the_probe_reaches_are_proven_all_the_same(benc
 @pytest.mark.parametrize("searched", [4096, 40])
 def test_experts_lose_less_with_the_norm_folded(bench, monkeypatch, family, searched):
     """Σ tokens · tr(dW H dWᵀ) over experts with their own H, of every reader of the norm."""
-    monkeypatch.setattr(awq, "SEARCHED", searched)
+    monkeypatch.setattr(scaling, "SEARCHED", searched)
     made = bench(family, spread=True)
     (fold,) = [fold for fold in folds_of(made) if fold.producer.name == NORM]
     gathered, grid = made.statistics(), AffineGrid(4, 32, search=False)
@@ -153,10 +153,10 @@ def test_a_search_looks_at_an_even_sample_of_rows(bench, monkeypatch):
     made = bench("mixtral")
     (fold,) = [fold for fold in folds_of(made) if fold.producer.name == NORM]
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
-    sites, entering = list(fold.sites), awq._entering(view, fold.sites)
-    (whole,) = awq._sampled(view, sites, entering)
-    monkeypatch.setattr(awq, "SEARCHED", 256)
-    (part,) = awq._sampled(view, sites, entering)
+    sites, entering = list(fold.sites), scaling._entering(view, fold.sites)
+    (whole,) = scaling._sampled(view, sites, entering)
+    monkeypatch.setattr(scaling, "SEARCHED", 256)
+    (part,) = scaling._sampled(view, sites, entering)
     assert len(whole.weight) == 4 * 2 * 128 and torch.equal(part.weight, whole.weight[::4])
     tokens = [view.statistics[site].tokens for site in sites]
     assert whole.share.view(4, -1)[:, 0].tolist() == pytest.approx([count / 96 for count in tokens])

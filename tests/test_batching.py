@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from quantkit.errors import QuantkitError
-from quantkit.models.open import open_checkpoint
+from quantkit.evaluation.generate import first_difference
+from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.bench import batching
 from quantkit.serving.bench.batching import continuous, dynamic, measurement, padded, proof, static
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step, figures, percentile
@@ -170,7 +171,7 @@ def test_another_loop_in_transformers_is_said(model, prompts, monkeypatch):
     ("a", "b", "place"), [([1, 2], [1, 2], None), ([1, 2, 3], [1, 4, 3], 1), ([1, 2], [1, 2, 3], 2)]
 )
 def test_where_answers_part(a, b, place):
-    assert proof.parting(a, b) == place
+    assert first_difference(a, b) == place
 
 
 def test_a_tie_is_no_difference():

@@ -18,8 +18,8 @@ from bench_runs import SMALL, checked, measured, subject
 
 from quantkit.cli import bench_modes, commands
 from quantkit.errors import QuantkitError
-from quantkit.grids import processor
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
+from quantkit.models.machine import processor
 from quantkit.serving.bench import (
     columns,
     job,
@@ -34,6 +34,7 @@ from quantkit.serving.bench import (
 from quantkit.serving.bench.record import record
 from quantkit.serving.bench.runners import llama_bench, llamacpp, vllm
 from quantkit.serving.bench.settings import Point, Settings, parse_list, usual_threads
+from quantkit.serving.engines import choose
 from quantkit.serving.engines import transformers as engine
 
 QUICK = ["--tokens", "3", "--prompt", "4", "--repeats", "1", "--rounds", "1", "--warmup", "0"]
@@ -322,16 +323,13 @@ def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
 
 def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, monkeypatch):
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
-    known = subjects.open_subject(str(path))
-    monkeypatch.setattr(runners.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(runners.shutil, "which", lambda name: None)
-    engine, note = runners.choose("auto", known)
-    assert engine == "transformers" and "llama.cpp is not installed" in note
-    for name in ("llama.cpp", "llama-bench", "vllm"):
-        with pytest.raises(QuantkitError, match="not installed"):
-            runners.choose(name, known)
-    monkeypatch.setattr(runners.shutil, "which", lambda name: "/bin/llama-bench")
-    assert runners.choose("llama.cpp", known)[0] == "llama-bench"
+    monkeypatch.setattr(choose, "installed", lambda name: False)
+    monkeypatch.setattr(choose.shutil, "which", lambda name: None)
+    auto, *others = run.rows([str(path)], "auto,llama.cpp,llama-bench,vllm", SMALL)
+    assert auto.engine == "transformers" and "llama.cpp is not installed" in auto.note
+    assert all("not installed" in row.error for row in others)
+    monkeypatch.setattr(choose.shutil, "which", lambda name: "/bin/llama-bench")
+    assert run.rows([str(path)], "llama.cpp", SMALL)[0].engine == "llama-bench"
 
 
 # ---- the command

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from quantkit.errors import QuantkitError, first_line
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.bench import attention
 from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe

@@ -16,7 +16,7 @@ from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.solving import Pace, Solving
 from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
 from quantkit.errors import QuantkitError
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import size_bytes
 

@@ -10,7 +10,7 @@ from families import sentences
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet

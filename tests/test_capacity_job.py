@@ -6,7 +6,7 @@ from published import CONFIGS, gated
 
 from quantkit.capacity import devices, job, job_time, source
 from quantkit.errors import QuantkitError
-from quantkit.grids import processor
+from quantkit.models.machine import processor
 from quantkit.models.machine.device import choose_dtype
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job as jobs

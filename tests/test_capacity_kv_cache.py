@@ -13,7 +13,7 @@ from quantkit.capacity import kv_cache, source
 from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.settings import Settings
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 
 GIB = 1 << 30
 TOKENS = 40  # longer than the windows of the tests

@@ -16,8 +16,8 @@ from quantkit.capacity.job import of_model
 from quantkit.errors import QuantkitError
 from quantkit.layouts import bitsandbytes
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.headers import open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.headers import open_contents
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job as jobs
 from quantkit.quantize import methods

@@ -8,7 +8,7 @@ import torch
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 from quantkit.text.chat import SHAREGPT_ROLES, column_of

@@ -11,12 +11,12 @@ from chats import FORGETFUL, NEXT, SAID, TURNS, silent
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.chat import start
 from quantkit.serving.chat.conversation import Conversation
 from quantkit.serving.chat.session import Session
 from quantkit.serving.context import ContextFullError
-from quantkit.serving.engines import llamacpp
+from quantkit.serving.engines import choose, llamacpp
 
 TEMPLATE = TURNS + NEXT
 TALE = ["Once upon a time", "What did she say?", "And then?"]  # which the demo model goes on from
@@ -189,7 +189,7 @@ def test_half_a_character_is_replaced(begin):
 
 
 def test_where_llama_cpp_is_missing_weights_are_decoded(model, quantkit, monkeypatch):
-    monkeypatch.setattr(llamacpp, "version", lambda: None)
+    monkeypatch.setattr(choose, "installed", lambda name: False)
     monkeypatch.setattr("sys.stdin", io.StringIO("Once upon\n"))
     done = quantkit("chat", model, "--raw", "--json", "-n", 2, "-q")
     assert "llama.cpp is not installed (pip install xllamacpp): weights are decoded" in done.err

@@ -11,7 +11,7 @@ from chats import SAID, Fed, begin, converse, silent
 from quantkit.cli import streams, talk
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.chat import commands, start
 from quantkit.serving.chat.conversation import Conversation

@@ -17,6 +17,7 @@ from stand_in_hub import SHA, TOKEN, environment
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
 from quantkit.models.files import hub
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.safetensors_folder import (
     INDEX,
     SINGLE,
@@ -24,7 +25,6 @@ from quantkit.models.files.safetensors_folder import (
     read_header,
     write_folder,
 )
-from quantkit.models.open import open_checkpoint
 
 OLDER = "f" * 40
 TENSORS = {  # every size of element, a scalar, an empty tensor, and names whose order is not alphabetical

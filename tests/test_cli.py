@@ -226,7 +226,7 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
 def test_json_is_alone_on_stdout(quantkit, model, small):
     done = quantkit("gptq", model, *small, "--json")
     record = json.loads(done.out)
-    assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/1", 14, 0)
+    assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/2", 14, 0)
     assert "block 2/2" in done.err
     stages = {"load", "forward", "hessian", "solve", "pack", "write", "verify", "hash", "transform"}
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
@@ -845,7 +845,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     done = quantkit(*asked, "--resume", "-q")
     assert (done.code, done.out, done.err) == (0, "out is finished: nothing to do\n", "")
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
-    assert told == {"schema": "quantkit.job/1", "output": "out", "finished": True}
+    assert told == {"schema": "quantkit.job/2", "output": "out", "finished": True}
     for other, different in (
         (("--no-double-quant",), "--double-quant (yes there, no here)"),
         (("--exclude", "q_proj"), "--exclude (none there, q_proj here)"),
@@ -988,7 +988,7 @@ def test_a_text_to_measure_on_is_looked_for_first(refuse, tmp_path):
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [("--tower", "did you mean --towers? "), ("--group", "did you mean --group-size? "), ("--cover", "")],
+    [("--thread", "did you mean --threads? "), ("--group", "did you mean --group-size? "), ("--cover", "")],
 )
 def test_only_what_is_close_is_suggested(refuse, typed, hint):
     assert refuse(2, "gptq", "model", typed)[1] == f"{hint}see quantkit gptq --help"

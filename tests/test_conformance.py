@@ -17,8 +17,7 @@ from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts import Layout
 from quantkit.layouts.bitsandbytes import Int8Layout, Nf4Layout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms.mxfp4_pack_quantized import MxFp4Packed
-from quantkit.layouts.compressed_tensors.forms.nvfp4_pack_quantized import NvFp4Packed
+from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.gguf.file_types import NO_FEEDBACK
@@ -28,7 +27,8 @@ from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.transforms import BlockView
-from quantkit.quantize.transforms.awq import AwqTransform
+from quantkit.quantize.transforms.awq import AwqScore
+from quantkit.quantize.transforms.scaling import ColumnScaling
 
 IN = 256
 GRIDS = [
@@ -40,7 +40,7 @@ GRIDS = [
     NvFp4Grid(),
     MxFp4Grid(),
     Int8Grid(IN),
-    *(ggml.named(name, exact=False) for name in ggml.TYPES if name not in NO_FEEDBACK),
+    *(ggml.named(name) for name in ggml.TYPES if name not in NO_FEEDBACK),
 ]
 SOLVERS = {
     "rtn": RtnSolver(weighted=True),
@@ -148,7 +148,7 @@ def check(solved: Solved, grid: Grid, inputs: Tensor, weight: Tensor) -> float:
 FULL = (
     AffineGrid(4, 64),
     Nf4Grid(),
-    ggml.named("Q4_K", exact=False),
+    ggml.named("Q4_K"),
 )
 CASES = [(grid, solver) for grid in FULL for solver in SOLVERS]
 CASES += [(grid, solver) for grid in GRIDS for solver in ("rtn", "gptq group") if grid not in FULL]
@@ -183,12 +183,13 @@ def test_every_grid_behind_awq(grid, solver):
     bench = Bench(grid)
     view = bench.view()
     before, norm = bench.block(bench.x), bench.block.norm.weight.clone()
-    transformed = AwqTransform(6).apply(view)
+    transformed = ColumnScaling(AwqScore(6)).apply(view)
     torch.testing.assert_close(bench.block(bench.x), before, rtol=1e-4, atol=1e-4)  # the same function
     scale = norm / bench.block.norm.weight
     weight, statistics = bench.block.fc1.weight, transformed.statistics[bench.sites[0]]
     (solved,) = SOLVERS[solver].solve([weight], [grid], statistics)
-    assert check(solved, grid, bench.inputs(), weight) <= 1.05 * transformed.rtn_errors["fc1"]
+    # ggml encodes MXFP4 without a search: 1.08 times the error of scales that were looked for
+    assert check(solved, grid, bench.inputs(), weight) <= 1.1 * transformed.rtn_errors["fc1"]
     assert transformed.amend("fc1", solved).rtn_error == transformed.rtn_errors["fc1"]
     assert (scale.max() / scale.min() > 1.5) == ("norm.weight" in transformed.changed)
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import curvature
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.scratch import Scratch
+from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.timings import Timings
 
 

@@ -25,11 +25,11 @@ from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.bitsandbytes import STATE, Int8Layout, Nf4Layout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.files import gguf_file, gguf_writer, sums
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.staging.folder import Staging

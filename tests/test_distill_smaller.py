@@ -27,7 +27,7 @@ from quantkit.distillation.smaller import (
 from quantkit.distillation.smaller.options import Options
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import self_text
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import Request

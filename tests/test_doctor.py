@@ -11,8 +11,8 @@ import torch
 
 from quantkit import __version__
 from quantkit.errors import EXIT_CODES
-from quantkit.grids import processor
 from quantkit.inspection import doctor
+from quantkit.models.machine import processor
 
 
 @pytest.fixture(autouse=True)

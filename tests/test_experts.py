@@ -9,9 +9,9 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import capture, experts
+from quantkit.quantize.calibrate import capture, measure
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.prepare import linears
@@ -116,7 +116,7 @@ def test_shrinkage_is_the_posterior_mean():
     own, layer = statistics(24, 1), statistics(500, 2)
     wanted = (24 * own.hessian + 8 * layer.hessian) / (24 + 8)
     peak = own.peak.clone()
-    mixed = experts.of_expert(own, layer, 8, "shrink")
+    mixed = measure.of_expert(own, layer, 8, "shrink")
     torch.testing.assert_close(mixed.hessian, wanted)
     assert torch.equal(mixed.peak, peak) and mixed.tokens == 24
 
@@ -126,12 +126,12 @@ def test_shrinkage_is_the_posterior_mean():
     ("routed", 3, 0.0), ("routed", 0, 1.0), ("all", 72, 1.0),
 ])  # fmt: skip
 def test_how_much_an_expert_borrows(choice, tokens, share):
-    assert experts.borrowed(tokens, 8, choice) == pytest.approx(share)
+    assert measure.borrowed(tokens, 8, choice) == pytest.approx(share)
 
 
 def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     own, layer = statistics(0, 1), statistics(500, 2)
-    found = experts.of_expert(own, layer, 8, "routed")
+    found = measure.of_expert(own, layer, 8, "routed")
     for name in ("hessian", "magnitude", "peak", "square"):
         assert torch.equal(getattr(found, name), getattr(layer, name))
     assert found.hessian.data_ptr() != layer.hessian.data_ptr()  # solvers use theirs up
@@ -141,9 +141,9 @@ def test_an_expert_that_nobody_reached_has_the_layers_statistics():
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("gptq", {"group_size": 32}),
-        ("gptq", {"group_size": 32, "layout": "compressed-tensors"}),
-        ("awq", {"group_size": 32}),
+        ("gptq", jobs.GPTQ),
+        ("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}),
+        ("awq", {"group_size": 32, "n_grid": 4}),
         ("nf4", {}),
         ("int8", {}),
     ],
@@ -170,7 +170,7 @@ def test_jobs_take_mixtures(family, method, options, mixture, tmp_path):
 def test_suspended_and_repeated_forwards_write_the_same(mixture, tmp_path):
     folder, text = mixture(), jobs.calibration(tmp_path)
     for mode in ("suspend", "repeat"):
-        jobs.quantize("gptq", folder, tmp_path / mode, {"group_size": 32}, calibration=text, sequential=mode)
+        jobs.quantize("gptq", folder, tmp_path / mode, jobs.GPTQ, calibration=text, sequential=mode)
     first, other = (jobs.tensors(tmp_path / mode) for mode in ("suspend", "repeat"))
     assert all(torch.equal(first[name], other[name]) for name in first)
 
@@ -178,7 +178,7 @@ def test_suspended_and_repeated_forwards_write_the_same(mixture, tmp_path):
 def test_the_choice_of_statistics_is_part_of_the_job(mixture, tmp_path):
     folder, text = mixture(), jobs.calibration(tmp_path)
     for choice in ("shrink", "routed", "all"):
-        jobs.quantize("gptq", folder, tmp_path / choice, {"group_size": 32}, calibration=text, experts=choice)
+        jobs.quantize("gptq", folder, tmp_path / choice, jobs.GPTQ, calibration=text, experts=choice)
     record = json.loads((tmp_path / "routed" / "quantkit.json").read_text())
     assert record["job"]["experts"] == "routed"
     name = "model.layers.0.block_sparse_moe.experts.1.w1.qweight"
@@ -200,7 +200,7 @@ def test_an_expert_that_is_absent_is_named(mixture):
 
 def test_eval_reads_what_was_written(mixture, tmp_path):
     folder, text = mixture(), jobs.calibration(tmp_path)
-    jobs.quantize("gptq", folder, tmp_path / "out", {"group_size": 32, "bits": 8}, calibration=text)
+    jobs.quantize("gptq", folder, tmp_path / "out", jobs.GPTQ | {"bits": 8}, calibration=text)
     (near,), (own,) = ((forward(skeleton_of(place), IDS),) for place in (tmp_path / "out", folder))
     assert (near - own).abs().max() < 0.05 * own.abs().max()
 

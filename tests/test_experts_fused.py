@@ -93,7 +93,7 @@ def test_what_is_written_has_experts_one_by_one_and_evaluates(mixture, make, tmp
     folder = mixture(family, tokenizer=True, dtype="bfloat16")
     text = tmp_path / "calibration.txt"
     calibration = jobs.calibration(tmp_path)
-    options = {"group_size": 32} if method == "gptq" else {}
+    options = jobs.GPTQ if method == "gptq" else {}
     kept, output = f"{PLACES[family]}.1.down_proj", tmp_path / "written"
     jobs.quantize(method, folder, output, options, exclude=(re.escape(kept),), calibration=calibration)
     written, source = jobs.tensors(output), jobs.tensors(folder)
@@ -115,7 +115,7 @@ def test_what_is_written_has_experts_one_by_one_and_evaluates(mixture, make, tmp
 @pytest.mark.parametrize("method", ["nf4", "gptq"])
 def test_experts_of_one_matrix_are_written_one_by_one(mixture, tmp_path, method):
     folder, calibration = mixture("jetmoe", tokenizer=True), jobs.calibration(tmp_path)
-    options = {"group_size": 32} if method == "gptq" else {}
+    options = jobs.GPTQ if method == "gptq" else {}
     allowed = {"allow_unread": method == "nf4"}  # which no client reads
     jobs.quantize(method, folder, tmp_path / "written", options, calibration=calibration, **allowed)
     written = jobs.tensors(tmp_path / "written")

@@ -5,8 +5,8 @@ import jobs
 import pytest
 import torch
 
-from quantkit.models import held
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
+from quantkit.models.machine import held
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize import loop
@@ -18,7 +18,8 @@ from quantkit.quantize.staging.folder import Staging
 IDS = torch.arange(40).view(5, 8) * 5 % 90 + 4
 EXPERTS = 6
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": EXPERTS}
-SMALL = {"group_size": 32}
+SMALL = {"group_size": 32, "refine": 0}
+AWQ = {"group_size": 32, "n_grid": 4}
 
 
 @pytest.fixture
@@ -97,12 +98,12 @@ def test_several_batches_read_an_expert_once(mixture, reads, monkeypatch):
 
 METHODS = {
     "gptq": ("gptq", SMALL, {"sequential": "suspend"}),
-    "gptq repeat": ("gptq", SMALL, {"sequential": "repeat"}),
-    "gptq packed": ("gptq", SMALL | {"layout": "compressed-tensors"}, {}),
+    "gptq repeat": ("gptq", jobs.GPTQ, {"sequential": "repeat"}),
+    "gptq packed": ("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}, {}),
     "nf4": ("nf4", {}, {}),
     "int8": ("int8", {}, {"allow_unread": True}),
-    "awq": ("awq", SMALL, {"exclude": (r"experts\.1\.", r"experts\.2\.w2", r"experts\.3\.w3")}),
-    "awq gptq": ("awq", SMALL | {"solver": "gptq"}, {}),
+    "awq": ("awq", AWQ, {"exclude": (r"experts\.1\.", r"experts\.2\.w2", r"experts\.3\.w3")}),
+    "awq gptq": ("awq", AWQ | {"solver": "gptq"}, {}),
 }
 
 

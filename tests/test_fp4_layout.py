@@ -10,9 +10,8 @@ from quantkit.errors import QuantkitError
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, detect
 from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear, to_fp4
-from quantkit.layouts.compressed_tensors.forms.mxfp4_pack_quantized import MxFp4Packed
-from quantkit.layouts.compressed_tensors.forms.nvfp4_pack_quantized import NvFp4Packed
-from quantkit.models.open import open_checkpoint
+from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
+from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.solvers import rtn
 
 FORMS = {"nvfp4": (NvFp4Packed, NvFp4Grid), "mxfp4": (MxFp4Packed, MxFp4Grid)}
@@ -87,7 +86,7 @@ def test_damage_is_refused_by_name(name, part, damaged):
 
 def test_a_weight_of_another_kind_than_said_is_refused():
     layout, tensors, _ = stored("mxfp4")
-    with pytest.raises(QuantkitError, match="weight_packed"):
+    with pytest.raises(QuantkitError, match="weight_scale"):
         stored("nvfp4")[0].decode(tensors)
 
 

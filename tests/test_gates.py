@@ -145,7 +145,7 @@ def test_gates_that_pass(run, tmp_path):
 @pytest.mark.parametrize("place", ["nowhere/summary.md", "."])
 def test_a_summary_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)  # nothing is opened before
+    monkeypatch.setattr("quantkit.models.files.open.open_checkpoint", None)  # nothing is opened before
     code, out, err = run("--summary", place)
     assert (code, out) == (USAGE, "") and place in err
 
@@ -155,7 +155,7 @@ def test_a_summary_that_cannot_be_written_is_refused_first(run, tmp_path, monkey
     [("config.json", b'{"a": 1}'), ("summary.md", b"\xff\xfe"), ("weights", b"a\0b"), ("notes.csv", b"a,b")],
 )
 def test_a_summary_is_appended_to_markdown_alone(run, tmp_path, monkeypatch, name, content):
-    monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)  # nothing is opened before
+    monkeypatch.setattr("quantkit.models.files.open.open_checkpoint", None)  # nothing is opened before
     (tmp_path / name).write_bytes(content)
     code, out, err = run("--summary", tmp_path / name)
     assert (code, out) == (USAGE, "") and f"{name} is no Markdown file" in err
@@ -163,7 +163,7 @@ def test_a_summary_is_appended_to_markdown_alone(run, tmp_path, monkeypatch, nam
 
 
 def test_gates_are_checked_before_the_work(run, monkeypatch):
-    monkeypatch.setattr("quantkit.models.open.open_checkpoint", None)
+    monkeypatch.setattr("quantkit.models.files.open.open_checkpoint", None)
     for words in (["--max-kld", "much"], ["--metrics", "ppl", "--max-kld", "1"], ["--metrics", "pll"]):
         code, out, err = run(*words)
         assert (code, out) == (USAGE, "") and err.startswith("error: --m")

@@ -15,7 +15,7 @@ import transformers
 
 from quantkit.evaluation import generate, whole_model
 from quantkit.evaluation.generate import Settings
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 CPU = torch.device("cpu")
 PROMPT = "Badeku kobu ridoma"

@@ -8,8 +8,8 @@ import transformers as hf
 
 from quantkit.inspection import record
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.headers import open_contents
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.headers import open_contents
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 pytest.importorskip("xllamacpp")

@@ -15,9 +15,9 @@ import torch
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import tensors
 from quantkit.models.gguf.mixtures import stays_float
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 

@@ -9,8 +9,8 @@ import transformers as hf
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.gguf_file import read_header
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
-from quantkit.models.open import open_checkpoint
 from quantkit.options import RunOptions
 from quantkit.quantize import job
 from quantkit.quantize.calibrate import imatrix_job
@@ -22,7 +22,7 @@ from llama_cpp import Llama  # noqa: E402
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 FILES = {  # file type, solver -> types of its matrices
     ("IQ2_M", "gptq"): {"IQ2_S", "IQ3_S", "Q5_K"},
-    ("IQ3_XXS", "gptq"): {"IQ3_XXS", "IQ2_S", "IQ3_S", "Q5_K"},
+    ("IQ3_XXS", "rtn"): {"IQ3_XXS", "IQ2_S", "IQ3_S", "Q5_K"},
     ("IQ2_XXS", "rtn"): {"IQ2_XXS", "Q2_K", "Q5_K"},
     ("IQ1_S", "rtn"): {"IQ1_S", "IQ2_XXS", "Q2_K", "Q5_K"},
     ("IQ1_M", "rtn"): {"IQ1_M", "IQ2_XXS", "Q2_K", "Q5_K"},

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.files.gguf_file import read_header
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import configuration, metadata, tensors
 from quantkit.models.gguf.architectures import TABLE
 from quantkit.models.gguf.mixtures import stays_float
-from quantkit.models.open import open_checkpoint
 
 
 def error_of(function, *arguments, **options) -> QuantkitError:

@@ -14,7 +14,7 @@ from quantkit.capacity import gguf
 from quantkit.capacity import source as sizes
 from quantkit.cli.job_report import print_summary
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 

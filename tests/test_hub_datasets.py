@@ -107,7 +107,7 @@ def calibrate(hub, model, process):
 
 @pytest.fixture
 def decode(model):
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
     tokenizer = open_checkpoint(str(model)).tokenizer
     return lambda answer: tokenizer.decode([token for row in answer["tokens"] for token in row])

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit import cli
 from quantkit.models.files import gguf_writer
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions
 from quantkit.quantize.calibrate import importance

@@ -17,8 +17,8 @@ from stand_in_hub import Elsewhere
 from quantkit.errors import QuantkitError
 from quantkit.inspection.record import describe
 from quantkit.models.files import safetensors_folder
-from quantkit.models.headers import open_contents
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.headers import open_contents
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
@@ -225,7 +225,7 @@ def remove(*gone: str):
 @pytest.mark.parametrize(
     ("name", "change", "config", "words"),
     [
-        ("gptq", replace(f"{Q}.scales", lambda t: t[:, :64].clone()), {}, f"{Q}.weight: qweight and g_idx"),
+        ("gptq", replace(f"{Q}.scales", lambda t: t[:, :64].clone()), {}, f"{Q}.weight: sizes do not fit"),
         ("gptq", remove(f"{Q}.scales"), {}, f"{Q}.weight: its scales are absent"),
         ("gptq", same, {"quantization_config": None}, "config.json says nothing of the codes of 14 linears"),
         ("gptq", same, {"num_hidden_layers": 3}, "of 3 blocks, 1 without tensors: 2"),
@@ -304,7 +304,8 @@ def quantized(name: str, **changes):
             "quantization_config is 'gptq', no object of bits and groups",
         ),
         (
-            "gptq", replace(f"{Q}.qweight", torch.Tensor.long), {}, f"the codes of {Q} are no 32-bit words",
+            "gptq", replace(f"{Q}.qweight", torch.Tensor.long), {},
+            f"{Q}.weight: qweight is I64 [16, 128] instead of I32 [16, 128]",
         ),
     ],
 )  # fmt: skip
@@ -343,8 +344,7 @@ def test_groups_of_compressed_tensors_are_those_of_a_config_group(copy):
     (folder / "config.json").write_text(json.dumps(config))
     downs = ", ".join(f"model.layers.{block}.mlp.down_proj" for block in (0, 1))
     assert (
-        "quantization_config says 4 bit in groups of 64 or 8 bit in groups of 64, but "
-        f"{downs} hold 4 bit in groups of 128"
+        f"quantization_config says 4 bit in groups of 64, but {downs} hold 4 bit in groups of 128"
     ) in inspected(folder)["integrity"]["problems"]
 
 
@@ -457,7 +457,7 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
         ("nf4", replace(f"{Q}.weight.nested_absmax", lambda t: t / 0), f"{Q}.weight.nested_absmax holds NaN"),
         ("awq", replace("model.norm.weight", nan), "model.norm.weight holds NaN"),
         ("plain", remove(*PAIR), f"{PAIR[0]} is absent"),
-        ("gptq", replace(f"{Q}.g_idx", lambda t: t + 1), f"g_idx of {Q} names groups 1 to 2, there are 2"),
+        ("gptq", replace(f"{Q}.g_idx", lambda t: t + 1), f"{Q}: g_idx names groups 1 to 2, there are 2"),
     ],
 )
 def test_values_are_looked_at_when_asked(copy, quantkit, name, change, words):

@@ -6,7 +6,7 @@ import pytest
 from families import FAMILIES, KINDS, STREAMS
 
 from quantkit.inspection.record import describe
-from quantkit.models.headers import open_contents
+from quantkit.models.files.headers import open_contents
 
 GEMMA = dict.fromkeys(("gemma2", "gemma3"), {"query_pre_attn_scalar": 16})  # as llama.cpp computes it
 

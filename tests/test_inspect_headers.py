@@ -9,8 +9,8 @@ from quantkit import layouts
 from quantkit.inspection import agreement, clients, integrity, names, positions, record
 from quantkit.inspection.stored import weights_of
 from quantkit.layouts.bitsandbytes import STATE as NF4
+from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.headers import Contents
 
 # ---- codes, as other tools write them, too
 
@@ -96,11 +96,14 @@ def test_forms_that_others_write(infos, config, told):
     ("infos", "words"),
     [
         (stored(qweight=("I32", [16, 64])), "absent"),
-        (stored(qweight=("I32", [16, 64]), scales=("F16", [0, 64])), "absent"),
+        (stored(qweight=("I32", [16, 64]), scales=("F16", [0, 64])), "do not fit"),
         (QWEIGHT | stored(qzeros=("I32", [2, 8])), "qzeros"),
-        (QWEIGHT | stored(qzeros=("I32", [1, 9])), "qweight (4.5 bit)"),
-        (QWEIGHT | stored(qzeros=("I32", [1, 8]), g_idx=("I32", [127])), "g_idx do not fit"),
-        (stored(weight=("I8", [64, 128]), SCB=("F32", [63])), "SCB [63] does not fit"),
+        (QWEIGHT | stored(qzeros=("I32", [1, 9])), "qzeros"),
+        (
+            QWEIGHT | stored(qzeros=("I32", [1, 8]), g_idx=("I32", [127])),
+            "g_idx is I32 [127] instead of I32 [128]",
+        ),
+        (stored(weight=("I8", [64, 128]), SCB=("F32", [63])), "SCB is F32 [63] instead of F32 [64]"),
         (stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [63, 4])), "weight_scale"),
         (stored(weight_packed=("I32", [64, 17]), weight_scale=("F16", [64, 4])), "weight_packed [64, 17]"),
         (stored(weight=("U32", [64, 16]), scales=("F16", [64, 2])), "scales [64, 2] do not fit"),
@@ -330,12 +333,14 @@ def test_clients_known_to_load(facts, loads):
 
 def test_every_rule_of_the_clients_decides_one_of_these():
     """So each cell that is claimed is asserted above, and by the clients themselves in tests/clients."""
-    decided = [clients.rule_of(client, FACTS | facts) for facts, _ in LOADS for client in clients.CLIENTS]
-    for module in layouts.modules():
-        for client, rules in module.CLIENTS.items():
-            assert client in {known.name for known in clients.CLIENTS}
+    table = clients.table()
+    decided = [clients.rule_of(client, FACTS | facts) for facts, _ in LOADS for client in table["clients"]]
+    assert table["rules"].keys() == {module.NAME for module in layouts.modules()}
+    for layout, by_client in table["rules"].items():
+        for client, rules in by_client.items():
+            assert client in table["clients"]
             for rule in rules:
-                assert any(rule is one for one in decided), (module.NAME, client, rule)
+                assert any(rule is one for one in decided), (layout, client, rule)
 
 
 def test_parts_of_the_families():

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from quantkit.evaluation import evaluate
 from quantkit.evaluation import windows as windows_of
-from quantkit.layouts.bitsandbytes.linear import Int8Linear
-from quantkit.models.open import open_checkpoint
+from quantkit.grids.int8 import Int8Linear
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.quantize import loop
 from quantkit.quantize.progress import Progress

@@ -14,13 +14,13 @@ from test_ggml import WIDTH, importances, weights
 from quantkit.grids.ggml import MODULES, named
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts.ggml.blocks import encode_rows
+from quantkit.quantize.solvers import loss
 from quantkit.quantize.solvers.gptq import GptqSolver, factorize, sweep, unit_upper
-from quantkit.quantize.solvers.loss import loss
 
 BOOKS = MODULES["iquants"]
-TYPES = (*BOOKS, *MODULES["iq1"], *MODULES["ternary"])
+TYPES = (*BOOKS, *MODULES["iq1"], "TQ1_0", "TQ2_0")
 NEEDY = ("IQ2_XXS", "IQ2_XS", "IQ1_S")  # without importance ggml's encoder ends the process
-LIVE = ("IQ3_XXS", "IQ3_S", *MODULES["ternary"])  # ggml takes seconds to make the other types' tables
+LIVE = ("IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")  # ggml takes seconds to make the other types' tables
 needs_ggml = pytest.mark.skipif(ggml_library.library() is None, reason="xllamacpp is not installed")
 DIGESTS = Path(__file__).parent / "data" / "ggml_digests.json"
 

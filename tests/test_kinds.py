@@ -10,7 +10,7 @@ from families import KINDS, STREAMS
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.loop import UNREACHED
@@ -67,7 +67,7 @@ def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
 @pytest.mark.parametrize("kind", ALL)
 def test_linears_are_quantized_and_all_else_keeps_its_bytes(tiny_model, tmp_path, kind):
     source = tiny_model(kind, tokenizer=True)
-    summary = quantize("gptq", source, tmp_path, {"group_size": 32, "transform": "none"})
+    summary = quantize("gptq", source, tmp_path, jobs.GPTQ)
     described = record(tmp_path / "out")
     kept = described.get("kept_parameters", [])
     assert {row["name"].split(".", 3)[3] for row in kept} == KEPT[kind]
@@ -82,13 +82,15 @@ def test_linears_are_quantized_and_all_else_keeps_its_bytes(tiny_model, tmp_path
         assert torch.equal(before[name], after[name]), name
     assert before.keys() - after.keys() == {f"{name}.weight" for name in packed}
     assert len(packed) == summary.linears and packed
+    if kind in MIXTURES:
+        rows = jobs.manifest(tmp_path / "out").values()
+        check_tokens_per_expert(summary.experts, [row for row in rows if "tokens" in row])
+    else:
+        assert summary.experts is None
 
 
-@pytest.mark.parametrize("kind", sorted(MIXTURES))
-def test_tokens_per_expert_are_reported(tiny_model, tmp_path, kind):
-    source = tiny_model(kind, tokenizer=True)
-    seen = quantize("gptq", source, tmp_path, {"group_size": 32}).experts
-    rows = [row for row in jobs.manifest(tmp_path / "out").values() if "tokens" in row]
+def check_tokens_per_expert(seen, rows: list[dict]) -> None:
+    """What is summed up of a mixture's experts is what its manifest says of each."""
     assert {row["name"].split(".")[-3] for row in rows} == {"experts"}
     experts = {row["name"].rpartition(".")[0]: row["tokens"] for row in rows}
     found = sorted(experts.values())
@@ -104,7 +106,7 @@ def test_batches_of_several_streams_do_not_mix(tiny_model, tmp_path, sequential)
     """Many batches at once inside a block, each with embeddings, keys and values of its own: the job verifies
     that the first batch computes alone what it did among others."""
     source = tiny_model("gemma4", tokenizer=True)
-    summary = quantize("gptq", source, tmp_path, {"group_size": 32}, sequential=sequential, batch_size=1)
+    summary = quantize("gptq", source, tmp_path, jobs.GPTQ, sequential=sequential, batch_size=1)
     assert summary.error < summary.rtn_error
 
 
@@ -121,17 +123,11 @@ def test_streams_are_evaluated_in_16_bit(tiny_model, kind):
     assert torch.equal(torch.stack([skeleton.logits(row) for row in hidden]), want)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bart"])
-def test_no_mixture_reports_no_experts(tiny_model, tmp_path, kind):
-    source = tiny_model(kind, tokenizer=True)
-    assert quantize("gptq", source, tmp_path, {"group_size": 32}).experts is None
-
-
 def test_what_is_kept_is_said_before_and_after(quantkit, tiny_model, tmp_path):
     source = tiny_model("qwen3_next", tokenizer=True)
     jobs.calibration(tmp_path)
     command = ["gptq", str(source), "--group-size", "32", "--calibration", "calibration.txt"]
-    command += ["--samples", "6", "--seqlen", "32", "-o", "out"]
+    command += ["--samples", "6", "--seqlen", "32", "-o", "out", "--transform", "none", "--refine", "0"]
     kept = "linear_attn.conv1d, mlp.gate: 5 tensors, "
     code, said, _ = quantkit(*command, "--dry-run")
     assert code == 0 and f"kept as is   {kept}" in said
@@ -146,7 +142,7 @@ def test_what_is_kept_is_said_before_and_after(quantkit, tiny_model, tmp_path):
 
 def test_linears_that_no_token_enters_are_rounded_to_nearest(tiny_model, tmp_path):
     source = tiny_model("bart", tokenizer=True)
-    summary = quantize("gptq", source, tmp_path, {"group_size": 32})
+    summary = quantize("gptq", source, tmp_path, jobs.GPTQ)
     assert {name.split(".")[-2] for name in summary.fallbacks} == {"encoder_attn"}
     assert set(summary.fallbacks.values()) == {UNREACHED} and len(summary.fallbacks) == 8
 
@@ -161,13 +157,13 @@ def test_a_linear_called_twice_is_solved_for_both_inputs(tiny_model, tmp_path, m
 
     monkeypatch.setattr(LlamaMLP, "forward", twice)
     source = tiny_model("llama", tokenizer=True)
-    summary = quantize("gptq", source, tmp_path, {"group_size": 32}, sequential=sequential)
+    summary = quantize("gptq", source, tmp_path, jobs.GPTQ, sequential=sequential)
     assert not summary.fallbacks and summary.error < summary.rtn_error
 
 
 def test_small_projections_that_no_group_fits_stay_in_16_bit(tiny_model, tmp_path):
     source = tiny_model("jamba", tokenizer=True, mamba_dt_rank=8)
-    summary = quantize("gptq", source, tmp_path, {"group_size": 32})
+    summary = quantize("gptq", source, tmp_path, jobs.GPTQ)
     rows = [row for row in jobs.manifest(tmp_path / "out").values() if row["name"].endswith("dt_proj")]
     assert [row["kept"] for row in rows] == ["small; group size 32 does not divide 8"] * len(rows) and rows
     assert summary.kept >= len(rows)

@@ -9,10 +9,11 @@ import transformers as hf
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluation import kv_rounding
 from quantkit.evaluation.stream import StreamedModel
-from quantkit.grids import kv_cache, kv_types
-from quantkit.grids.hadamard import sylvester
-from quantkit.models.open import open_checkpoint
+from quantkit.models import kv_types
+from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize.transforms.rotation.orthogonal import sylvester
 
 CPU = torch.device("cpu")
 TOKENS = 140  # more than transformers gathers before it quantizes
@@ -59,7 +60,7 @@ class Literal(hf.DynamicCache):
 def test_transformers_cache_a_token_at_a_time(tiny_model, name):
     folder = tiny_model("llama", head_dim=32)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache = Literal(model.config, kv_cache.named(name).keys)
+    cache = Literal(model.config, kv_rounding.named(name).keys)
     with torch.no_grad():
         rows = [
             model.model(token.view(1, 1), past_key_values=cache, position_ids=torch.tensor([[k]]))
@@ -79,7 +80,7 @@ def test_attention_reads_what_is_rounded(tiny_model, family, name):
     """transformers with a cache that rounds, all tokens at once, against the streamed model."""
     wide = {"head_dim": 32} if family in ("llama", "gemma2") else {"num_attention_heads": 2}
     folder = tiny_model(family, **wide)
-    rounding = kv_cache.named(name)
+    rounding = kv_rounding.named(name)
 
     class Rounded(hf.DynamicCache):
         def update(self, keys, values, *args, **kwargs):
@@ -100,7 +101,7 @@ def test_attention_reads_what_is_rounded(tiny_model, family, name):
 def test_what_llama_cpp_rounds_is_rotated_where_heads_are_whole_64s():
     for width, turns in ((32, (None, None)), (64, (64, 64)), (192, (64, 64)), (256, (256, 64))):
         x = some(1, 2, 5, width)
-        both = kv_cache.named("q8_0")
+        both = kv_rounding.named("q8_0")
         for rounded, size in zip((both.keys, both.values), turns, strict=True):
             turn = sylvester(size, CPU) if size else torch.eye(width)
             turned = (x.unflatten(-1, (-1, len(turn))) @ turn).reshape(-1, 32)
@@ -118,18 +119,18 @@ def test_a_hadamard_matrix_turns_back():
 
 def test_fp8_is_cut_off_at_its_largest_value():
     x = torch.tensor([0.0, 1.06, -3.0, 460.0, -1e6]).view(1, 1, 1, 5)
-    assert kv_cache.named("fp8").keys(x).flatten().tolist() == [0.0, 1.0, -3.0, 448.0, -448.0]
+    assert kv_rounding.named("fp8").keys(x).flatten().tolist() == [0.0, 1.0, -3.0, 448.0, -448.0]
 
 
 def test_int4_has_16_steps_from_the_least_to_the_largest_of_64():
     x = some(2, 2, 3, 64)
-    read = kv_cache.named("int4").keys(x)
+    read = kv_rounding.named("int4").keys(x)
     for group, found in zip(x.view(-1, 64), read.view(-1, 64), strict=True):
         steps = torch.linspace(group.min(), group.max(), 16)
         nearest = steps[(group[:, None] - steps).abs().argmin(1)]
         assert torch.allclose(found, nearest, atol=1e-5)
     same = torch.full((1, 1, 1, 64), 3.0)
-    assert torch.equal(kv_cache.named("int4").keys(same), same)
+    assert torch.equal(kv_rounding.named("int4").keys(same), same)
 
 
 def test_int8_loses_less_than_rounding_from_the_least():
@@ -137,7 +138,7 @@ def test_int8_loses_less_than_rounding_from_the_least():
     x = some(1, 2, 4, 64)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     plain = ((x - low) / (high - low) * 255).round() * (high - low) / 255 + low
-    read = kv_cache.named("int8").keys(x)
+    read = kv_rounding.named("int8").keys(x)
     assert 0 < (read - x).abs().mean() <= (plain - x).abs().mean() * 1.001
 
 
@@ -152,7 +153,7 @@ def test_bits_of_a_value_with_its_scales():
 @pytest.mark.parametrize(("name", "width"), [("q4_0", 48), ("int4", 24)])
 def test_heads_that_the_engine_refuses(name, width):
     with pytest.raises(QuantkitError, match="no whole"):
-        kv_cache.named(name).keys(some(1, 1, 5, width))
+        kv_rounding.named(name).keys(some(1, 1, 5, width))
 
 
 @pytest.mark.parametrize(

@@ -20,20 +20,20 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.models.files import reading, safetensors_folder
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.tensors import of_checkpoint
-from quantkit.models.machine import limits
-from quantkit.models.machine.limits import Room
-from quantkit.models.open import open_checkpoint
+from quantkit.models.machine import memory
+from quantkit.models.machine.memory import Room
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import job, loop
-from quantkit.quantize.calibrate.spill import Spill
-from quantkit.quantize.calibrate.states import Place, States
+from quantkit.quantize.calibrate.states import Place, Spill, States
 from quantkit.quantize.outputs import finish
 from quantkit.quantize.prepare import linears, plan, room
 from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")
-SMALL = {"group_size": 32}
+SMALL = jobs.GPTQ
+AWQ = {"group_size": 32, "n_grid": 4}
 
 # ---- what a process may take
 
@@ -41,11 +41,11 @@ SMALL = {"group_size": 32}
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """A host with 100 GB free and no limits; returns where its control groups lie."""
-    memory = type("memory", (), {"available": 100 * 10**9})
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    host = type("memory", (), {"available": 100 * 10**9})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
-    own = limits.containers
-    monkeypatch.setattr(limits, "containers", lambda: own(tmp_path))
+    own = memory.containers
+    monkeypatch.setattr(memory, "containers", lambda: own(tmp_path))
     (tmp_path / "proc/self").mkdir(parents=True)
     return tmp_path
 
@@ -57,9 +57,9 @@ def group(folder: Path, **files: int | str) -> None:
 
 
 def test_a_host_without_limits_gives_what_is_free(machine):
-    assert limits.room() == Room(100 * 10**9, "free")
+    assert memory.room() == Room(100 * 10**9, "free")
     (machine / "proc/self/cgroup").write_text("0::/\n")
-    assert limits.room() == Room(100 * 10**9, "free")
+    assert memory.room() == Room(100 * 10**9, "free")
 
 
 def test_the_least_of_a_container_and_those_around_it_counts(machine):
@@ -67,11 +67,11 @@ def test_the_least_of_a_container_and_those_around_it_counts(machine):
     root = machine / "sys/fs/cgroup"
     stat = "anon 5\ninactive_file 200\nactive_file 30\n"
     group(root / "outer/inner", memory__max="max", memory__current=700, memory__stat=stat)
-    assert limits.room().nbytes == 100 * 10**9
+    assert memory.room().nbytes == 100 * 10**9
     group(root / "outer", memory__max=1000, memory__current=900, memory__stat=stat)
-    assert limits.room() == Room(1000 - 900 + 230, "left in its container")
+    assert memory.room() == Room(1000 - 900 + 230, "left in its container")
     group(root / "outer/inner", memory__max=800, memory__current=760, memory__stat=stat)
-    assert limits.room() == Room(800 - 760 + 230, "left in its container")
+    assert memory.room() == Room(800 - 760 + 230, "left in its container")
 
 
 def test_control_groups_of_the_first_version(machine):
@@ -82,7 +82,7 @@ def test_control_groups_of_the_first_version(machine):
     folder.mkdir(parents=True)
     for name, content in files.items():
         (folder / name).write_text(str(content))
-    assert limits.room() == Room(1000 - 300 + 15, "left in its container")
+    assert memory.room() == Room(1000 - 300 + 15, "left in its container")
 
 
 @pytest.mark.parametrize("kind, flag", [(resource.RLIMIT_AS, "-v"), (resource.RLIMIT_DATA, "-d")])
@@ -90,16 +90,16 @@ def test_what_ulimit_leaves(machine, monkeypatch, kind, flag):
     taken = SimpleNamespace(rss=1 << 28, vms=1 << 33, data=1 << 30)
     monkeypatch.setattr(psutil.Process, "memory_info", lambda process: taken)
     already = taken.vms if flag == "-v" else taken.data
-    limit = already + limits.RESERVE + 50 * 10**6
+    limit = already + memory.RESERVE + 50 * 10**6
     found = {kind: (limit, limit)}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: found.get(kind, (resource.RLIM_INFINITY,) * 2))
-    assert limits.room() == Room(50 * 10**6, f"left by ulimit {flag}")
+    assert memory.room() == Room(50 * 10**6, f"left by ulimit {flag}")
 
 
 def test_max_memory_is_of_the_whole_process(machine, monkeypatch):
-    monkeypatch.setattr(limits, "resident", lambda: 1 << 28)
-    assert limits.Limit.of(10**9 * 50).left == 50 * 10**9 - (1 << 28)
-    assert limits.Limit.of(1).left == 0 and limits.Limit.of(None) is None
+    monkeypatch.setattr(memory, "resident", lambda: 1 << 28)
+    assert memory.Limit.of(10**9 * 50).left == 50 * 10**9 - (1 << 28)
+    assert memory.Limit.of(1).left == 0 and memory.Limit.of(None) is None
 
 
 # ---- states in a file
@@ -136,7 +136,7 @@ JOBS = {
     "original": ("gptq", SMALL | {"target": "original"}, {}),
     "yaqa": ("gptq", SMALL | {"solver": "yaqa"}, {}),
     "suspend": ("gptq", SMALL, {"sequential": "suspend"}),
-    "awq": ("awq", SMALL, {}),
+    "awq": ("awq", AWQ, {}),
 }
 
 
@@ -153,13 +153,13 @@ def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"solver": "rtn"}])
 def test_states_of_a_gguf_job_in_a_file_change_no_byte(options, tiny_model, tmp_path):
-    model = tiny_model("llama", tokenizer=True, hidden_size=256, intermediate_size=256)
+    model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     found = []
     for states in ("device", "disk"):
         output = tmp_path / states / "out.gguf"
         output.parent.mkdir()
         run = {"sequential": "repeat", "calibration": jobs.calibration(tmp_path), "batch_size": 2}
-        jobs.quantize("gguf", model, output, {"type": ("Q4_K_M",), **options}, states=states, **run)
+        jobs.quantize("gguf", model, output, {"type": ("Q4_0",), **options}, states=states, **run)
         found.append(output.read_bytes())
     assert found[0] == found[1]
 
@@ -265,7 +265,7 @@ METHODS = {
     "int8": ("int8", {}, {}),
     "gptq": ("gptq", SMALL, {"sequential": "repeat", "batch_size": 1}),
     "gptq suspend": ("gptq", SMALL, {"batch_size": 1}),
-    "awq": ("awq", SMALL, {"batch_size": 1}),
+    "awq": ("awq", AWQ, {"batch_size": 1}),
     "gguf rtn": ("gguf", {"type": ("Q8_0",), "solver": "rtn", "imatrix": "none"}, {}),
 }
 
@@ -427,7 +427,7 @@ def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
     """The process grows at each look."""
     model = tiny_model("llama", tokenizer="bos")
     looks = iter(range(300 * 10**6, 10**10, 10**9))
-    monkeypatch.setattr(limits, "resident", lambda: next(looks))
+    monkeypatch.setattr(memory, "resident", lambda: next(looks))
     text = jobs.calibration(tmp_path, 16, 64).calibration
     words = {
         "nf4": (),

@@ -14,8 +14,8 @@ from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
-from quantkit.layouts.compressed_tensors.schemes import Numbers
+from quantkit.layouts.compressed_tensors.forms import Numbers
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.quantize.methods import gptq
 
 OUT, IN, GROUP = 32, 96, 32
@@ -206,8 +206,10 @@ def group(**changes) -> dict:
         ({"config_groups": {"g": group(weights={"strategy": "tensor_group"})}}, "tensor_group"),
         (
             {"config_groups": {"g": group(input_activations={"strategy": "group", "group_size": 4})}},
-            "activations by group, dynamic False",
+            "activations of 8 bit int by group, dynamic False",
         ),
+        ({"config_groups": {"g": group(input_activations={"symmetric": False})}}, "asymmetric"),
+        ({"config_groups": {"g": group(format="int-quantized")}}, "4 bit int by group in int-quantized"),
     ],
 )
 def test_detect_refuses_what_it_would_misread(changes, named):

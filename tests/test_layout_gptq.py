@@ -312,10 +312,10 @@ DYNAMIC = {"+:.*mlp": {"bits": 8}, r".*o_proj$": {"group_size": 32, "desc_act": 
         ("self_attn.q_proj", 4, 64, None),
         ("mlp.up_proj", 8, 64, None),
         ("self_attn.o_proj", 4, 32, None),
-        ("self_attn.q_proj", 8, 64, "4 bits in groups of 64"),
-        ("self_attn.q_proj", 4, 32, "4 bits in groups of 64"),
-        ("mlp.up_proj", 4, 64, "8 bits in groups of 64"),
-        ("self_attn.o_proj", 4, 64, "4 bits in groups of 32"),
+        ("self_attn.q_proj", 8, 64, "4 bit in groups of 64"),
+        ("self_attn.q_proj", 4, 32, "4 bit in groups of 64"),
+        ("mlp.up_proj", 4, 64, "8 bit in groups of 64"),
+        ("self_attn.o_proj", 4, 64, "4 bit in groups of 32"),
     ],
 )
 def test_a_configuration_that_contradicts_the_tensors_is_refused(linear, bits, group_size, says):
@@ -325,7 +325,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(linear, bits, g
     if says is None:
         assert torch.equal(layout.decode(tensors).values(), weight.values())
         return
-    with pytest.raises(QuantkitError, match=f"says {says}, .* {bits} bits in groups of {group_size}$"):
+    with pytest.raises(QuantkitError, match=f"says {says}, .* {bits} bit in groups of {group_size}$"):
         layout.decode(tensors)
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.text import limited
 from quantkit.text.chat import ChatTemplate, Conversation
 

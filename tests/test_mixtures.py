@@ -179,7 +179,7 @@ def test_file_types_by_name():
 
 
 def test_nvfp4_only_where_llama_cpp_scales():
-    """As asked of llama.cpp by `scripts/gguf_scales.py`."""
+    """As llama.cpp answers."""
     named = [
         ("token_embd.weight", [64, 256]),
         ("blk.0.attn_q.weight", [64, 256]),

@@ -14,11 +14,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.fp4 import MxFp4Grid
-from quantkit.layouts._mxfp4 import decode
-from quantkit.layouts.compressed_tensors.forms.mxfp4_pack_quantized import MxFp4Packed
+from quantkit.grids.fp4 import decode_mxfp4 as decode
+from quantkit.layouts.compressed_tensors.floats import MxFp4Packed
 from quantkit.layouts.ggml.blocks import encode_rows
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import tensors as gguf_tensors
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.solvers import rtn
 

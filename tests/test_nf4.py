@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantkit.grids import lookup, nf4
+from quantkit.grids import nf4
 from quantkit.grids.grid import group
 from quantkit.grids.nf4 import NESTED_BLOCK, NestedParams, Nf4Grid, Nf4Params
 from quantkit.layouts.bitsandbytes import Nf4Layout
@@ -88,7 +88,7 @@ def test_the_look_up_is_a_binary_search(values):
     small = anywhere * 10.0 ** torch.arange(-8, 2).repeat(1000)
     column = torch.cat([midpoints, *beside, small, torch.tensor([0.0, -0.0, 1e30, -1e30, 1e-40])])
     for count in (len(column) // 4 * 4, len(column) // 4 * 4 - 1):
-        found = lookup.nearest(column[:count], values)
+        found = nf4.nearest(column[:count], values)
         assert torch.equal(found.long(), torch.bucketize(column[:count], midpoints))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.grids.affine import AffineGrid
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.solvers import rtn
 
 RTN = {"solver": "rtn", "group_size": 32, "mse": False}

@@ -51,8 +51,7 @@ def test_a_toy_is_quantized_planned_inspected_and_evaluated(model, make, quantki
     assert found["quantization"]["stored"] == {"trit, groups of 32": 14}
     assert found["quantization"]["bits_per_weight"] == 2.5
     assert not found["integrity"]["problems"]
-    (vllm,) = (row for row in found["clients"] if row["client"] == "vLLM")
-    assert (vllm["loads"], vllm["note"]) == (False, "nobody reads toys")
+    assert not any(row["loads"] for row in found["clients"])
 
     (tmp_path / "text.txt").write_text(" ".join(families.sentences()))
     told = make("eval", model, "toy", "--text", "text.txt", "--ctx", "32")

@@ -1,4 +1,4 @@
-"""quantkit.grids.processor: what the processor says, what the environment takes away, what torch sees."""
+"""models/machine/processor.py: what the processor says, what the environment takes away, what torch sees."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.grids import processor
+from quantkit.models.machine import processor
 
 CASCADE_LAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw avx512_vnni"
 SAPPHIRE_RAPIDS = f"{CASCADE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_int8"
@@ -104,7 +104,7 @@ def test_torch_sees_the_same_processor():
 @pytest.mark.parametrize(("answer", "said"), [("poor", "False False\n"), ("capable", "True False\n")])
 def test_other_processes_follow_and_need_no_torch(answer, said):
     script = (
-        "import sys; from quantkit.grids import processor as p; "
+        "import sys; from quantkit.models.machine import processor as p; "
         "print(p.has_bfloat16(), 'torch' in sys.modules)"
     )
     environment = os.environ | {processor.ANSWER: answer}

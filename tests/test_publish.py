@@ -50,7 +50,7 @@ def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, sourc
 def test_the_card_of_a_calibrated_method_tells_output_errors(tiny_model, tmp_path):
     source = tiny_model("llama", tokenizer=True)
     arguments = {"calibration": jobs.calibration(tmp_path)}
-    prepared = jobs.prepare("gptq", source, tmp_path / "out", {"group_size": 32}, **arguments)
+    prepared = jobs.prepare("gptq", source, tmp_path / "out", jobs.GPTQ, **arguments)
     loop.run(prepared, Progress())
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Mean relative output error of a linear: " in card

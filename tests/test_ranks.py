@@ -27,9 +27,10 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate.capture import Statistics
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 CALIBRATION = "--calibration text.txt --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()
-GPTQ = ["gptq", "model", "--group-size", "32", *CALIBRATION]
+PLAIN = ["--group-size", "32", "--transform", "none", "--refine", "0"]
+GPTQ = ["gptq", "model", *PLAIN, *CALIBRATION]
 EVAL = ["eval", "model", "out", "--text", "text.txt", "--ctx", "32", "--limit", "9000", "--json"]
 LONGEST = 240  # seconds until a test gives up, on a machine however busy
 SERVER = multiprocessing.get_context("forkserver")
@@ -178,8 +179,8 @@ def done(tmp_path_factory):
         [*GPTQ, "-o", "out"],
         EVAL,
         ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
-        ["awq", "model", "--group-size", "32", *CALIBRATION, "-o", "awq"],
-        ["gptq", "mixture", "--group-size", "32", *CALIBRATION, "-o", "experts"],
+        ["awq", "model", "--group-size", "32", "--n-grid", "4", *CALIBRATION, "-o", "awq"],
+        ["gptq", "mixture", *PLAIN, *CALIBRATION, "-o", "experts"],
     ]
     one, two = make_folder(top / "one"), make_folder(top / "two")
     assert run(one, 1, *commands) == [[0]] * 5

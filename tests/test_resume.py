@@ -1,17 +1,13 @@
 """A job stopped at any moment and resumed writes the bytes that an uninterrupted one writes.
 
-Jobs run in processes forked from a server that has torch imported already, so that a kill is a real
-one and costs no start. `FAULTS` are what such a process does to itself on the way.
+Jobs run in processes forked from one that has imported everything, so that a kill is a real one and costs no
+start. `tests/test_stops.py` sends signals at every step of every method, scripts/kills.py at random.
 """
 
 import json
-import multiprocessing
-import os
 import re
 import shlex
 import signal
-import sys
-import time
 from pathlib import Path
 
 import families
@@ -20,23 +16,16 @@ import pytest
 import torch
 import yaml
 
-from quantkit import cli
-from quantkit.models.files import safetensors_folder
-from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import job as jobs
-from quantkit.quantize import loop
-from quantkit.quantize.outputs import finish
 from quantkit.quantize.outputs import folder as folder_output
 from quantkit.quantize.staging import blocks as staged_blocks
-from quantkit.quantize.staging import folder as staging
 
-BLOCKS = 4
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": BLOCKS}
+BLOCKS = 3
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": BLOCKS}
+PLAIN = "--transform none --refine 0".split()
 OPTIONS = "-o out --group-size 64 --samples 6 --seqlen 32 --batch-size 2 --threads 1".split()
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([__name__, *forked.KNOWN])
-assert loop  # imported here for the server's sake
+KILL = int(signal.SIGKILL)
+NEXT = ("quantkit.quantize.staging.folder:Staging.write_block", 2, KILL)  # a block of this run is there
+SLOW = ("failing:slow", [])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -44,131 +33,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != folder_output.TIMINGS}
 
 
-# ---- processes and what befalls them
-
-
-def die(*_, **__) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def before(module, name: str, action, call: int = 1) -> None:
-    """Do `action` just before the `call`-th call of a function; 0: before every call."""
-    whole, calls = getattr(module, name), []
-
-    def replaced(*arguments, **options):
-        calls.append(name)
-        if call in (0, len(calls)):
-            action(*arguments, **options)
-        return whole(*arguments, **options)
-
-    setattr(module, name, replaced)
-
-
-def pause(*_, **__) -> None:
-    time.sleep(0.06)
-
-
-def slow() -> None:
-    """Waits where a kill could do harm: between record and tensors, before the rename, in the merge."""
-    for module, name in [(staged_blocks, "save_file"), (os, "replace"), (safetensors_folder, "write_file")]:
-        before(module, name, pause, 0)
-    before(folder_output, "_write_json", pause, 0)
-    before(finish, "_verify", pause, 0)
-
-
-def torn() -> None:
-    """Half of a block's tensors are written."""
-
-    def half(tensors, path, **options):
-        path.write_bytes(b"\x08" * 1000)
-        die()
-
-    before(staged_blocks, "save_file", half, 2)
-
-
-def swallowed(call: int = 2) -> None:
-    """What torch makes of an interrupt while a tensor is read: seen in one of a hundred."""
-
-    def interrupt(*_, **__):
-        try:
-            signal.raise_signal(signal.SIGINT)
-        except KeyboardInterrupt:
-            raise ValueError("could not determine the shape of object type 'UntypedStorage'") from None
-
-    before(Skeleton, "load_block", interrupt, call)
-
-
-def hashed(seconds: float, kill: bool = True) -> None:
-    """The source counts as large, its hash is known only after a while, and the second block is the last."""
-    jobs.HASHED_BESIDE = 0
-    before(Checkpoint, "sha256", lambda *_: time.sleep(seconds))
-    before(staging.Staging, "write_block", lambda *_: time.sleep(1), 1)
-    if kill:
-        before(staging.Staging, "write_block", die, 2)
-
-
-FAULTS = {
-    "hashed early": lambda: hashed(0.2),
-    "hashed late": lambda: hashed(60),
-    "hashed beside": lambda: hashed(0.2, kill=False),
-    "slow": slow,
-    "swallowed": swallowed,
-    "swallowed first": lambda: swallowed(1),
-    "torn": torn,
-    "next": lambda: before(staging.Staging, "write_block", die, 2),
-    "config": lambda: before(folder_output, "_write_json", die),
-    "card": lambda: before(folder_output.model_card, "render", die),
-    "publish": lambda: before(staging.Staging, "publish", die),
-    "first rename": lambda: before(os, "rename", die),
-    "second rename": lambda: before(os, "rename", die, 2),
-    "clean": lambda: before(staging, "_remove_staged", die),
-}
-
-
-def child(folder: Path, arguments: list[str], fault: str | None) -> None:
-    os.chdir(folder)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-    if fault:
-        FAULTS[fault]()
-    sys.argv = ["quantkit", *arguments]
-    cli.main()
-
-
-def start(folder: Path, arguments: list, fault: str | None = None):
-    folder.mkdir(exist_ok=True)
-    process = SERVER.Process(target=child, args=(folder, [*map(str, arguments)], fault), daemon=True)
-    process.start()
-    return process
-
-
-def run(folder: Path, arguments: list, fault: str | None = None) -> int:
-    """The exit code of a job; negative: the signal that ended it."""
-    process = start(folder, arguments, fault)
-    process.join()
-    return process.exitcode
-
-
-def wait_for(path: Path, process) -> None:
-    while not path.exists():
-        assert process.is_alive()
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A folder with two models, two texts, and `reference/out`, a slow job's uninterrupted result."""
+def workplace(forker, tmp_path_factory) -> Path:
+    """A folder with two models, two texts, and `reference/out`, an uninterrupted job's result."""
     folder = tmp_path_factory.mktemp("workplace")
     for name, seed in [("model", 0), ("other", 1)]:
         families.save_tokenizer(families.save_model(folder / name, "llama", seed=seed, **SIZES))
         (folder / f"{name}.txt").write_text("\n".join(families.sentences(seed=seed)))
-    with pytest.MonkeyPatch.context() as patch:  # for the server, which begins with the first job
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        assert run(folder / "reference", job(folder), "slow") == 0
+    assert forker.learn(folder / "reference", job(folder)) == 0, forked.said(folder / "reference")
     return folder
 
 
@@ -178,38 +50,43 @@ def reference(workplace) -> dict[str, bytes]:
 
 
 def job(workplace: Path, model: str = "model", text: str = "model.txt") -> list:
-    return ["gptq", workplace / model, *OPTIONS, "--calibration", workplace / text]
+    return ["gptq", workplace / model, *OPTIONS, *PLAIN, "--calibration", workplace / text]
 
 
 def recipe_job(workplace: Path, folder: Path) -> list:
     """The same from a recipe, partly overruled."""
     calibration = {"calibration": str(workplace / "model.txt"), "samples": 128, "seqlen": 32}
     recipe = {"method": "gptq", "model": str(workplace / "model"), "output": "out"}
-    recipe |= {"quant": {"group_size": 32}, "calibration": calibration, "run": {"threads": 1}}
+    quant = {"group_size": 32, "transform": "none", "refine": 0}
+    recipe |= {"quant": quant, "calibration": calibration, "run": {"threads": 1}}
     (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
     settings = ["quant.group_size=64", "calibration.samples=6"]
     return ["run", "mine.yaml", "--set", settings[0], "--set", settings[1], "--batch-size", 2]
 
 
 @pytest.fixture
-def quantkit(monkeypatch, capsys, tmp_path):
+def quantkit(quantkit):
     """Runs the command line in this process, in `tmp_path`: exit code and stderr, which is left quiet."""
-    monkeypatch.chdir(tmp_path)
 
     def invoke(*arguments) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments), "-q"])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, capsys.readouterr().err
+        done = quantkit(*arguments, "-q")
+        return done.code, done.err
 
     yield invoke
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Where a job of another process runs; what it says lies beside it."""
+    (tmp_path / "job").mkdir()
+    return tmp_path / "job"
+
+
 @pytest.fixture(scope="module")
-def one_block(workplace) -> Path:
-    """What a killed job leaves after one block of four."""
-    assert run(workplace / "staged", job(workplace), "next") == -signal.SIGKILL
+def one_block(forker, workplace) -> Path:
+    """What a killed job leaves after its first block."""
+    assert forker.run(workplace / "staged", job(workplace), stop=NEXT) == -KILL
     return workplace / "staged" / "out.partial"
 
 
@@ -223,91 +100,96 @@ def staged(one_block, tmp_path) -> Path:
     return copy
 
 
-# ---- kills: tests/test_stops.py sends them at every step of every method, scripts/kills.py at random
+# ---- kills
 
 
 @pytest.mark.parametrize(
-    ("fault", "blocks", "left"),
+    ("place", "call", "blocks", "left"),
     [
-        ("torn", 1, "block-00001.tmp"),
-        ("config", BLOCKS, "output/tokenizer.json"),
-        ("card", BLOCKS, "output/quantkit-timings.json"),
-        ("publish", BLOCKS, "output/README.md"),
+        ("quantkit.quantize.staging.blocks:_sha256", 2, 1, "block-00001.tmp"),
+        ("quantkit.quantize.outputs.folder:_write_json", 1, BLOCKS, "output/tokenizer.json"),
+        ("quantkit.quantize.outputs.model_card:render", 1, BLOCKS, "output/quantkit-timings.json"),
+        ("quantkit.quantize.staging.folder:Staging.publish", 1, BLOCKS, "output/README.md"),
     ],
 )
-def test_killed_at_the_worst_moments(workplace, reference, tmp_path, fault, blocks, left):
-    partial = tmp_path / "out.partial"
-    assert run(tmp_path, job(workplace), fault) == -signal.SIGKILL
-    assert not (tmp_path / "out").exists() and (partial / left).exists()
+def test_killed_at_the_worst_moments(forker, workplace, reference, folder, place, call, blocks, left):
+    partial = folder / "out.partial"
+    assert forker.run(folder, job(workplace), stop=(place, call, KILL)) == -KILL
+    assert not (folder / "out").exists() and (partial / left).exists()
+    if left.endswith(".tmp"):  # of which the disk may have a part
+        (partial / left).write_bytes((partial / left).read_bytes()[:1000])
     assert len(list(partial.glob("block-*.safetensors"))) == blocks
-    assert run(tmp_path, [*job(workplace), "--resume"]) == 0
-    assert contents(tmp_path / "out") == reference
-    assert f"resuming: {blocks} of {BLOCKS} blocks" in (tmp_path / "log").read_text()
+    assert forker.run(folder, [*job(workplace), "--resume"]) == 0, forked.said(folder)
+    assert contents(folder / "out") == reference
+    assert f"resuming: {blocks} of {BLOCKS} blocks" in forked.said(folder)
     assert not partial.exists()
 
 
-def test_killed_after_every_block(workplace, reference, tmp_path):
+def test_killed_after_every_block(forker, workplace, reference, folder):
     """Each run adds one block to those before it: nothing is computed twice."""
     for done in range(1, BLOCKS):
-        assert run(tmp_path, [*job(workplace), "--resume"], "next") == -signal.SIGKILL
-        assert len(list(tmp_path.glob("out.partial/block-*.safetensors"))) == done
-    assert run(tmp_path, [*job(workplace), "--resume"], "next") == 0
-    assert contents(tmp_path / "out") == reference
+        assert forker.run(folder, [*job(workplace), "--resume"], stop=NEXT) == -KILL
+        assert len(list(folder.glob("out.partial/block-*.safetensors"))) == done
+    assert forker.run(folder, [*job(workplace), "--resume"], stop=NEXT) == 0
+    assert contents(folder / "out") == reference
 
 
-@pytest.mark.parametrize(
-    ("fault", "place"), [("first rename", "out"), ("second rename", "out.partial/replaced")]
-)
-def test_killed_while_replacing_an_output(workplace, reference, tmp_path, fault, place):
+@pytest.mark.parametrize(("rename", "place"), [(1, "out"), (2, "out.partial/replaced")])
+def test_killed_while_replacing_an_output(forker, workplace, reference, folder, rename, place):
     """The old output is there, or between the renames in the staging folder, until the new one is."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("old")
-    assert run(tmp_path, [*job(workplace), "--overwrite"], fault) == -signal.SIGKILL
-    assert contents(tmp_path / place) == {"config.json": b"old"}
-    assert contents(tmp_path / "out.partial" / "output") == reference
+    (folder / "out").mkdir()
+    (folder / "out" / "config.json").write_text("old")
+    assert forker.run(folder, [*job(workplace), "--overwrite"], stop=("os:rename", rename, KILL)) == -KILL
+    assert contents(folder / place) == {"config.json": b"old"}
+    assert contents(folder / "out.partial" / "output") == reference
     if place == "out":
-        assert run(tmp_path, [*job(workplace), "--resume"]) == 2
-        assert contents(tmp_path / place) == {"config.json": b"old"}
-    assert run(tmp_path, [*job(workplace), "--resume", "--overwrite"]) == 0
-    assert contents(tmp_path / "out") == reference
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
+        assert forker.run(folder, [*job(workplace), "--resume"]) == 2
+        assert contents(folder / place) == {"config.json": b"old"}
+    assert forker.run(folder, [*job(workplace), "--resume", "--overwrite"]) == 0, forked.said(folder)
+    assert contents(folder / "out") == reference
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "reached"]
 
 
-def test_killed_with_the_output_in_place(workplace, reference, tmp_path):
+def test_killed_with_the_output_in_place(forker, workplace, reference, folder):
     """The output is whole; what is left of the staging folder goes with the next run that may replace it."""
-    assert run(tmp_path, job(workplace), "clean") == -signal.SIGKILL
-    assert contents(tmp_path / "out") == reference
-    assert run(tmp_path, [*job(workplace), "--resume"]) == 2
-    (tmp_path / "out.partial" / "block-00003.json").unlink()  # the folder's removal was cut short
-    assert run(tmp_path, [*job(workplace), "--resume", "--overwrite"]) == 0, (tmp_path / "log").read_text()
-    assert contents(tmp_path / "out") == reference
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out"]
+    stop = ("quantkit.quantize.staging.folder:_remove_staged", 1, KILL)
+    assert forker.run(folder, job(workplace), stop=stop) == -KILL
+    assert contents(folder / "out") == reference
+    assert forker.run(folder, [*job(workplace), "--resume"]) == 2
+    (folder / "out.partial" / f"block-{BLOCKS - 1:05d}.json").unlink()  # the folder's removal was cut short
+    assert forker.run(folder, [*job(workplace), "--resume", "--overwrite"]) == 0, forked.said(folder)
+    assert contents(folder / "out") == reference
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "reached"]
 
 
 @pytest.mark.parametrize(
-    ("fault", "more"),
-    [("slow", ["--overwrite"]), ("swallowed", []), ("swallowed first", []), ("slow", None)],
+    ("call", "more"),
+    [(SLOW, ["--overwrite"]), (("failing:swallow", [2]), []), (("failing:swallow", [1]), []), (SLOW, None)],
 )
-def test_interrupted_by_hand(workplace, reference, tmp_path, fault, more):
+def test_interrupted_by_hand(forker, workplace, reference, folder, call, more):
     """What the hint says can be pasted, whatever the command was."""
     if more:
-        (tmp_path / "out").mkdir()
-    arguments = recipe_job(workplace, tmp_path) if more is None else [*job(workplace), *more]
-    process = start(tmp_path, arguments, fault)
-    if fault == "slow":
-        wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
-        os.kill(process.pid, signal.SIGINT)
-    process.join()
-    log = (tmp_path / "log").read_text()
-    assert process.exitcode == 130, log
+        (folder / "out").mkdir()
+    arguments = recipe_job(workplace, folder) if more is None else [*job(workplace), *more]
+    process = forker.start(folder, arguments, call=call)
+    if call == SLOW:
+        wait_for(folder / "out.partial" / "block-00000.safetensors", process)
+        process.send(signal.SIGINT)
+    code, log = process.wait(forked.PATIENCE), forked.said(folder)
+    assert code == 130, log
     *_, error, hint = log.splitlines()
-    none = "no " * (fault == "swallowed first")
+    none = "no " * (call[1] == [1])
     assert error == f"error: interrupted; {none}finished blocks are kept in out.partial"
     command, *arguments = shlex.split(hint.removeprefix("hint: continue with: "))
     assert command == "quantkit" and arguments[-1] == "--resume"
-    assert run(tmp_path, arguments) == 0, (tmp_path / "log").read_text()
-    assert contents(tmp_path / "out") == reference
-    assert not (tmp_path / "out.partial").exists()
+    assert forker.run(folder, arguments) == 0, forked.said(folder)
+    assert contents(folder / "out") == reference
+    assert not (folder / "out.partial").exists()
+
+
+def wait_for(path: Path, process: forked.Job) -> None:
+    while not path.exists():
+        assert process.wait(0.01) is None
 
 
 # ---- what may be resumed, and with what
@@ -363,12 +245,12 @@ def test_nothing_staged_starts_afresh(workplace, reference, quantkit, tmp_path, 
     assert contents(tmp_path / "out") == reference
 
 
-def test_how_the_first_run_ran_is_adopted(workplace, tmp_path):
+def test_how_the_first_run_ran_is_adopted(forker, workplace, tmp_path):
     how = "--batch-size 3 --threads 2 --sequential repeat --dtype bfloat16".split()
-    plain = ["gptq", workplace / "model", *OPTIONS[:-4], "--calibration", workplace / "model.txt"]
-    assert run(tmp_path / "whole", [*plain, *how]) == 0
-    assert run(tmp_path / "killed", [*plain, *how], "next") == -signal.SIGKILL
-    assert run(tmp_path / "killed", [*plain, "--resume"]) == 0
+    plain = ["gptq", workplace / "model", *OPTIONS[:-4], *PLAIN, "--calibration", workplace / "model.txt"]
+    assert forker.run(tmp_path / "whole", [*plain, *how]) == 0
+    assert forker.run(tmp_path / "killed", [*plain, *how], stop=NEXT) == -KILL
+    assert forker.run(tmp_path / "killed", [*plain, "--resume"]) == 0
     execution = json.loads((tmp_path / "killed/out/quantkit.json").read_text())["job"]["execution"]
     assert execution == {
         "dtype": "bfloat16", "device": "cpu", "batch_size": 3, "sequential": "repeat", "threads": 2,
@@ -376,18 +258,18 @@ def test_how_the_first_run_ran_is_adopted(workplace, tmp_path):
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
 
 
-@pytest.mark.parametrize("asked", ["fp8 --static --kv-cache", "fp4 --activations"])
-def test_jobs_of_other_kinds_resume(workplace, tmp_path, asked):
+@pytest.mark.parametrize("asked", ["fp8 --static --kv-cache", "fp4 --activations --transform none"])
+def test_jobs_of_other_kinds_resume(forker, workplace, tmp_path, asked):
     """With scales of inputs, keys and values among what is staged."""
     method, *flags = asked.split()
     text = ["--calibration", workplace / "model.txt", "--samples", 6, "--seqlen", 32]
     words = [method, workplace / "model", "-o", "out", "--threads", 1, *flags, *text]
-    assert run(tmp_path / "whole", [*words, "--json", "-q"]) == 0
-    told = json.loads((tmp_path / "whole/log").read_text())
-    assert (told["schema"], told["linears"]) == ("quantkit.job/1", 7 * BLOCKS)
-    assert run(tmp_path / "killed", words, "next") == -signal.SIGKILL
-    assert run(tmp_path / "killed", [*words, "--resume"]) == 0
-    assert f"resuming: 1 of {BLOCKS} blocks" in (tmp_path / "killed/log").read_text()
+    assert forker.run(tmp_path / "whole", [*words, "--json", "-q"]) == 0
+    told = json.loads(forked.said(tmp_path / "whole"))
+    assert (told["schema"], told["linears"]) == ("quantkit.job/2", 7 * BLOCKS)
+    assert forker.run(tmp_path / "killed", words, stop=NEXT) == -KILL
+    assert forker.run(tmp_path / "killed", [*words, "--resume"]) == 0
+    assert f"resuming: 1 of {BLOCKS} blocks" in forked.said(tmp_path / "killed")
     assert contents(tmp_path / "killed/out") == contents(tmp_path / "whole/out")
 
 
@@ -423,25 +305,25 @@ def test_a_staged_block_that_was_damaged_is_made_again(workplace, reference, qua
 
 
 @pytest.mark.parametrize(("late", "resumed"), [("early", 1), ("late", 0)])
-def test_a_source_that_is_hashed_beside_the_job(workplace, reference, tmp_path, late, resumed):
+def test_a_source_that_is_hashed_beside_the_job(forker, workplace, reference, folder, late, resumed):
     """Blocks staged before the hash was known could be another source's: they are made again."""
-    assert run(tmp_path, job(workplace), f"hashed {late}") == -signal.SIGKILL
-    fingerprint = json.loads((tmp_path / "out.partial/fingerprint.json").read_text())
+    beside = ("failing:hash_beside", [60 if late == "late" else 0.1])
+    assert forker.run(folder, job(workplace), call=beside, stop=NEXT) == -KILL
+    fingerprint = json.loads((folder / "out.partial/fingerprint.json").read_text())
     assert (fingerprint["source_sha256"] is None) == (late == "late")
-    assert run(tmp_path, [*job(workplace), "--resume"], "hashed beside") == 0
-    log = (tmp_path / "log").read_text()
+    assert forker.run(folder, [*job(workplace), "--resume"], call=("failing:hash_beside", [0.1])) == 0
+    log = forked.said(folder)
     assert f"resuming: {resumed} of {BLOCKS} blocks" in log if resumed else "resuming" not in log
-    assert contents(tmp_path / "out") == reference
+    assert contents(folder / "out") == reference
 
 
 @pytest.mark.parametrize("mode", ["--resume", "--overwrite"])
-def test_one_process_at_a_time(workplace, reference, quantkit, tmp_path, mode):
-    process = start(tmp_path, job(workplace), "slow")
+def test_one_process_at_a_time(forker, workplace, reference, quantkit, tmp_path, mode):
+    process = forker.start(tmp_path, job(workplace), call=SLOW)
     wait_for(tmp_path / "out.partial" / "block-00000.safetensors", process)
     code, said = quantkit(*job(workplace), mode)
     assert code == 1 and "out.partial is in use by another process" in said
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert process.wait(forked.PATIENCE) == 0, forked.said(tmp_path)
     assert contents(tmp_path / "out") == reference
 
 

@@ -12,7 +12,7 @@ import transformers as hf
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.progress import Progress
@@ -132,7 +132,7 @@ def test_a_norm_with_another_reader_is_seen_by_the_proof(tiny_model, monkeypatch
     """Whatever was overlooked block by block: the whole model's logits decide."""
     folder = tiny_model("llama")
     turn_all = rotation.edits.of_stream
-    monkeypatch.setattr(rotation.proof, "turned_stream", lambda *arguments: True)
+    monkeypatch.setattr(rotation.edits, "turned_stream", lambda *arguments: True)
     monkeypatch.setattr(
         rotation.edits,
         "of_stream",

@@ -98,7 +98,7 @@ def test_the_test_command_checks_and_tests_on_both_processors(shell):
     code, _, calls = shell("scripts/test")
     assert code == 0
     assert "-e .[test]" in calls and calls.count("ruff ") == 2
-    assert calls.count("-m pytest") == 3 and "-m not processor" in calls
+    assert calls.count("-m pytest") == 2 and "-m processor" in calls and "-m not nightly" in calls
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from quantkit import errors
 from quantkit.evaluation import self_text
 from quantkit.evaluation.self_text import Settings
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
 

@@ -5,7 +5,7 @@ from gguf_files import export
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.inspection import record
-from quantkit.models.headers import open_contents
+from quantkit.models.files.headers import open_contents
 from quantkit.serving.engines import choose
 
 
@@ -60,7 +60,6 @@ def test_the_first_that_loads_it_and_is_here(here, packages, programs, rows, tak
 def test_llama_bench_is_no_server(here):
     here(programs=["llama-bench"])
     told = a_record("gguf", llamacpp=YES)
-    assert choose.choose(told, use="bench").engine == "llama.cpp"
     with pytest.raises(QuantkitError) as refused:
         choose.choose(told)
     assert refused.value.exit_code == UNSUPPORTED and "pip install xllamacpp" in refused.value.hint
@@ -85,7 +84,6 @@ def test_what_a_layout_needs_beside_the_engine(here):
 def test_what_a_program_alone_can_ask_for_is_not_served(here):
     here("gptqmodel")
     told = a_record("awq", transformers=YES | {"option": "dequantize=True"})
-    assert choose.choose(told, use="bench").engine == "transformers"
     assert [offer.usable for offer in choose.offers(told)] == [False] * 3
 
 
@@ -94,11 +92,7 @@ def test_gguf_files_are_llamacpps_to_serve(here, make, tiny_model, tmp_path):
     path = export(tiny_model("llama"), tmp_path / "a.gguf")
     told = record.describe(open_contents(str(path)))
     here("xllamacpp")
-    usable = {
-        use: [offer.engine for offer in choose.offers(told, use) if offer.usable]
-        for use in ("serve", "bench")
-    }
-    assert usable == {"serve": ["llama.cpp"], "bench": ["llama.cpp", "transformers"]}
+    assert [offer.engine for offer in choose.offers(told) if offer.usable] == ["llama.cpp"]
 
 
 def test_the_table_of_a_cpu_says_nothing_of_a_gpu(here):

@@ -16,11 +16,11 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
 from quantkit.quantize.calibrate.capture import Statistics
-from quantkit.quantize.calibrate.forwards import RepeatedForward, SuspendedForward
+from quantkit.quantize.calibrate.forwards import SuspendedForward, repeated
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.prepare import linears
 
@@ -338,8 +338,7 @@ def test_inputs_of_several_calls_add_up():
     toy, batches = Toy(lambda toy, x: toy.b(toy.a(toy.a(x)))), [torch.ones(3, 8), torch.full((2, 8), 2.0)]
     with torch.no_grad():
         sites = [site for site in find_sites(toy, lambda: toy(batches[0])) if site.calls]
-        forward = RepeatedForward(toy, sites, lambda k: toy(batches[k]), 2)
-        seen = [list(forward.inputs(site)) for site in sites]
+        seen = [list(repeated(toy, site, lambda k: toy(batches[k]), 2)) for site in sites]
         want = [part for x in batches for part in (x, toy.a(x))], [toy.a(toy.a(x)) for x in batches]
     for inputs, expected in zip(seen, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(inputs, expected, strict=True))
@@ -389,6 +388,14 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
     assert ((statistics.square - square).abs() <= 1e-6 * square).all()
 
 
+class Repeated:
+    """The block runs again for every site."""
+
+    def __init__(self, block, sites, run, count):
+        self.inputs = lambda site: repeated(block, site, run, count)
+        self.outputs = lambda: map(run, range(count))
+
+
 def passes(skeleton: Skeleton, forward_class, batches, change=None):
     """Inputs of every site and outputs of block 1; `change(linear)` replaces weights once a site was seen."""
     block = skeleton.load_block(1)
@@ -409,7 +416,7 @@ def states(skeleton: Skeleton) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "bloom"])
-@pytest.mark.parametrize("forward_class", [SuspendedForward, RepeatedForward])
+@pytest.mark.parametrize("forward_class", [SuspendedForward, Repeated])
 def test_sites_see_what_a_plain_forward_shows_them(tiny_model, family, forward_class):
     skeleton = open_skeleton(tiny_model(family))
     batches = states(skeleton)
@@ -440,8 +447,8 @@ def test_later_sites_see_replaced_weights_whichever_way_they_are_reached(tiny_mo
     def coarse(weight):
         return (weight * 8).round() / 8
 
-    before, plain = passes(skeleton, RepeatedForward, batches)
-    repeated, repeated_outputs = passes(skeleton, RepeatedForward, batches, coarse)
+    before, plain = passes(skeleton, Repeated, batches)
+    repeated, repeated_outputs = passes(skeleton, Repeated, batches, coarse)
     suspended, suspended_outputs = passes(skeleton, SuspendedForward, batches, coarse)
     for left, right in zip([*suspended, suspended_outputs], [*repeated, repeated_outputs], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -9,11 +9,10 @@ import jobs
 import pytest
 import torch
 
-from quantkit.models.open import open_checkpoint
-from quantkit.serving.specdec import assisted, compare, printed, prompts, runs, sweep
+from quantkit.models.files.open import open_checkpoint
+from quantkit.serving.specdec import assisted, printed, prompts, runs, sweep
 from quantkit.serving.specdec.pair import Footprint
 from quantkit.serving.specdec.runs import Run
-from quantkit.serving.specdec.settings import Settings
 from quantkit.serving.specdec.theory import Step
 
 QUICK = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "8", "--repeats", "2", "--k", "3,1"]
@@ -252,15 +251,10 @@ def test_what_is_no_model(refuse, target, tmp_path):
     (tmp_path / "empty").mkdir()
     refuse(3, "specdec", tmp_path / "empty", target)
     error, _ = refuse(4, "specdec", target, "prompt-lookup", *QUICK, "--engine", "llama.cpp")
-    assert "llama.cpp runs GGUF files only, not " in error
+    assert "llama.cpp runs GGUF files, not " in error
 
 
 def test_a_state_that_cannot_be_taken_back_is_refused(refuse, tiny_model):
     mamba = tiny_model("mamba2", tokenizer=True)
     error, _ = refuse(4, "specdec", mamba, "prompt-lookup", *QUICK)
     assert "keeps a recurrent state" in error
-
-
-def test_settings_have_the_defaults_of_the_command():
-    assert Settings() == Settings(ks=(1, 2, 4, 8), prompts=8, prompt_tokens=64, tokens=64, repeats=3)
-    assert compare.choose_engine("auto", [None]) in ("transformers", "llama.cpp")

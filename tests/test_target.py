@@ -1,4 +1,6 @@
-"""--target original: error feedback that makes up for what the model has lost before (solvers/target.py)."""
+"""--target original: error feedback that makes up for what was lost before (`moved` in solvers/gptq.py)."""
+
+from functools import partial
 
 import blocks
 import families
@@ -9,15 +11,15 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
-from quantkit.models import held
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
+from quantkit.models.machine import held
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.capture import Meant, Statistics
 from quantkit.quantize.calibrate.residual import find_writers
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, gptq, target
+from quantkit.quantize.solvers import SiteStatistics, gptq
 from quantkit.quantize.solvers.gptq import GptqSolver
 
 WIDTH, ROWS, TOKENS = 24, 16, 4000
@@ -46,7 +48,7 @@ def site(signal: float, tokens: int = TOKENS, missing: bool = True):
 
 def move(weights: list[Tensor], statistics: SiteStatistics) -> list[Tensor]:
     factor, _ = gptq.factorize(statistics.hessian.clone(), 1e-7)
-    return target.moved(weights, statistics, factor)
+    return gptq.moved(weights, statistics, factor)
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -126,17 +128,22 @@ WRITERS = {
 }
 
 
+def writers(bench: blocks.Bench) -> list[str]:
+    run = partial(bench.skeleton.run_block, bench.index)
+    return find_writers(bench.block, bench.sites, run, bench.inputs)
+
+
 @pytest.mark.parametrize("family", WRITERS)
 def test_writers_are_found(tmp_path, family):
     bench = blocks.load(families.save_model(tmp_path, family))
-    assert find_writers(bench.block, bench.sites, bench.run, bench.inputs) == WRITERS[family]
+    assert writers(bench) == WRITERS[family]
     assert not any("forward" in vars(module) for module in bench.block.modules())
 
 
 def test_a_multiplier_behind_a_linear_is_noticed(tmp_path):
     folder = families.save_model(tmp_path, "granite", residual_multiplier=0.5)
     bench = blocks.load(folder)
-    assert find_writers(bench.block, bench.sites, bench.run, bench.inputs) == []
+    assert writers(bench) == []
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import tasks
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.evaluation.tasks import Tasks, score
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models import tokenizing
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files import tokenizing
+from quantkit.models.files.open import open_checkpoint
 
 LINES = families.sentences(600)
 TEXTS = {

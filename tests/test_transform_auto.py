@@ -12,8 +12,9 @@ from quantkit.quantize import methods
 from quantkit.quantize.prepare import composing
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
-from quantkit.quantize.transforms.awq import AwqTransform, Reader
-from quantkit.quantize.transforms.feedback import FedReader, FeedbackScaling, candidate
+from quantkit.quantize.transforms.awq import AwqScore
+from quantkit.quantize.transforms.feedback import FedReader, FeedbackScore, candidate
+from quantkit.quantize.transforms.scaling import ColumnScaling, Reader
 
 RUN = {"batch_size": 2, "dtype": "float32"}
 SMALL = {"group_size": 32}
@@ -66,10 +67,10 @@ def test_a_method_with_a_solver_composes_it(method):
     def built(**options):
         return module.build(module.Options(**options))
 
-    assert isinstance(built(solver="gptq").transform, FeedbackScaling)
+    assert isinstance(built(solver="gptq").transform.score, FeedbackScore)
     assert built(solver="gptq", transform="none").transform is None
-    assert type(built(solver="gptq", transform="awq").transform) is AwqTransform
-    assert type(built(solver="rtn", transform="awq").transform) is AwqTransform
+    assert isinstance(built(solver="gptq", transform="awq").transform.score, AwqScore)
+    assert isinstance(built(solver="rtn", transform="awq").transform.score, AwqScore)
     assert not built(solver="rtn").needs  # auto is about error feedback: without it, no text
     names = {module.suffix(module.Options(transform=value)) for value in ("none", "awq", "auto")}
     assert len(names) == 3
@@ -145,7 +146,7 @@ def test_the_block_computes_the_same_and_its_columns_are_alike(twin):
     bench = blocks.load(twin("llama"))
     before = bench.run()
     view = bench.view(lambda name: AffineGrid(4, 32), bench.statistics())
-    transformed = FeedbackScaling(solver=GptqSolver()).apply(view)
+    transformed = ColumnScaling(FeedbackScore(GptqSolver())).apply(view)
     torch.testing.assert_close(bench.run(), before, rtol=1e-4, atol=1e-4)
     columns = bench.block.mlp.gate_proj.weight.square().mean(0).sqrt()
     assert columns.max() / columns.min() < 6 and transformed.scaled["mlp.gate_proj"]["spread"] > 16
@@ -236,7 +237,7 @@ def test_where_nothing_folds_the_job_says_so_and_writes_what_none_writes(twin, t
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
-    from quantkit.models import held
+    from quantkit.models.machine import held
 
     monkeypatch.setattr(held, "streams", lambda *_: streamed)
     model, text = twin("mixtral"), jobs.calibration(tmp_path)

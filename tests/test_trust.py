@@ -10,7 +10,7 @@ import torch
 from transformers.integrations import hub_kernels
 
 from quantkit.errors import QuantkitError
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton.meta_model import empty
 from quantkit.serving.engines import transformers as engine
 

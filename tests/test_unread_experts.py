@@ -13,7 +13,7 @@ from test_skeleton import open_skeleton, streamed, tokens
 
 from quantkit.errors import UNSUPPORTED
 from quantkit.inspection.record import describe
-from quantkit.models.headers import open_contents
+from quantkit.models.files.headers import open_contents
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2}
 

@@ -9,10 +9,10 @@ import pytest
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
 from quantkit.inspection import printed, record
-from quantkit.models.files import gguf_file, plausible, safetensors_folder, untrusted
-from quantkit.models.files.hub import LARGE_BYTES
-from quantkit.models.headers import open_contents
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files import gguf_file, safetensors_folder, untrusted
+from quantkit.models.files.headers import open_contents
+from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.untrusted import LARGE_BYTES
 from quantkit.quantize.prepare import recipe
 from quantkit.text.chat import ChatTemplate, Conversation
 
@@ -50,10 +50,10 @@ def test_a_configuration_that_cannot_be(tiny_model, values, said):
 
 
 def test_counts_that_headers_bear_out_are_believed():
-    plausible.refuse({"num_hidden_layers": 2000, "num_labels": 40_000}, tensors=24_000)
-    plausible.refuse({"num_hidden_layers": 126, "max_position_embeddings": 10_485_760})
+    untrusted.refuse_config({"num_hidden_layers": 2000, "num_labels": 40_000}, tensors=24_000)
+    untrusted.refuse_config({"num_hidden_layers": 126, "max_position_embeddings": 10_485_760})
     with pytest.raises(QuantkitError):
-        plausible.refuse({"num_hidden_layers": 2000}, tensors=1999)
+        untrusted.refuse_config({"num_hidden_layers": 2000}, tensors=1999)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import UNSUPPORTED
 from quantkit.inspection.record import describe
-from quantkit.models.headers import open_contents
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.headers import open_contents
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, towers
 from quantkit.models.skeleton.towers import Beside
 

@@ -18,7 +18,7 @@ from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.units import Choice, Preset, anchors, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import job, loop
 from quantkit.quantize.prepare import finished
 from quantkit.quantize.progress import Progress

@@ -27,8 +27,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
 from quantkit.quantize.job import Job
-from quantkit.quantize.solvers import SiteStatistics, rtn
-from quantkit.quantize.solvers.loss import loss
+from quantkit.quantize.solvers import SiteStatistics, loss, rtn
 from quantkit.quantize.timings import Timings
 
 KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates

@@ -18,7 +18,7 @@ from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
 TOKENS = 4096  # of a sequence where nothing is said

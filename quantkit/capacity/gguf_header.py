@@ -8,8 +8,8 @@ import re
 from quantkit.capacity.parameters import CONV1D_FAMILIES, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.headers import Contents
 
 FLOATS = ("F32", "F16", "BF16")
 NAMES = {  # part of a GGUF name -> what most checkpoints call it; the first that matches counts

@@ -11,9 +11,8 @@ from quantkit.capacity import formats, job_time
 from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
-from quantkit.grids import processor
-from quantkit.models import held
-from quantkit.models.machine import limits
+from quantkit.models.machine import held, processor
+from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
@@ -74,7 +73,7 @@ def _of_method(
     whole, samples = samples, -(-samples // ranks)
     seqlen = min(seqlen, settings.context or seqlen)
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
-    memory = device.memory_bytes if on_gpu else limits.room().nbytes // ranks
+    memory = device.memory_bytes if on_gpu else room().nbytes // ranks
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
         shapes = mixture(shapes, settings, memory if on_gpu else None)

@@ -1,7 +1,7 @@
 """How long a quantization job takes: a range, and what it rests on.
 
 On a CPU: floating-point operations, counted, at the rate that cores reach in matrix products, plus what
-each weight costs besides; measured by scripts/check_plan.py and scripts/bench_*.py. On a GPU nothing was
+each weight costs besides; measured by scripts/bench_memory.py and scripts/bench_*.py. On a GPU nothing was
 measured with quantkit: the range is that of published runs of the same algorithms, scaled by FLOPS.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.grids import processor
+from quantkit.models.machine import processor
 from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 

@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.errors import first_line
-from quantkit.models.files import plausible
+from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors
 from quantkit.models.skeleton.meta_model import empty
 
@@ -109,7 +109,7 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     transformers.logging.set_verbosity_error()
     if family not in transformers.CONFIG_MAPPING:
         raise Unknown(f"{family} is not known to transformers {transformers.__version__}")
-    plausible.refuse(config)
+    untrusted.refuse_config(config)
     try:
         told = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
         return transformers.CONFIG_MAPPING[family].from_dict(told).get_text_config()

@@ -12,7 +12,7 @@ from functools import cached_property
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import QuantkitError
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
-from quantkit.models.held import EXPERTS, ROUTED
+from quantkit.models.machine.held import EXPERTS, ROUTED
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]
@@ -264,17 +264,17 @@ def _informed(settings: Settings, parameters: Parameters) -> Settings:
 
 def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
     """A tensor with its place in the model, whose decoder blocks are the list `blocks`."""
-    tensor = Tensor(info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None))
+    known = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
     match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
     if match is None or match["blocks"] != blocks:
-        return tensor
-    tensor = replace(tensor, block=int(match["index"]), local=match["local"])
-    module, _, leaf = tensor.local.rpartition(".")
+        return Tensor(*known)
+    place = {"block": int(match["index"]), "local": match["local"]}
+    module, _, leaf = match["local"].rpartition(".")
     plain = len(info.shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
     if not plain or not all(info.shape):
-        return tensor
+        return Tensor(*known, **place)
     out_features, in_features = info.shape[::-1] if conv1d else info.shape
-    return replace(tensor, out_features=out_features, in_features=in_features, conv1d=conv1d)
+    return Tensor(*known, **place, out_features=out_features, in_features=in_features, conv1d=conv1d)
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:

@@ -14,8 +14,8 @@ from quantkit.capacity.parameters import DTYPE_BYTES, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.inspection.stored import Weight, weights_of
+from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.headers import Contents
 
 FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
 

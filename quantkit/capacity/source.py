@@ -14,10 +14,10 @@ from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, 
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
 from quantkit.layouts import quantization_of
-from quantkit.models.files import safetensors_folder, undescribed
+from quantkit.models.files import safetensors_folder, untrusted
+from quantkit.models.files.headers import Contents, open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.headers import Contents, open_contents
-from quantkit.models.held import EXPERTS
+from quantkit.models.machine.held import EXPERTS
 
 QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
 AS_IF_PACKED = (
@@ -100,7 +100,7 @@ def _of_headers(contents: Contents) -> Source:
         settings = Settings(contents.config, contents.config if latent else None)
         entries, basis, layout = gguf_header.entries(contents, settings), "the GGUF header", "gguf"
     elif not told:
-        undescribed.refuse(contents.infos.values())
+        untrusted.refuse_codes(contents.infos.values())
     else:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
 

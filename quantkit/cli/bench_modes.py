@@ -80,8 +80,8 @@ class Asked:
         import torch
 
         from quantkit.evaluation.generate import shared_dtype
+        from quantkit.models.files.open import open_checkpoint
         from quantkit.models.machine.device import choose_device
-        from quantkit.models.open import open_checkpoint
 
         if len(self.models) != 1:
             raise QuantkitError("give one model", "this question is asked of one at a time", USAGE)

@@ -99,7 +99,7 @@ def command(
     """The function behind `quantkit chat`."""
     from quantkit.capacity.source import parse_tokens
     from quantkit.cli.progress import listener, uncollected
-    from quantkit.grids import kv_types
+    from quantkit.models import kv_types
 
     cache = None if kv_dtype is None else kv_types.named(kv_dtype)
     limit = parse_tokens(context) if context is not None else 0

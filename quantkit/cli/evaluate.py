@@ -129,7 +129,7 @@ def command(
     from quantkit.evaluation import metrics as metrics_of
     from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs
-    from quantkit.grids import kv_types
+    from quantkit.models import kv_types
     from quantkit.options import size_bytes
 
     chosen, most = metrics_of.select(metrics), max_memory and size_bytes(max_memory, "--max-memory")
@@ -150,8 +150,8 @@ def command(
             from quantkit.evaluation.comparison.record import record
             from quantkit.evaluation.comparison.table import print_comparison
             from quantkit.evaluation.tasks import Tasks
+            from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
-            from quantkit.models.open import open_checkpoint
 
         checkpoints = [
             open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)

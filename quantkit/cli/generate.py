@@ -59,8 +59,8 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
+            from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
-            from quantkit.models.open import open_checkpoint
 
         settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
         settings.check()

@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """The function behind `quantkit inspect`."""
     from quantkit.inspection import printed, record
-    from quantkit.models.headers import open_contents
+    from quantkit.models.files.headers import open_contents
 
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     found = [record.describe(open_contents(*source, offline)) for source in sources]
@@ -74,7 +74,7 @@ def _with_values(
     """
     from quantkit.cli.progress import listener
     from quantkit.inspection import compare, values
-    from quantkit.models.open import open_checkpoint
+    from quantkit.models.files.open import open_checkpoint
 
     offline, trust_remote_code, quiet = options
     try:

@@ -156,7 +156,7 @@ def _calibration(made: dict | None) -> str:
 
 def summary_record(summary: Summary, evaluation: dict | None) -> dict:
     """JSON of a finished job."""
-    record = {"schema": "quantkit.job/1"} | asdict(summary)
+    record = {"schema": "quantkit.job/2"} | asdict(summary)
     return record | {"eval": evaluation} if evaluation else record
 
 
@@ -194,8 +194,6 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["left out"] = (
             f"{names} ({nbytes}): towers belong into an mmproj file, which llama.cpp's own converter writes"
         )
-    if summary.towers:
-        facts["towers"] = f"{count(summary.towers, 'linear')} of them, rounded to nearest"
     if summary.copied:
         facts["copied"] = _copied(summary.copied)
     if summary.experts:

@@ -107,7 +107,7 @@ def command(
     """The function behind `quantkit plan`."""
     from quantkit.capacity import devices, forecast, names, source, tables
     from quantkit.errors import USAGE, QuantkitError
-    from quantkit.grids import kv_types
+    from quantkit.models import kv_types
 
     if model is None and params is None:
         raise QuantkitError(

@@ -157,7 +157,7 @@ def _print_summaries(summaries: list[Summary], results: dict | None, as_json: bo
 def _print_finished(outputs: list[str], as_json: bool) -> None:
     """The answer to --resume where nothing is left to do."""
     if as_json:
-        _print_json([{"schema": "quantkit.job/1", "output": one, "finished": True} for one in outputs])
+        _print_json([{"schema": "quantkit.job/2", "output": one, "finished": True} for one in outputs])
     for output in () if as_json else outputs:
         print(f"{output} is finished: nothing to do")
 

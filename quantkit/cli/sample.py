@@ -48,8 +48,8 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation import generate, self_text
+            from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
-            from quantkit.models.open import open_checkpoint
             from quantkit.quantize.job import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")

@@ -106,7 +106,7 @@ def command(
     from quantkit.capacity.source import parse_tokens
     from quantkit.cli.manners import stopping
     from quantkit.cli.progress import listener
-    from quantkit.grids import kv_types
+    from quantkit.models import kv_types
     from quantkit.serving.server.settings import Settings
 
     settings = Settings(

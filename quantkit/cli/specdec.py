@@ -85,8 +85,9 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation.generate import shared_dtype
+            from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
-            from quantkit.models.open import open_checkpoint
+            from quantkit.serving.engines.choose import choose_local
             from quantkit.serving.specdec import compare, printed
             from quantkit.serving.specdec.settings import LOOKUP, Settings, parse_ks
 
@@ -101,7 +102,8 @@ def command(
         ]
         place = choose_device(device)
         precision = shared_dtype(dtype, own, place)
-        runs = compare.choose_engine(engine, [own, *guesses])
+        folders = [made.source for made in (own, *guesses) if made and not made.folder.is_file()]
+        runs, _ = choose_local(engine, folders)
         found = compare.compare(own, guesses, settings, runs, precision, place, progress)
     if not as_json:
         printed.show(found, own.tokenizer, quiet)

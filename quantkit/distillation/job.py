@@ -17,12 +17,11 @@ from quantkit.distillation.memory import Memory
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.student import Student, vectors
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
-from quantkit.models import headers
-from quantkit.models.files import untrusted
+from quantkit.models.files import headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import plan

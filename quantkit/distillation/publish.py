@@ -20,9 +20,9 @@ from quantkit.grids.distance import relative_distance
 from quantkit.inspection.verify import ERRORS
 from quantkit.models.files import gguf_writer, sums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.headers import MANIFEST, MANIFEST_SCHEMA
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.coded import CodedGguf
-from quantkit.models.headers import MANIFEST, MANIFEST_SCHEMA
-from quantkit.models.open import open_checkpoint
 from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
 from quantkit.quantize.outputs.folder import TIMINGS
 

@@ -19,7 +19,7 @@ from quantkit.distillation.student import Floats
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.models.files import unchanged
-from quantkit.models.machine.heap import map_large_blocks
+from quantkit.models.machine.memory import map_large_blocks
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.progress import Progress

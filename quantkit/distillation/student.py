@@ -19,6 +19,7 @@ from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import Layout, understood
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
+from quantkit.models.machine import processor
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.loading import TORCH_DTYPES
 from quantkit.quantize.prepare.linears import linears
@@ -205,7 +206,8 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
             with torch.no_grad():
                 weight, layout = block.weights[local], block.layouts[local]
                 kept = weight.grid.storable(block.of_linear(local, floats))
-                client = layout.module(layout.encode(weight.with_floats(kept)), linear.bias)
+                encoded = layout.encode(weight.with_floats(kept))
+                client = layout.module(encoded, linear.bias, None, processor.has_int8_products())
                 exact = client(inputs[0].detach())
             return output + (exact - output).detach() if torch.is_grad_enabled() else exact
 

@@ -26,10 +26,10 @@ from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
-from quantkit.models.machine.heap import map_large_blocks
+from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.quantize.calibrate.states import HERE, Place, States
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 from quantkit.quantize.staging.folder import disk_errors

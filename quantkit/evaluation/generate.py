@@ -20,11 +20,11 @@ from transformers.generation.streamers import TextStreamer
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config
 from quantkit.evaluation.whole_model import load_model
-from quantkit.models import tokenizing
+from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine.device import choose_dtype
-from quantkit.models.machine.heap import return_freed_pages
-from quantkit.models.tokenizer_hash import tokenizer_sha256
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
@@ -257,13 +257,19 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The place in which two texts part; None where they do not. One that ends parts where it ends."""
+    pairs = enumerate(zip(one, other, strict=False))
+    found = next((place for place, (a, b) in pairs if a != b), None)
+    return min(len(one), len(other)) if found is None and len(one) != len(other) else found
+
+
 def parting(
     tokenizer: Any, made: Continuation, first: Continuation, of_expected: Sequence[float]
 ) -> Parting | None:
     """Where `made` leaves `first`, which had the same prompt as tokens; None where it does not."""
-    pairs = zip(made.ids, first.ids, strict=False)
-    index = next((k for k, (a, b) in enumerate(pairs) if a != b), None)
-    if index is None:
+    index = first_difference(made.ids, first.ids)
+    if index is None or index >= min(len(made.ids), len(first.ids)):  # one that ends says the same so far
         return None
     before = through = decode(tokenizer, made.ids[:index]).rstrip(BROKEN)
     for end in range(index + 1, len(made.ids) + 1):  # a character may take several tokens

@@ -2,7 +2,7 @@
 
 transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with what
 that returns. The cache here returns all of a window at once, rounded as the engine that has the type rounds
-(grids/kv_cache.py). Where a token is rounded only when others have come, a window is read several times, each
+(kv_rounding.py). Where a token is rounded only when others have come, a window is read several times, each
 time for the queries that find the cache in that state.
 """
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import kv_cache, kv_types
-from quantkit.grids.kv_cache import KvRounding
+from quantkit.evaluation import kv_rounding
+from quantkit.evaluation.kv_rounding import KvRounding
+from quantkit.models import kv_types
 from quantkit.models.skeleton import Skeleton
 
 EMPTY: Mapping = MappingProxyType({})
@@ -44,7 +45,7 @@ class KvCache:
 
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
         self.name, self._scales = name, scales if name == "fp8" else EMPTY
-        self._rounding = kv_cache.named(name)
+        self._rounding = kv_rounding.named(name)
         self._places: dict[int, list[_Place]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
@@ -57,7 +58,7 @@ class KvCache:
 
     def _rounding_of(self, index: int, place: str) -> KvRounding:
         scales = self._scales.get((index, place))
-        return kv_cache.scaled(*scales) if scales else self._rounding
+        return kv_rounding.scaled(*scales) if scales else self._rounding
 
     def describe(self, source: str) -> Kv:
         """What was used. Raises QuantkitError for a model that has no such cache at all."""

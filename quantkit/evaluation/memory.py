@@ -13,7 +13,7 @@ import torch
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
-from quantkit.models.machine.limits import Limit
+from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.prepare.linears import linears

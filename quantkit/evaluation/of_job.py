@@ -13,7 +13,7 @@ from quantkit.evaluation.metrics import select
 from quantkit.evaluation.stream import Listener
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 
 def measure(

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
-from quantkit.models import tokenizing
-from quantkit.models.files import untrusted
+from quantkit.models.files import tokenizing, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine import distributed
-from quantkit.models.tokenizer_hash import tokenizer_sha256
 from quantkit.text.calibration import Provenance, begins_with_bos
 
 DEFAULT_CONTEXT = 2048

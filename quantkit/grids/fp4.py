@@ -41,7 +41,7 @@ E4M3_MIN = 2.0**-9  # smallest above 0 (subnormal)
 # what is above 256 for the largest scale there is.
 E4M3_TOP = 240.0
 CODES_BELOW, CODES_ABOVE = 2, 6  # neighbours in e4m3 of `largest / 6` that are tried: 4/5 to 7/4 of it
-MX_BIAS = 127
+MX_BIAS, MX_BLOCK = 127, 32
 MX_LIMITS = -126, 127  # 2^-127 is read, but no normal float32
 
 
@@ -273,3 +273,11 @@ def _codes_by_place(device: torch.device) -> Tensor:
     codes = torch.bucketize(places, (positive[1:] + positive[:-1]) / 2)
     negative = codes.flip(0)[:-1]  # place -1 is the last one
     return torch.cat([codes, torch.where(negative > 0, negative | SIGN, 0)]).to(torch.uint8).to(device)
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return bfloat16 `[..., groups * 32]`, exactly, of gpt-oss's experts: `blocks [..., groups, 16]`, the
+    first of two codes in the low bits, and exponents `scales [..., groups]`, both uint8."""
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    exponents = scales.to(torch.int32)[..., None] - MX_BIAS
+    return torch.ldexp(values_by_code(blocks.device)[codes.long()], exponents).flatten(-2).to(torch.bfloat16)

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quantkit.grids import processor
 from quantkit.grids.grid import by_rows, fill_rows
 from quantkit.grids.levels import WholeLevels, usable
 
@@ -116,22 +115,45 @@ def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
 
 
 def int8_matmul(
-    inputs: Tensor, codes: Tensor, absmax: Tensor, threshold: float, bias: Tensor | None = None
-) -> Tensor:
+    inputs: Tensor, codes: Tensor, absmax: Tensor, threshold: float, bias: Tensor | None = None,
+    products: bool = False,
+) -> Tensor:  # fmt: skip
     """`inputs [sequences, tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32 `[out]`.
+    products: whether the processor multiplies int8 fast and exactly; the result is the same.
 
     The result has the dtype of `inputs`. Outliers are decided sequence by sequence, so that what a sequence
     computes does not depend on what else is in its batch. As the clients of such a checkpoint do, outlier
     columns are multiplied by the dequantized weight, since the original one is not stored.
     """
     outliers = outlier_columns(inputs.half(), threshold)
-    result = _quantized_part(inputs, outliers, codes, absmax, threshold)
+    result = _quantized_part(inputs, outliers, codes, absmax, threshold, products)
     result = (result if bias is None else result + bias).to(inputs.dtype)
     for k in outliers.any(1).nonzero()[:, 0].tolist():
         columns = outliers[k].nonzero()[:, 0]
         weight = (codes[:, columns] * absmax[:, None] * INVERSE).to(inputs.dtype)
         result[k].addmm_(inputs[k][:, columns], weight.t())
     return result
+
+
+class Int8Linear(nn.Module):
+    """`int8_matmul` as a module. products: whether the processor multiplies int8 fast and exactly."""
+
+    def __init__(
+        self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float, products: bool = False
+    ):
+        super().__init__()
+        self.register_buffer("codes", codes, persistent=False)
+        self.register_buffer("absmax", absmax, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.threshold, self.products = threshold, products
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`inputs [..., tokens, in]` to `[..., tokens, out]`."""
+        if not inputs.numel():  # no token was routed to this expert
+            return inputs.new_empty(*inputs.shape[:-1], len(self.codes))
+        sequences = inputs.reshape(-1, *inputs.shape[-2:])
+        outputs = int8_matmul(sequences, self.codes, self.absmax, self.threshold, self.bias, self.products)
+        return outputs.view(*inputs.shape[:-1], len(self.codes))
 
 
 def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
@@ -142,7 +164,7 @@ def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
 
 
 def _quantized_part(
-    inputs: Tensor, outliers: Tensor, codes: Tensor, absmax: Tensor, threshold: float
+    inputs: Tensor, outliers: Tensor, codes: Tensor, absmax: Tensor, threshold: float, products: bool
 ) -> Tensor:
     """Both factors in int8, sums in int32, dequantized by the outer product of their scales.
 
@@ -153,11 +175,11 @@ def _quantized_part(
         rows.masked_fill_(rows.abs() >= threshold, 0)
     scale = rows.abs().amax(1)
     quantized = _codes(rows, scale).unflatten(0, inputs.shape[:2]).masked_fill_(outliers[:, None], 0)
-    sums = _int_matmul(quantized.flatten(0, 1).to(torch.int8), codes)
+    sums = _int_matmul(quantized.flatten(0, 1).to(torch.int8), codes, products)
     return (sums * (scale[:, None] * absmax) * INVERSE_SQUARE).unflatten(0, inputs.shape[:2])
 
 
-def _int_matmul(a: Tensor, b: Tensor) -> Tensor:
+def _int_matmul(a: Tensor, b: Tensor, products: bool = False) -> Tensor:
     """`a [n, k] @ b [m, k].T` for int8 factors, in int32.
 
     CUDA wants n > 16 and multiples of 8: padded with zeros. On a CPU without integer dot products torch
@@ -166,7 +188,7 @@ def _int_matmul(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type == "cpu":
         # oneDNN takes the length of a row from strides, which say nothing where a row or column is the only
         # one. It then refuses, and torch returns memory that nobody wrote: 2.13 does, pytorch/pytorch#195066.
-        if processor.has_int8_products() and a.shape[1] > 1:
+        if products and a.shape[1] > 1:
             a, b = (factor.reshape(-1).view(factor.shape) for factor in (a, b))
             return torch._int_mm(a, b.t())
         return _pieces_matmul(a, b)

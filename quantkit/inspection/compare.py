@@ -11,8 +11,8 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection.names import part_of
 from quantkit.inspection.values import Listener
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.tokenizer_hash import tokenizer_sha256
 
 SCHEMA = "quantkit.inspect-diff/1"
 ROWS = 256  # of two weights compared at a time

@@ -18,7 +18,7 @@ import psutil
 
 from quantkit import __version__
 from quantkit.errors import EXIT_CODES, QuantkitError, first_line
-from quantkit.grids import processor
+from quantkit.models.machine import processor
 from quantkit.tables import megabytes
 
 SCHEMA = "quantkit.doctor/1"

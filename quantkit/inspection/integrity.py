@@ -16,7 +16,7 @@ from quantkit.inspection import agreement
 from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
 from quantkit.inspection.stored import Weight
 from quantkit.models.files import safetensors_folder
-from quantkit.models.headers import Contents
+from quantkit.models.files.headers import Contents
 
 VOCABULARIES = (
     "tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json", "*token*.py",

@@ -21,8 +21,8 @@ from quantkit.inspection.names import (
 )
 from quantkit.inspection.positions import positions
 from quantkit.inspection.stored import Weight, weights_of
+from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
-from quantkit.models.headers import Contents
 from quantkit.tables import ranges
 
 SCHEMA = "quantkit.inspect/1"

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from quantkit import layouts
 from quantkit.layouts import _foreign, ggml
 from quantkit.layouts._headers import Codes, Headers, Mark
+from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.headers import Contents
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from quantkit.models.headers import Contents
+from quantkit.models.files.headers import Contents
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SPECIAL = ("bos", "eos", "pad", "unk")

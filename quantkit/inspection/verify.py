@@ -17,8 +17,8 @@ from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
 from quantkit.models.files import sums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Contents, open_contents
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Contents, open_contents
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.verify/1"

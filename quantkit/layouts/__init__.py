@@ -1,8 +1,8 @@
 """Layouts: how one quantized linear lies on disk for a named client. One file each, found by name.
 
 A layout's file holds its class; NAME, as configurations spell it; `detect(config)`, which makes one of a
-stored configuration; HEADERS, how headers alone show its linears (see `_headers`); and CLIENTS, who loads it
-(see inspection/clients.py). torch is imported where tensors are encoded and decoded: plans do without.
+stored configuration; and HEADERS, how headers alone show its linears (see `_headers`). Who loads it stands
+in inspection/clients.yaml. torch is imported where tensors are encoded and decoded: plans do without.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ DTYPE_BYTES = {  # as headers of safetensors files call them
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
+DTYPES = {  # the same by torch's names
+    **{f"float{n}": f"F{n}" for n in (16, 32, 64)} | {"bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"},
+    **{f"int{n}": f"I{n}" for n in (8, 16, 32, 64)} | {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
+}
+Numbers = tuple[int, int | None]  # bits, and columns of a group: None for whole rows
+FLOATS = {"F64", "F32", "F16", "BF16", "F8_E8M0"}  # a scale may be stored as any of them
 Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a linear's tensor
 
 # Linears that serving engines make one of, and the name of that one.
@@ -39,17 +46,17 @@ FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear of a decoder block, or beside the language model.
+    """One linear of a decoder block.
 
     name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
-    name inside it; None and the whole name beside the blocks. kept: why it is kept in 16 bit; None when it is
+    name inside it. kept: why it is kept in 16 bit; None when it is
     quantized. grid: what a solver works on; None when it is kept, and where the output encodes it. conv1d:
     the model itself has a Conv1D there (GPT-2), which some clients do not replace. module: what transformers
     calls it inside a wrapper of other modalities, where engines keep to stored names and it does not.
     """
 
     name: str
-    block: int | None
+    block: int
     local: str
     out_features: int
     in_features: int
@@ -92,7 +99,8 @@ class Layout(Protocol):
     they make linears of a block's other matrices, such as routers, unless `beside` names them. floats: of the
     suffixes, those whose tensors hold what is stored in floating point. needs: which statistics of a
     linear's inputs it stores something of (see SiteStatistics). rounds_inputs: some linears' inputs are
-    quantized, too, as `module` does.
+    quantized, too, as `module` does. optional: of the suffixes, those that clients do without. texts: those
+    whose length tables estimate.
     """
 
     marker: str
@@ -103,7 +111,9 @@ class Layout(Protocol):
     floats: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
     rounds_inputs = False
-    REQUIRED = ("check", "tensors", "encode", "decode", "config")
+    optional: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    REQUIRED = ("check", "tensors", "sizes", "encode", "decode", "config")
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -126,6 +136,15 @@ class Layout(Protocol):
 
     def tensors(self, spec: LinearSpec) -> Table:
         """Return the tensors stored for one linear by suffix; lengths of texts are close estimates."""
+
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Return what a linear's stored tensors, or their headers, say of it. Raises ValueError or
+        ArithmeticError for shapes that cannot be meant; `believed` compares the rest with `tensors`."""
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """Bits and columns of a group, None for whole rows, that a stored configuration says of a linear."""
+        return None
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes that one quantized linear takes on disk."""
@@ -155,10 +174,12 @@ class Layout(Protocol):
         tensors: Mapping[str, torch.Tensor],
         bias: torch.Tensor | None,
         values: torch.Tensor | None = None,
+        products: bool = False,
     ) -> nn.Module | None:
         """A module that computes as clients do where the result is more than the decoded weight times
         the input, because activations are quantized too; None elsewhere. values: of these tensors, in the
-        precision of the input, where they have been decoded already."""
+        precision of the input, where they have been decoded already. products: whether the processor
+        multiplies int8 fast."""
         return None
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
@@ -285,6 +306,88 @@ def of_linear(tensors: Mapping[str, torch.Tensor]) -> str:
     """`" of NAME"` for a message where it is known whose tensors these are."""
     linear = getattr(tensors, "linear", "")
     return f" of {linear}" if linear else ""
+
+
+def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
+    """Return the error of a linear whose stored tensors cannot be meant."""
+    linear = getattr(tensors, "linear", "")
+    return QuantkitError(
+        f"{linear}: {why}" if linear else why,
+        "the file is damaged, or config.json belongs to another one: download it again",
+    )
+
+
+def stored_as(part: Any) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape, as tables have them, of a tensor or of what a header says of one."""
+    dtype = part.dtype if isinstance(part.dtype, str) else DTYPES[str(part.dtype).removeprefix("torch.")]
+    return dtype, tuple(part.shape)
+
+
+def misfits(parts: Mapping[str, Any], table: Table) -> dict[str, str]:
+    """Return what is wrong with those of a linear's tensors, or headers, that its table names.
+
+    A number of any floating-point type stands for one of another; a scalar for a tensor of one number.
+    """
+    found = {}
+    for part in parts.keys() & table.keys():
+        (dtype, shape), (wanted, size) = stored_as(parts[part]), table[part]
+        kind = dtype == wanted or {dtype, wanted} <= FLOATS
+        if not kind or (shape or (1,)) != (size or (1,)):
+            found[part] = f"{part} is {dtype} {list(shape)} instead of {wanted} {list(size)}"
+    return found
+
+
+def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
+    """Return what a linear's stored tensors say of it, once they are those of its table, and no others.
+
+    holder: a layout, or a form of one. Decoders rely on this alone. Raises QuantkitError for other tensors,
+    and for numbers that the configuration contradicts.
+    """
+    try:
+        spec = holder.sizes(tensors)
+        table = holder.tensors(spec)
+        shapes = {part: row for part, row in table.items() if part not in getattr(holder, "texts", ())}
+    except (ArithmeticError, IndexError, ValueError) as error:
+        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
+        raise damaged(tensors, f"{told} do not fit one another") from error
+    wrong = list(misfits(tensors, shapes).values())
+    wrong += [f"{part} is not expected" for part in tensors.keys() - table.keys() - set(holder.optional)]
+    if wrong:
+        raise damaged(tensors, ", ".join(sorted(wrong)))
+    for part in table.keys() - tensors.keys() - set(holder.optional):
+        tensors[part]  # the mapping's own error
+    found, told = (spec.grid.bits, spec.grid.group_size), getattr(holder, "numbers", None)
+    if told and unlike(told, found, spec.in_features):
+        raise QuantkitError(
+            f"quantization_config says {in_words(told)}, the tensors{of_linear(tensors)} have "
+            f"{in_words(found)}",
+            hint="config.json belongs to another checkpoint: download both again",
+        )
+    return spec
+
+
+def unlike(told: Numbers, found: Numbers, columns: int) -> bool:
+    """Whether bits, or the groups that rows of so many columns make, differ."""
+    groups = [-(-columns // size) if size else 1 for _, size in (told, found)]
+    return told[0] != found[0] or groups[0] != groups[1]
+
+
+def in_words(numbers: Numbers) -> str:
+    """`4 bit in groups of 128`, or in whole rows."""
+    bits, size = numbers
+    return f"{bits} bit in groups of {size}" if size else f"{bits} bit in whole rows"
+
+
+def require_matrix(tensors: Mapping[str, torch.Tensor], part: str, dtype: str) -> None:
+    """Raise QuantkitError unless a tensor is a matrix of this type with something in it."""
+    (found, shape) = stored_as(tensors[part])
+    if found != dtype or len(shape) != 2 or not all(shape):
+        raise damaged(tensors, f"{part} is {found} {list(shape)} instead of a matrix of {dtype}")
+
+
+def sized(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec:
+    """Return a linear without a name: what tables depend on."""
+    return LinearSpec("", 0, "", out_features, in_features, grid)
 
 
 def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:

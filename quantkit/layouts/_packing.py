@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, damaged
 from quantkit.layouts._headers import WORD
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -95,3 +96,24 @@ def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
         codes |= unpack(plane.reshape(-1, words.shape[1]), width, count) << shift
         shift += width
     return codes
+
+
+def column_groups(
+    tensors: Mapping[str, Tensor], part: str, stored: Tensor | None, spec: LinearSpec, device: torch.device
+) -> Tensor | None:
+    """Return the group of each column, int64 `[in]`; None where they lie in order and divide the row.
+
+    stored: as `part` of the tensors names them; None for columns in order. Raises QuantkitError for groups
+    that there are not.
+    """
+    import torch
+
+    size, groups = spec.grid.group_size, -(-spec.in_features // spec.grid.group_size)
+    trivial = torch.arange(spec.in_features, device=device) // size
+    found = trivial if stored is None else stored.long()
+    if found.shape != trivial.shape:
+        raise damaged(tensors, f"{part} is {list(found.shape)} instead of {list(trivial.shape)}")
+    least, most = int(found.min()), int(found.max())
+    if least < 0 or most >= groups:
+        raise damaged(tensors, f"{part} names groups {least} to {most}, there are {groups}")
+    return None if spec.in_features % size == 0 and torch.equal(found, trivial) else found

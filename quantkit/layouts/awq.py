@@ -8,14 +8,14 @@ Format: AutoAWQ `WQLinear_GEMM.from_linear`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, of_linear
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, believed, sized
 from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored, words
+from quantkit.layouts._headers import Codes, Headers, Parts, Stored, words
 from quantkit.layouts._packing import no_whole_words, pack, unpack
 
 if TYPE_CHECKING:
@@ -88,32 +88,29 @@ class AwqLayout(Layout):
             "scales": weight.params.scale.t().half().contiguous(),
         }
 
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Groups divide the rows."""
+        groups, out_features = parts["scales"].shape
+        in_features, columns = parts["qweight"].shape
+        if in_features % groups or columns * PER_WORD != out_features:
+            raise ValueError
+        return sized(out_features, in_features, Width(BITS, in_features // groups))
+
+    @property
+    def numbers(self) -> Numbers:
+        """Of all linears."""
+        return BITS, max(0, self.group_size) or None
+
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit one another."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
-        qweight, qzeros, scales = parts = [tensors[part] for part in self.suffixes]
-        if not _fit(*parts):
-            sizes = [
-                f"{part} {list(tensor.shape)}" for part, tensor in zip(self.suffixes, parts, strict=True)
-            ]
-            raise QuantkitError(
-                f"{', '.join(sizes)}{of_linear(tensors)} are no AWQ weight",
-                hint="the file is damaged, or config.json belongs to another one: download it again",
-            )
-        (in_features, _), (groups, out_features) = qweight.shape, scales.shape
-        if (group_size := in_features // groups) != (
-            in_features if self.group_size == -1 else self.group_size
-        ):
-            raise QuantkitError(
-                f"quantization_config says group_size {self.group_size}, the tensors{of_linear(tensors)} "
-                f"have groups of {group_size}",
-                hint="config.json belongs to another checkpoint: download both again",
-            )
-        grid = AffineGrid(BITS, group_size, symmetric=not self.zero_point)
-        params = AffineParams(scales.t().float(), _unpack(qzeros, out_features).float())
-        return QuantizedWeight(grid, _unpack(qweight, out_features), params)
+        spec = believed(tensors, self)
+        grid = AffineGrid(BITS, spec.grid.group_size, symmetric=not self.zero_point)
+        zero = _unpack(tensors["qzeros"], spec.out_features).float()
+        params = AffineParams(tensors["scales"].t().float(), zero)
+        return QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Clients leave the head alone when `modules_to_not_convert` is null;
@@ -143,25 +140,10 @@ def detect(config: dict) -> AwqLayout | None:
             hint="quantkit reads version gemm of 4 bits; convert others with the tool that wrote them",
             exit_code=UNSUPPORTED,
         )
-    if type(group_size) is not int:
-        raise QuantkitError("quantization_config says no group_size", hint="download config.json again")
+    again = "download config.json again"
+    require(type(group_size) is int, "quantization_config says no group_size", again)
+    require(group_size, "quantization_config says groups of 0", again)
     return AwqLayout(group_size=group_size, zero_point=bool(config.get("zero_point", True)))
-
-
-def _fit(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> bool:
-    """Whether types and sizes of the stored tensors agree."""
-    import torch
-
-    if any(tensor.ndim != 2 or not tensor.numel() for tensor in (qweight, qzeros, scales)):
-        return False
-    words, groups = qweight.shape[1], scales.shape[0]
-    return (
-        qweight.dtype == qzeros.dtype == torch.int32
-        and scales.is_floating_point()
-        and tuple(qzeros.shape) == (groups, words)
-        and scales.shape[1] == words * PER_WORD
-        and len(qweight) % groups == 0
-    )
 
 
 def _pack(values: Tensor) -> Tensor:
@@ -181,52 +163,14 @@ def _unpack(words: Tensor, out_features: int) -> Tensor:
 
 
 def _read(parts: Parts, stored: Stored) -> Codes:
-    """`qweight [in, out * bits / 32]`, `scales [groups, out]`, `qzeros [groups, out * bits / 32]`."""
-
-    def sizes(parts: Parts, out_features: int) -> tuple[float, int]:
-        in_features, columns = parts["qweight"].shape
-        whole = in_features % parts["scales"].shape[0] == 0
-        return columns * WORD / out_features if whole else 0, in_features
-
-    return headers.in_words("awq", parts, stored.quantization, sizes, AwqLayout(128).tensors)
-
-
-def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:
-    told = headers.grouped(config) if config.get("quant_method") == "awq" else None
-    return (lambda linear: [told]) if told else None
+    """Forms that are not understood but have the same names (gemv, Marlin) are not judged."""
+    config = stored.quantization
+    size = headers.number(config, "group_size")
+    codes = headers.codes_of("awq", AwqLayout(size), parts, size)
+    version = str(config.get("version") or "gemm").lower()
+    return codes if version in ("gemm", "awq") else replace(codes, problem="", lacks=())
 
 
 HEADERS = Headers(
-    marks=(Mark("qweight", "qweight", ("qzeros", "scales", "g_idx"), _read, claims=headers.is_awq),),
-    shared={"awq": ("qzeros",)},
-    telling=(".qzeros",),
-    promised=_promised,
-    contradicted=headers.of_words("awq"),
+    marks=(headers.mark(AwqLayout, "qweight", _read, headers.is_awq),), telling=(".qzeros",), counted="awq"
 )
-CLIENTS = {
-    "transformers": [
-        {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
-        {
-            "model_type": list(ACTIVATION_SCALES),
-            "loads": False,
-            "note": "it expects scales of an activation that this file does not hold",
-        },
-        {
-            "group_size": [16, -1],
-            "loads": True,
-            "note": "with gptqmodel, as AwqConfig(backend='torch_awq')",
-            "needs": ["gptqmodel"],
-            "option": "backend='torch_awq'",
-        },
-        {"loads": True, "note": "with gptqmodel installed", "needs": ["gptqmodel"]},
-    ],
-    "GPTQModel": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
-    "vLLM": [
-        {"experts": True, "mixed": True},
-        {"experts": True, "not_group_size": [128]},
-        {"experts": True, "loads": True, "note": "its CPU build wants AMX for experts"},
-        {"group_size": -1},
-        {"loads": True},
-    ],
-    "AutoAWQ": [{"experts": True}, {"not_group_size": [32, 64, 128]}, {"loads": True}],
-}

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, of_linear
-from quantkit.layouts._headers import Codes, Config, Headers, Mark, Numbers, Parts, Stored
+from quantkit.layouts import Layout, LinearSpec, Table, Width, believed, sized
+from quantkit.layouts import _headers as headers
+from quantkit.layouts._headers import Codes, Headers, Parts, Stored
+from quantkit.layouts._packing import column_groups
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,6 +38,7 @@ class Fp8Layout(Layout):
     marker = "weight_scale_inv"
     suffixes = ("weight", "weight_scale_inv", "activation_scale")
     floats = ("weight_scale_inv",)
+    optional = ("activation_scale",)
     rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -63,44 +66,40 @@ class Fp8Layout(Layout):
             "weight_scale_inv": scale.contiguous(),
         }
 
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Those of the weight."""
+        rows, columns = parts["weight"].shape
+        return sized(rows, columns, Width(8, min(self.block[1], columns)))
+
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`. Raises QuantkitError for tensors that do not fit one another."""
         import torch
 
-        from quantkit.grids.float8 import FLOAT8, Float8Grid, Float8Params
+        from quantkit.grids.float8 import Float8Grid, Float8Params
         from quantkit.grids.grid import QuantizedWeight
 
-        weight, stored = tensors["weight"], tensors["weight_scale_inv"]
-        rows, columns = self.block
-        blocks = [-(-size // side) for size, side in zip(weight.shape, self.block, strict=False)]
-        if weight.dtype != FLOAT8 or weight.ndim != 2 or list(stored.shape) != blocks:
-            raise QuantkitError(
-                f"weight_scale_inv{of_linear(tensors)} is {list(stored.shape)} for a weight of "
-                f"{weight.dtype} {list(weight.shape)} in blocks of {rows} × {columns}",
-                hint="the file is damaged, or config.json belongs to another one: download it again",
-            )
-        columns = min(columns, weight.shape[1])
+        spec = believed(tensors, self)
+        weight, stored, rows = tensors["weight"], tensors["weight_scale_inv"], self.block[0]
         scale = stored.float().repeat_interleave(rows, 0)[: len(weight)]
-        group = None
-        if weight.shape[1] % columns:
-            group = torch.arange(weight.shape[1], device=weight.device) // columns
-        grid = Float8Grid(columns, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
+        group = column_groups(tensors, "weight", None, spec, weight.device)
+        grid = Float8Grid(spec.grid.group_size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group)
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None
-    ) -> nn.Module:
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
+        products: bool = False,
+    ) -> nn.Module:  # fmt: skip
         """A linear that rounds its inputs to e4m3 as it runs."""
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
-        from quantkit.layouts.compressed_tensors.schemes import Numbers as InputNumbers
+        from quantkit.layouts.compressed_tensors.forms import Numbers
 
         weight = self.values(tensors) if values is None else values
         if self.activations == "static":
-            numbers = InputNumbers(8, "float", True, "tensor")
+            numbers = Numbers(8, "float", True, "tensor")
             scale = tensors["activation_scale"].float().view(1)
             return QuantizedInputLinear(weight, bias, numbers, scale, exact=True)
         size = math.gcd(self.block[1], weight.shape[1])
-        numbers = InputNumbers(8, "float", True, "group", group_size=size, dynamic=True)
+        numbers = Numbers(8, "float", True, "group", group_size=size, dynamic=True)
         return QuantizedInputLinear(weight, bias, numbers, exact=True)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
@@ -120,7 +119,7 @@ def detect(config: dict) -> Fp8Layout | None:
     if config.get("quant_method") != NAME:
         return None
     block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)):
+    if not _is_block(block):
         raise QuantkitError(
             f"quantization 'fp8' with weight_block_size {block!r} is not understood",
             hint="quantkit reads fp8 in blocks, as DeepSeek publishes it, and compressed-tensors'",
@@ -136,35 +135,16 @@ def detect(config: dict) -> Fp8Layout | None:
     return Fp8Layout(tuple(block), scheme)
 
 
+def _is_block(block: object) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)
+
+
 def _read(parts: Parts, stored: Stored) -> Codes:
-    """A scale for each square of rows and columns."""
-    shape, scales = parts["weight"].shape, parts["weight_scale_inv"].shape
+    """A scale for each square of rows and columns, where the configuration says how large they are."""
     block = stored.quantization.get("weight_block_size")
-    square = isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)
-    size = block[1] if square else None
-    fits = len(shape) == 2
-    if fits and square and [-(-s // b) for s, b in zip(shape, block, strict=True)] != list(scales):
-        why = f"weight_scale_inv {list(scales)} does not fit weight {list(shape)}"
-        return Codes("float8", 8, size, None, math.prod(shape), why)
-    return Codes("float8", 8, size, tuple(shape) if fits else None, math.prod(shape))
+    if not _is_block(block):
+        return headers.codes_of("float8", None, parts)
+    return replace(headers.codes_of("float8", Fp8Layout(tuple(block)), parts), group_size=block[1])
 
 
-def _promised(config: Config):
-    block = config.get("weight_block_size")
-    if config.get("quant_method") != NAME or not (isinstance(block, list) and len(block) == 2):
-        return None
-    told: Numbers = (8, block[1])
-    return lambda linear: [told]
-
-
-HEADERS = Headers(
-    marks=(Mark("weight_scale_inv", "weight", ("weight", "weight_scale_inv", "activation_scale"), _read),),
-    telling=(".weight_scale_inv",),
-    promised=_promised,
-)
-CLIENTS = {
-    "vLLM": [{"note": "its CPU build wants AMX for blocks"}],
-    "transformers": [
-        {"loads": True, "note": "without a GPU that has fp8 it computes in bfloat16", "needs": ["accelerate"]}
-    ],
-}
+HEADERS = Headers(marks=(headers.mark(Fp8Layout, "weight", _read),), telling=(".weight_scale_inv",))

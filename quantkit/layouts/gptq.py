@@ -13,16 +13,16 @@ Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel 7.6 `BaseQuantLinear.pack_or
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, fusions, of_linear
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, believed, fusions, sized
 from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import WORD, Codes, Config, Headers, Mark, Numbers, Parts, Stored, words
-from quantkit.layouts._packing import no_whole_words, pack_planes, unpack_planes
+from quantkit.layouts._headers import WORD, Codes, Headers, Parts, Stored, words
+from quantkit.layouts._packing import column_groups, no_whole_words, pack_planes, unpack_planes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,7 @@ class GptqLayout(Layout):
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     floats = ("scales",)
+    optional = ("g_idx",)
 
     @property
     def zero_min(self) -> int:
@@ -103,52 +104,38 @@ class GptqLayout(Layout):
             "g_idx": weight.group_of_columns().to(torch.int32),
         }
 
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`; bits and group size are read off the shapes, so that
-        checkpoints with per-linear overrides decode, too. A missing g_idx means the trivial one.
-        """
-        import torch
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Bits and group size by the shapes, so that linears with overrides are read, too."""
+        groups, out_features = parts["scales"].shape
+        bits = parts["qzeros"].shape[1] * WORD // out_features if "qzeros" in parts else self.bits
+        rows, columns = parts["qweight"].shape
+        in_features, size = rows * WORD // bits, self.group_size
+        if columns != out_features or bits not in range(2, 9):
+            raise ValueError
+        if size < 1 or -(-in_features // size) != groups:
+            size = -(-in_features // groups)
+        return sized(out_features, in_features, Width(bits, min(size, in_features)))
 
+    @property
+    def numbers(self) -> Numbers | None:
+        """Of a stored configuration."""
+        return (self.bits, max(0, self.group_size) or None) if self.rules is not None else None
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Exact inverse of `encode`. A missing g_idx means the trivial one."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
+        spec = believed(tensors, self)
+        bits, planes = spec.grid.bits, self.planes(spec.grid.bits)
         qweight, scales = tensors["qweight"], tensors["scales"]
-        groups, out_features = scales.shape
-        bits = tensors["qzeros"].shape[1] * WORD // out_features
-        in_features = qweight.shape[0] * WORD // bits
-        group_size = min(self.group_size, in_features)
-        if group_size < 1 or -(-in_features // group_size) != groups:
-            group_size = -(-in_features // groups)
-        if self.rules is not None:
-            self._agree(tensors, bits, group_size, in_features)
-        trivial = torch.arange(in_features, device=qweight.device) // group_size
-        column_group = tensors.get("g_idx", trivial).long()
-        if not 0 <= int(column_group.min()) <= int(column_group.max()) < groups:
-            raise QuantkitError(
-                f"g_idx{of_linear(tensors)} names groups {int(column_group.min())} to "
-                f"{int(column_group.max())}, there are {groups}",
-                hint="the checkpoint is damaged: download it again",
-            )
-        if in_features % group_size == 0 and torch.equal(column_group, trivial):
-            column_group = None
-        planes = self.planes(bits)
-        zero = unpack_planes(tensors["qzeros"].t(), planes, out_features).t().to(torch.int32)
+        group = column_groups(tensors, "g_idx", tensors.get("g_idx"), spec, qweight.device)
+        zero = unpack_planes(tensors["qzeros"].t(), planes, spec.out_features).t().int()
         if self.version == 1:
             zero = (zero + 1) & (2**bits - 1)
-        grid = AffineGrid(bits, group_size, self.symmetric, self.zero_min)
-        params = AffineParams(scales.t().float(), zero.t().float())
-        codes = unpack_planes(qweight, planes, in_features).t().contiguous()
-        return QuantizedWeight(grid, codes, params, column_group)
-
-    def _agree(self, tensors: Mapping[str, Tensor], bits: int, group_size: int, in_features: int) -> None:
-        """Raise QuantkitError unless the stored tensors are as the stored configuration says."""
-        wanted = in_features if self.group_size == -1 else min(self.group_size, in_features)
-        if (bits, group_size) != (self.bits, wanted):
-            raise QuantkitError(
-                f"quantization_config says {self.bits} bits in groups of {self.group_size}, the tensors"
-                f"{of_linear(tensors)} have {bits} bits in groups of {group_size}",
-                hint="config.json belongs to another checkpoint: download both again",
-            )
+        grid = AffineGrid(bits, spec.grid.group_size, self.symmetric, self.zero_min)
+        codes = unpack_planes(qweight, planes, spec.in_features).t().contiguous()
+        return QuantizedWeight(grid, codes, AffineParams(scales.t().float(), zero.t().float()), group)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel and
@@ -175,7 +162,7 @@ class GptqLayout(Layout):
         dynamic |= {rf"-:^{re.escape(name)}(\.|$)": {} for name in beside}
         if dynamic:
             config["dynamic"] = dynamic
-        if beside or any(spec.grid is None or spec.block is None for spec in specs):
+        if beside or any(spec.grid is None for spec in specs):
             packed = [name for spec in specs if spec.grid for name in spec.spellings]
             config["modules_in_block_to_quantize"] = [packed]
         return config
@@ -209,10 +196,9 @@ def detect(config: dict) -> GptqLayout | None:
             exit_code=UNSUPPORTED,
         )
     lacking = [key for key in ("bits", "group_size") if not isinstance(config.get(key), int)]
-    if lacking:
-        raise QuantkitError(
-            f"quantization_config says no {' and no '.join(lacking)}", hint="download config.json again"
-        )
+    again = "download config.json again"
+    require(not lacking, f"quantization_config says no {' and no '.join(lacking)}", again)
+    require(config["group_size"], "quantization_config says groups of 0", again)
     return GptqLayout(
         bits=config["bits"],
         group_size=config["group_size"],
@@ -256,99 +242,17 @@ def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
 
 
 def _read(parts: Parts, stored: Stored) -> Codes:
-    """`qweight [in * bits / 32, out]`, `scales [groups, out]`, `qzeros [groups, out * bits / 32]`."""
-
-    def sizes(parts: Parts, out_features: int) -> tuple[float, int]:
-        qzeros = parts["qzeros"].shape if "qzeros" in parts else ()
-        bits = qzeros[1] * WORD / out_features if len(qzeros) == 2 else 0
-        bits = bits or headers.number(stored.quantization, "bits")
-        return bits, int(parts["qweight"].shape[0] * WORD / bits) if bits else 0
-
-    tensors = GptqLayout(bits=4, group_size=128).tensors
-    return headers.in_words("gptq", parts, stored.quantization, sizes, tensors)
-
-
-def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:
-    form = config.get("checkpoint_format") or config.get("format") or "gptq"
-    common = headers.grouped(config)
-    understood = form in FORMATS.values() and config.get("pack_dtype", "int32") == "int32"
-    if config.get("quant_method") != "gptq" or not common or not understood:
-        return None
-    rules = stored_rules(config)
-    return lambda linear: [told] if (told := headers.grouped({**config, **rule_of(rules, linear)})) else []
+    """Forms that are not understood but have the same names (Marlin, BitBLAS) are not judged."""
+    config = stored.quantization
+    size = headers.number(config, "group_size")
+    codes = headers.codes_of("gptq", GptqLayout(headers.number(config, "bits"), size), parts, size)
+    form = str(config.get("checkpoint_format") or config.get("format") or NAME).lower()
+    return codes if form in FORMATS.values() else replace(codes, problem="", lacks=())
 
 
 HEADERS = Headers(
-    marks=(
-        Mark(
-            "qweight", "qweight", ("qzeros", "scales", "g_idx"), _read, claims=lambda c: not headers.is_awq(c)
-        ),
-    ),
-    shared={"gptq": ("qzeros", "g_idx")},
+    marks=(headers.mark(GptqLayout, "qweight", _read, lambda config: not headers.is_awq(config)),),
     telling=(".qzeros", ".g_idx"),
-    promised=_promised,
-    contradicted=headers.of_words("gptq"),
+    counted="gptq",
+    optional=("g_idx",),
 )
-CLIENTS = {
-    "transformers": [
-        {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
-        {"model_type": "gpt2", "loads": False, "note": "its loader fails on any GPTQ checkpoint of GPT-2"},
-        {"g_idx": False, "loads": False, "note": "it wants a g_idx for every linear"},
-        {"mixed": True, "loads": False, "note": "it packs all linears alike"},
-        {"bits": list(SPLIT), "loads": False, "note": "optimum takes 2, 3, 4 and 8 bit"},
-        {
-            "loads": True,
-            "note": "with optimum and gptqmodel installed",
-            "needs": ["optimum", "gptqmodel"],
-        },
-    ],
-    "GPTQModel": [
-        {
-            "experts": True,
-            "model_type": "mixtral",
-            "loads": False,
-            "note": "it looks for Mixtral's experts under other names",
-        },
-        {
-            "not_group_size": [-1, 16, 32, 64, 128, 256, 512, 1024],
-            "loads": False,
-            "note": "its group sizes are 16, 32, 64, 128, 256, 512, 1024 and whole rows",
-        },
-        {
-            "symmetric": False,
-            "version": "gptq",
-            "loads": False,
-            "note": "write it with --checkpoint-format gptq_v2",
-        },
-        {"loads": True},
-    ],
-    "vLLM": [
-        {
-            "experts": True,
-            "version": "gptq_v2",
-            "loads": False,
-            "note": "it would read other zero points of experts without a word",
-        },
-        {
-            "experts": True,
-            "group_size": -1,
-            "loads": False,
-            "note": "its CPU kernel computes NaN with experts in whole rows",
-        },
-        {"experts": True, "mixed": True},
-        {"not_bits": [4], "loads": False, "note": "its CPU kernel takes 4 bit"},
-        {"symmetric": False, "loads": False, "note": "its CPU kernel takes symmetric weights"},
-        {"desc_act": True, "loads": False, "note": "its CPU kernel takes columns in order"},
-        {"group_size": 16, "loads": False, "note": "its CPU kernel takes groups of 32 and more"},
-        {"experts": True, "loads": True, "note": "its CPU build wants AMX for experts"},
-        {"loads": True},
-    ],
-    "AutoGPTQ": [
-        {"experts": True},
-        {"bits": list(SPLIT), "loads": False, "note": "it takes 2, 3, 4 and 8 bit"},
-        {"version": "gptq_v2", "loads": False, "note": "it would read other zero points without a word"},
-        {"mixed": True},
-        {"kept": True},
-        {"loads": True},
-    ],
-}

@@ -24,15 +24,16 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions, size_bytes
-from quantkit.quantize import methods, sharing
+from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import composing, linears, plan, room
+from quantkit.quantize.prepare.fingerprint import check_alike
 from quantkit.quantize.prepare.linears import Kept
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
@@ -43,7 +44,8 @@ from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
 
-HASHED_BESIDE = 64 << 20  # bytes: a larger source is hashed while its job runs
+HASHED_AT_ONCE = 64 << 20  # bytes: a larger source is hashed while its job runs
+ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
 VERIFY_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
 
 
@@ -167,14 +169,14 @@ def prepare(
     fingerprint = {}
     if not dry_run:
         distributed.broadcast(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))
-        if distributed.rank() == 0 and (staged or job_plan.source_bytes < HASHED_BESIDE):
+        if distributed.rank() == 0 and (staged or job_plan.source_bytes < HASHED_AT_ONCE):
             if not shared:
                 progress.phase("hashing the source")
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
         fingerprint |= {"rotation": turned.record} if turned else {}
-        sharing.check_alike(fingerprint)
+        check_alike(fingerprint)
     batches = plan.own_batches(tokens, execution.batch_size) if method.needs else [tokens]
     batch_count = -(-len(tokens) // execution.batch_size)
     return Job(
@@ -248,9 +250,8 @@ def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[
     """The method, and every linear with its grid."""
     run = request.run
     method = module.build(request.options, request.calibration.calibration is not None, skeleton)
-    sharing.check(method)
-    beside = linears.tower_linears(skeleton) if run.towers else ()
-    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override, beside)
+    _check_ranks(method)
+    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(
@@ -261,6 +262,20 @@ def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[
     if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
     return method, specs
+
+
+def _check_ranks(method: Method) -> None:
+    """Raise QuantkitError for a job that several processes cannot share."""
+    if distributed.count() == 1:
+        return
+    if not method.needs:
+        message = (
+            f"{method.name} without calibration has nothing that {distributed.count()} processes could share"
+        )
+        raise QuantkitError(message, ALONE, UNSUPPORTED)
+    if "curvature" in method.needs:
+        message = f"--solver yaqa does not run as several processes, and {distributed.count()} were started"
+        raise QuantkitError(message, "use --solver gptq, or start it without torchrun", UNSUPPORTED)
 
 
 def output_of(request: Request) -> Path:
@@ -331,5 +346,4 @@ def _fingerprint(
         "calibration": calibrated.record() if calibrated else None,
         "execution": job_plan.execution.decisive(),
     }
-    found |= {"experts": run.experts} if mixture else {}
-    return found | ({"towers": True} if run.towers else {})
+    return found | ({"experts": run.experts} if mixture else {})

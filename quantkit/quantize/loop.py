@@ -11,9 +11,8 @@ read back from disk, checked against the loop's own final hidden states, and ren
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +20,26 @@ from torch import Tensor, nn
 from quantkit.models.files import unchanged
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import give_back
-from quantkit.models.machine.heap import keep_freed_pages, map_large_blocks, mapped
-from quantkit.quantize import sharing
+from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, walk
-from quantkit.quantize.calibrate.beside import Beside
 from quantkit.quantize.calibrate.cache_peaks import Peaks
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.expert_by_expert import ExpertByExpert
 from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
+from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_sites
 from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary, finish
-from quantkit.quantize.prepare import room, towers
+from quantkit.quantize.prepare import room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solving import Solving
+from quantkit.quantize.solving import Solving, groups
+from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.staging.parts import BlockParts
-from quantkit.quantize.staging.scratch import Scratch
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import Transform, Transformed
-from quantkit.quantize.transforms.stored import set_aside
+from quantkit.quantize.transforms.probe import set_aside
 
 UNREACHED = "no calibration token entered it"
 
@@ -51,8 +49,8 @@ def run(job: Job, progress: Progress) -> Summary:
 
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
-    if not any(row.grid for row in job.specs):
-        return _encode([job], progress)[0]
+    if not _has_solver(job):
+        return run_all([job], progress)[0]
     (map_large_blocks if job.method.needs else keep_freed_pages)()
     with (
         disk_errors(job.staging.folder),
@@ -63,21 +61,28 @@ def run(job: Job, progress: Progress) -> Summary:
 
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    """Several jobs of one command: together where no solver is at work, else one after another."""
-    if not any(row.grid for job in jobs for row in job.specs):
-        return _encode(jobs, progress)
-    summaries = []
-    for job in jobs:
-        if len(jobs) > 1:
-            progress.phase(f"making {job.staging.output}")
-        summaries.append(run(job, progress))
-    return summaries
+    """Several jobs of one command: one after another, or in one pass over the source where no solver is at
+    work in any block."""
+    if any(map(_has_solver, jobs)):
+        summaries = []
+        for job in jobs:
+            if len(jobs) > 1:
+                progress.phase(f"making {job.staging.output}")
+            summaries.append(run(job, progress))
+        return summaries
+    keep_freed_pages()
+    with ExitStack() as stack:
+        for job in jobs:
+            stack.enter_context(disk_errors(job.staging.folder, "run the same command again"))
+            stack.enter_context(job.staging.opened(job.fingerprint, resume=False))
+            stack.callback(job.staging.discard)
+        stack.enter_context(unchanged.watched(jobs[0].checkpoint))
+        return finish.encode(jobs, progress)
 
 
-def _encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    from quantkit.quantize.encode import encode  # other jobs do without its libraries
-
-    return encode(jobs, progress)
+def _has_solver(job: Job) -> bool:
+    """Whether a solver works on any of a job's linears; otherwise the output encodes all as it is written."""
+    return any(row.grid for row in job.specs)
 
 
 class _Loop:
@@ -152,7 +157,6 @@ class _Loop:
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
-        distributed.broadcast(lambda: towers.quantize(self.job, self.timings, self.progress))
         with self.timings("write"):
             staging.wait()
         summary = distributed.broadcast(self._finished)
@@ -171,14 +175,14 @@ class _Loop:
         parts = BlockParts(self.job.staging, index)
         records: list[dict] = []
         with (
-            self._beside(block) as beside,
-            closing(self._measure(block, parts, beside)) as measured,
+            self._original(block) as original,
+            closing(self._measure(block, parts, original)) as measured,
             self._watched(block) as caches,
         ):
             solving = Solving(
                 self.skeleton, self.method, self.timings, block, parts, measured.transformed, self.curvatures
             )
-            for sites in sharing.groups(measured.order or block.wanted, measured.independent):
+            for sites in groups(measured.order or block.wanted, measured.independent):
                 found = {site: measured.statistics(site) for site in sites}
                 tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
                 if not sites[0].linears:
@@ -190,8 +194,8 @@ class _Loop:
                     self.progress.linear(row, solved)
             self._add_changed(block, measured.transformed, parts)
             self._advance(measured.outputs())
-            if beside:
-                self.originals.advance(beside.leaving)
+            if original:
+                self.originals.advance(original.leaving)
         parts.add(cache_peaks.scales(caches, block.rows.values()))
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
@@ -211,16 +215,16 @@ class _Loop:
         sites = find_sites(module, lambda: self.skeleton.run_block(index, probe))
         return Block(index, module, rows, sites, probe)
 
-    def _beside(self, block: Block) -> AbstractContextManager[Beside | None]:
+    def _original(self, block: Block) -> AbstractContextManager[Original | None]:
         """What the block's sites see in the original model, where the method asks for that."""
         if not self.originals:
             return nullcontext()
         with self.timings("original"):
             return closing(
-                Beside(self.skeleton, block.index, block.sites, block.wanted, self.originals, self.states)
+                Original(self.skeleton, block.index, block.sites, block.wanted, self.originals, self.states)
             )
 
-    def _measure(self, block: Block, parts: BlockParts, beside: Beside | None) -> Measured:
+    def _measure(self, block: Block, parts: BlockParts, original: Original | None) -> Measured:
         """Gather statistics, all before a transform; without one each site's when it is asked for, behind the
         sites that were quantized before it."""
         measuring = Measuring(
@@ -231,15 +235,13 @@ class _Loop:
             self.job.request.run.experts,
             self.timings,
             self.job.batch_count,
-            beside,
+            original,
         )
         transform = self.method.transform
         if transform is not None and transform.sample < 1:
             return self._transformed_first(measuring, block, transform)
         if transform is not None and self.skeleton.away(block.index):
-            return ExpertByExpert(
-                measuring, block, transform, partial(measuring.view, block), parts
-            ).measured()
+            return ExpertByExpert(measuring, block, transform, parts).measured()
         if transform is not None:
             statistics = measuring.at_once(block, block.wanted)
             with self.timings("transform"):
@@ -266,8 +268,8 @@ class _Loop:
             transformed = transform.apply(measuring.view(block, statistics))
             exact = set_aside(block.module, dtypes)
         transformed = replace(transformed, statistics={}, exact=exact)
-        if measuring.beside:
-            measuring.beside.divide(transformed.divided_by)
+        if measuring.original:
+            measuring.original.divide(transformed.divided_by)
         return replace(measuring.in_order(block), transformed=transformed)
 
     def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:

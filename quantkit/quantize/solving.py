@@ -1,25 +1,31 @@
-"""What becomes of a block's linears once their inputs are known: solve ▶ encode ▶ install ▶ measure."""
+"""What becomes of a block's linears once their inputs are known: solve ▶ encode ▶ install ▶ measure.
+
+Linears and experts are dealt to ranks: each solves its share, then all hold the whole result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from quantkit.grids.distance import error_up_to_scales, weight_error
+from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
+from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import sharing
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.measure import Block
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.methods import Method
-from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.quantize.solvers import SiteStatistics, Solved, Solver
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import Transformed
+
+Solve = Callable[[Solver, Sequence[Tensor], Sequence[Grid], SiteStatistics | None], list[Solved]]
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,7 @@ class Solving:
         known = {site: self._with_curvatures(site, statistics) for site, statistics in found.items()}
         weights: dict[str, Tensor] = {}
         with self.timings("solve"):
-            solved = sharing.each(
-                list(known), lambda site, solve: self._solved(site, known[site], weights, solve)
-            )
+            solved = each(list(known), lambda site, solve: self._solved(site, known[site], weights, solve))
         for site, results in zip(known, solved, strict=True):
             for row, result in zip(self._rows(site), results, strict=True):
                 weight = weights.pop(row.local, None)
@@ -84,7 +88,7 @@ class Solving:
         site: Site,
         statistics: SiteStatistics | None,
         weights: dict[str, Tensor],
-        solve: sharing.Solve,
+        solve: Solve,
     ) -> list[Solved]:
         """A site's linears, solved; `weights` becomes what they were."""
         rows = self._rows(site)
@@ -105,3 +109,49 @@ class Solving:
         if self.method.transform is not None:
             solved = replace(solved, weight_error=None, scaled_error=error_up_to_scales(weight, values))
         return solved
+
+
+def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
+    """Yield sites one by one; of experts, where they are independent, as many at once as there are ranks."""
+    group: list[Site] = []
+    for site in sites:
+        both = [*group[:1], site]
+        alike = site.pool and site.pool == both[0].pool and len(group) < distributed.count()
+        free = independent and all(one.linears and one.calls and not one.whole for one in both)
+        if group and not (alike and free):
+            yield group
+            group = []
+        group.append(site)
+    if group:
+        yield group
+
+
+def each(sites: Sequence[Site], solved: Callable[[Site, Solve], list[Solved]]) -> list[list[Solved]]:
+    """Return what `solved(site, solve)` does for every site: one is solved by all ranks together, of several
+    each rank solves some."""
+    if len(sites) == 1:
+        return [solved(sites[0], solve)]
+    mine = {site.place: solved(site, alone) for site in distributed.dealt(sites)}
+    found = {place: results for part in distributed.all_gather(mine) for place, results in part.items()}
+    return [found[site.place] for site in sites]
+
+
+def alone(
+    solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+) -> list[Solved]:
+    """Return what `solver.solve` does, on this rank."""
+    return solver.solve(weights, grids, statistics)
+
+
+def solve(
+    solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+) -> list[Solved]:
+    """Return what `solver.solve` does, by all ranks: each solves some linears, largest first."""
+    if distributed.count() == 1:
+        return solver.solve(weights, grids, statistics)
+    largest = sorted(range(len(weights)), key=lambda k: -weights[k].numel())
+    own = distributed.dealt(largest)
+    solved = solver.solve([weights[k] for k in own], [grids[k] for k in own], statistics) if own else []
+    parts = distributed.all_gather(dict(zip(own, solved, strict=True)))
+    found = {k: result for part in parts for k, result in part.items()}
+    return [found[k] for k in range(len(weights))]

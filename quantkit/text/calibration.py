@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.models import tokenizing
+from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text.chat import ChatTemplate

@@ -19,8 +19,8 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from quantkit.inspection.record import describe
-from quantkit.models.headers import open_contents
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.headers import open_contents
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Case
 
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 pytestmark = cases.MARKS
 

@@ -6,7 +6,7 @@ import cases
 import pytest
 from cases import Case
 
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 pytestmark = cases.MARKS
 

@@ -11,7 +11,7 @@ from cases import Case
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.fp8 import Fp8Layout
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 pytestmark = cases.MARKS
 DECODED = ("dequantized", "fp8")  # loaders that make plain linears in bfloat16, and leave inputs alone

@@ -8,7 +8,7 @@ import pytest
 from cases import Case
 
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.models.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint
 
 pytestmark = cases.MARKS
 

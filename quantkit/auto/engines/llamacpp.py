@@ -27,8 +27,7 @@ from quantkit.quantize.job import Job
 from quantkit.quantize.methods import gguf
 from quantkit.quantize.outputs.gguf import TIED, solved_head
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import rtn
-from quantkit.quantize.solvers.loss import loss
+from quantkit.quantize.solvers import loss, rtn
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.safetensors_folder import CONFIG, DTYPE_BYTES, TensorInfo
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE

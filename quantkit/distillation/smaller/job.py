@@ -19,11 +19,10 @@ from quantkit.distillation.smaller.shape import Axis, Shape
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
-from quantkit.models import headers
-from quantkit.models.files import untrusted
+from quantkit.models.files import headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import free_memory
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import plan, room

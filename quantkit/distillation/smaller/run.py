@@ -31,8 +31,8 @@ from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_dtype
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.loading import TORCH_DTYPES
 from quantkit.quantize.prepare import plan

@@ -5,36 +5,32 @@ of its sub-blocks. `quantize` chooses what ggml's own encoder does; `fit` and `r
 
 Begin with `params.py` (what is stored) and `block.py` (what a block type is, but for its encoder). Then the
 encoders: `legacy.py`, the plainest, `kquants.py`, `iq4.py`. They choose scales with `search.py`, ggml's own
-searches to the bit, or `fast.py`, others in a third of the steps. `refit.py` is error feedback's alone.
+searches to the bit.
 
-`iquants.py` and `iq1.py` take vectors from a `codebook.py`, by way of their `neighbours.py` as ggml does;
-`nearest.py` is what error feedback looks for them with. `ternary.py` has the types of -1, 0 and 1,
-`fp4.py` 4-bit floats.
+`iquants.py` and `iq1.py` take vectors from a `codebook.py`, by way of their neighbours as ggml does;
+`nearest.py` is what error feedback looks for them with. `fp4.py` has 4-bit floats.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 
 from quantkit.grids.ggml.block import BlockGrid
 
 MODULES = {
-    "legacy": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    "legacy": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"),
     "kquants": ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     "iq4": ("IQ4_NL", "IQ4_XS"),
     "iquants": ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     "iq1": ("IQ1_S", "IQ1_M"),
-    "ternary": ("TQ1_0", "TQ2_0"),
     "fp4": ("MXFP4", "NVFP4"),
 }
 TYPES = tuple(name for names in MODULES.values() for name in names)
 
 
-def named(name: str, exact: bool = True) -> BlockGrid:
-    """The grid of a ggml type, one of TYPES. exact=False: scales are searched faster, no worse by weighted
-    squared error, but not to the bit as ggml does. Raises KeyError for another name."""
+def named(name: str) -> BlockGrid:
+    """Return the grid of a ggml type, one of TYPES. Raises KeyError for another name."""
     for module, names in MODULES.items():
         if name in names:
-            return replace(importlib.import_module(f"{__name__}.{module}").GRIDS[name], exact=exact)
+            return importlib.import_module(f"{__name__}.{module}").GRIDS[name]
     raise KeyError(name)

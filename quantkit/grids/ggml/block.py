@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml import fast, search
 from quantkit.grids.ggml import params as stored
-from quantkit.grids.ggml.refit import refit
-from quantkit.grids.grid import by_rows, group, matrix, stack
+from quantkit.grids.grid import Grid, by_rows, group, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
+
+SPAN = 1  # neighbours of a scale on either side that `refit` tries
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def join(x: Tensor, blocks: int) -> Tensor:
 @dataclass(frozen=True)
 class BlockGrid(WholeLevels):
     """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
-    bits. exact: search as ggml does, to the bit, or faster. scale_range: the least and the largest scale of
+    bits. scale_range: the least and the largest scale of
     a sub-block, for types whose sub-blocks have their own. weighted: whether importance changes anything.
     (What is a field here stands in manifests.)
     """
@@ -54,13 +53,8 @@ class BlockGrid(WholeLevels):
     group_size: int
     sub_size: int = 32
     offset: int = 0
-    exact: bool = True
     weighted = True
     scale_range = 0, 0
-
-    @property
-    def _search(self) -> ModuleType:
-        return search if self.exact else fast
 
     def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
         """Parameters, blocks first, and codes `[group_size, blocks]`."""
@@ -76,7 +70,7 @@ class BlockGrid(WholeLevels):
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Any]:
         """Codes uint8 `[out, in]` and parameters `[out, in / group_size]` for `weight [out, in]` (float32),
-        byte for byte ggml's where `exact` (quantize_row_*_ref, and *_impl with importance).
+        byte for byte ggml's (quantize_row_*_ref, and *_impl with importance).
 
         importance: `[in]` or `[out, in]`, what a squared error costs in each column; llama.cpp's imatrix.
         """
@@ -147,15 +141,16 @@ class BlockGrid(WholeLevels):
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
         """Float16 parameters times `factor [rows]`."""
-        return stored.scaled(params, factor)
+        return replace(params, **{n: stored.half(part * factor) for n, part in stored.halves(params).items()})
 
     def clipped(self, params: Any) -> int:
-        """Of the float16 parameters."""
-        return stored.clipped(params)
+        """How many of d, dmin and m lie at the ends of float16's range."""
+        sizes = [part.abs() for part in stored.halves(params).values()]
+        return sum(int(((size >= stored.HALF_MAX) | (size == stored.HALF_MIN)).sum()) for size in sizes)
 
     def floats(self, params: Any) -> dict[str, Tensor]:
         """d, dmin and m of every block; the scales and mins of sub-blocks are integers."""
-        return stored.floats(params)
+        return stored.halves(params)
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """float16."""
@@ -168,3 +163,37 @@ class BlockGrid(WholeLevels):
         step, low = params.steps()
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))
         return (level * step[..., None] - low[..., None]).flatten(1)
+
+
+def refit(grid: Grid, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
+    """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size, rows]`.
+
+    Of the present scale and its neighbours the one with the least squared error, by importance
+    `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
+    """
+    lowest, highest = grid.scale_range
+    present = params.scales[:, k]
+    scales = torch.stack([present + change for change in range(-SPAN, SPAN + 1)]).clamp_(lowest, highest)
+    fitted = {"scales": scales}
+    steps = (params.d * scales)[:, None]  # [candidates, 1, rows]
+    low = steps.new_zeros(1)
+    if isinstance(params, stored.SubScalesAndMins):  # codes for the present min, then the min for those codes
+        low = params.dmin * params.mins[:, k]
+        above = importance @ _errors(grid, weight, steps, low) / importance.sum() + low
+        unit = torch.where(params.dmin == 0, torch.inf, params.dmin)
+        fitted["mins"] = (above / unit).round_().clamp_(0, highest)
+        low = (params.dmin * fitted["mins"])[:, None]
+    best = (importance @ _errors(grid, weight, steps, low).square_()).argmin(0, keepdim=True)
+    fields = {}
+    for name, found in fitted.items():
+        fields[name] = getattr(params, name).clone()
+        fields[name][:, k] = found.gather(0, best)[0]
+    return replace(params, **fields)
+
+
+def _errors(grid: Grid, weight: Tensor, step: Tensor, low: Tensor) -> Tensor:
+    """What the nearest values lie above `weight`, `[candidates, sub_size, rows]`."""
+    unit, bottom = grid.in_levels(step, low)
+    level = (weight + bottom).div(unit)
+    grid.snap(level, level)
+    return level.mul_(unit).sub_(bottom).sub_(weight)

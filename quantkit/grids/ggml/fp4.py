@@ -78,13 +78,10 @@ class Mxfp4Blocks(Fp4Blocks):
         return Scale(found.scale * HALF)
 
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
-        grid = MxFp4Grid(search=not self.exact)
-        d = grid.fit_columns(blocks.x, blocks.importance).scale * HALF
-        if self.exact:  # C rounds the logarithm before it takes the whole number below
-            largest = blocks.x.abs().amax(0)
-            wide = largest.double() if largest.device.type == "cpu" else largest
-            exponent = wide.log2().float().floor().nan_to_num_(neginf=0.0).to(torch.int32) - 3
-            d = torch.where(largest > 0, torch.ldexp(torch.ones_like(d), exponent), 2.0**-128)
+        largest = blocks.x.abs().amax(0)  # C rounds the logarithm before it takes the whole number below
+        wide = largest.double() if largest.device.type == "cpu" else largest
+        exponent = wide.log2().float().floor().nan_to_num_(neginf=0.0).to(torch.int32) - 3
+        d = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 2.0**-128)
         return Scale(d), _codes(blocks.x, d)
 
 
@@ -144,11 +141,7 @@ class Nvfp4Blocks(Fp4Blocks):
     def _encode(self, blocks: Blocks) -> tuple[E4m3Scales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
-        if self.exact:
-            scale = _ue4m3(x.abs().amax(0) * self.divisor / fp4.LARGEST)
-        else:
-            weights = None if blocks.importance is None else split(blocks.importance, self.sub_size)
-            scale = NvFp4Grid(divisor=self.divisor).fit_columns(x, weights).scale
+        scale = _ue4m3(x.abs().amax(0) * self.divisor / fp4.LARGEST)
         codes = _codes(x * self.divisor, torch.where(scale == 0, torch.inf, scale * HALF))
         divisor = torch.full((n,), self.divisor, device=x.device)
         return E4m3Scales(scale.view(-1, n).t(), divisor), join(codes, n)

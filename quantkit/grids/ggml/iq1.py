@@ -14,9 +14,8 @@ from torch import Tensor
 
 from quantkit.grids.ggml import codebook
 from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
-from quantkit.grids.ggml.codebook import CodeBook
+from quantkit.grids.ggml.codebook import CodeBook, nearest_neighbour
 from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
-from quantkit.grids.ggml.neighbours import nearest_neighbour
 from quantkit.grids.ggml.params import SubHalves, half
 from quantkit.grids.ggml.search import finite, over, total
 

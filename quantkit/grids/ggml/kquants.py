@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantkit.grids.ggml import search
 from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
 from quantkit.grids.ggml.params import SubScales, SubScalesAndMins, half
 from quantkit.grids.ggml.search import (
@@ -19,8 +18,13 @@ from quantkit.grids.ggml.search import (
     clear,
     extreme,
     finite,
+    make_q3,
+    make_qkx,
+    make_qp,
+    make_qx,
     over,
     square_root,
+    total,
 )
 
 SUPER_BLOCK = 256
@@ -36,7 +40,7 @@ class SuperBlockGrid(BlockGrid):
 
     def _mean_square(self, x: Tensor, factor: float) -> Tensor:
         """`factor` times the mean square of every super-block of `x [256, blocks]`."""
-        return self._search.total(x * x).mul_(factor).div_(SUPER_BLOCK)
+        return total(x * x).mul_(factor).div_(SUPER_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -64,27 +68,27 @@ class MinGrid(SuperBlockGrid):
             weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
             plan = WITH_IMPORTANCE
         nmax = 2**self.bits - 1
-        scale, low, _ = self._search.make_qkx(x, weights, nmax, plan, codes=False)
+        scale, low, _ = make_qkx(x, weights, nmax, plan, codes=False)
         scale, low = scale.view(-1, n), low.view(-1, n)
-        if blocks.importance is None and self.exact:
+        if blocks.importance is None:
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
-            share = self._search.total(weights).view(-1, n)
-            d, scales = self._search.make_qp(scale, share, self.scale_max)
-            dmin, mins = self._search.make_qp(low, share, self.scale_max)
+            share = total(weights).view(-1, n)
+            d, scales = make_qp(scale, share, self.scale_max)
+            dmin, mins = make_qp(low, share, self.scale_max)
         d, dmin = half(d), half(dmin)
         step = (d * scales).flatten()
         codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
         zero = (step == 0).nonzero()[:, 0]
         if len(zero):  # every code has the same value there: C keeps what the search had
-            codes[:, zero] = self._search.make_qkx(x[:, zero], weights[:, zero], nmax, plan, codes=True)[2]
+            codes[:, zero] = make_qkx(x[:, zero], weights[:, zero], nmax, plan, codes=True)[2]
         return SubScalesAndMins(d, dmin, scales.t(), mins.t()), join(codes, n)
 
     def _own_weights(self, x: Tensor) -> Tensor:
         """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
         if self.bits == 2:
             return x.abs()
-        return x.abs().add_(square_root(self._search.total(x * x) / self.sub_size))
+        return x.abs().add_(square_root(total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest integer."""
@@ -114,9 +118,9 @@ class SignedGrid(SuperBlockGrid):
         """Scale of every column, and how to come by the codes that the search had for some."""
 
         def searched(columns: Tensor) -> Tensor:
-            return self._search.make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]
+            return make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]
 
-        return self._search.make_qx(x, weights, self.offset, codes=False)[0], searched
+        return make_qx(x, weights, self.offset, codes=False)[0], searched
 
 
 def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,22 +139,16 @@ class Q3KGrid(SignedGrid):
     def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
-        if blocks.importance is None and self.exact:
-            scale, codes = search.make_q3(x, self.offset)
+        if blocks.importance is None:
+            scale, codes = make_q3(x, self.offset)
             d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
             return self._finish(x, d, scales, lambda columns: codes[:, columns])
-        if blocks.importance is None:  # x² alone, as make_q3 has it, neglects the small weights
-            square = x * x
-            weights = square.add_(square.mean(0))
-        else:
-            weights = error_weights(blocks.x, blocks.importance, self._mean_square(blocks.x, 2))
-            weights = split(weights, self.sub_size)
+        weights = error_weights(blocks.x, blocks.importance, self._mean_square(blocks.x, 2))
+        weights = split(weights, self.sub_size)
         scale, searched = self._make_qx(x, weights)
-        d, scales = self._search.make_qx(
-            scale.view(-1, n), self._search.total(weights).view(-1, n), 32, codes=True
-        )
+        d, scales = make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
         return self._finish(x, d, scales.sub_(32), searched)
 
 

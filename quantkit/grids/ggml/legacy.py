@@ -1,5 +1,6 @@
 """The block types of 32 weights with one scale: Q4_0, Q5_0, Q8_0, and with a min Q4_1, Q5_1
-(quantize_row_q4_0_ref to quantize_row_q5_1_impl).
+(quantize_row_q4_0_ref to quantize_row_q5_1_impl). TQ1_0, TQ2_0: one scale for 256 weights of -1, 0 and 1, for
+models that were trained so (quantize_row_tq1_0_ref, quantize_row_tq2_0_ref).
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, Blocks
-from quantkit.grids.ggml.kquants import error_weights
+from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
 from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
-from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, lowest, over, total
+from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, lowest, make_qkx, make_qx, over, total
 
 BLOCK = 32
 BELOW_HALF = 0.5 - 2.0**-25  # the float32 before 0.5: with that itself, the one before 0.5 would reach 1
@@ -37,6 +38,11 @@ def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
     return product
 
 
+def halves_away(x: Tensor) -> Tensor:
+    """The nearest whole numbers, halves away from zero; `x` is used up."""
+    return x.add_(torch.full((), BELOW_HALF, device=x.device).copysign(x)).trunc_()
+
+
 class ScaleGrid(BlockGrid):
     """Q4_0, Q5_0: `d * (code - offset)`; d takes the sign that gives the largest weight the lowest code."""
 
@@ -46,7 +52,7 @@ class ScaleGrid(BlockGrid):
             codes = scaled(blocks.x, d, -torch.inf).add_(self.offset + 0.5)
             codes.clamp_(0, 2 * self.offset - 1).trunc_()
         else:
-            d, codes = self._search.make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
+            d, codes = make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
         return Scale(half(d)), codes
 
 
@@ -61,7 +67,7 @@ class ScaleAndMinGrid(BlockGrid):
             codes = scaled(x - m, d, -torch.inf).add_(0.5).clamp_(0, levels).trunc_()
         else:
             weights = row_weights(blocks)
-            d, low, codes = self._search.make_qkx(x, weights, levels, WITH_IMPORTANCE, codes=True)
+            d, low, codes = make_qkx(x, weights, levels, WITH_IMPORTANCE, codes=True)
             m = -low
         return ScaleAndMin(half(d), half(m)), codes
 
@@ -73,9 +79,24 @@ class Q8Grid(BlockGrid):
 
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         d = blocks.x.abs().amax(0) / 127
-        codes = scaled(blocks.x, d, 0.0)
-        codes += torch.full((), BELOW_HALF, device=codes.device).copysign(codes)  # halves go away from zero
-        return Scale(half(d)), codes.trunc_().add_(self.offset)
+        return Scale(half(d)), halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
+
+
+class TernaryGrid(BlockGrid):
+    """`d * (code - 1)`; d is the largest magnitude. No code is chosen by importance."""
+
+    weighted = False
+
+    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+        d = blocks.x.abs().amax(0)
+        return Scale(half(d)), halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
+
+    def _nearest(self, level: Tensor) -> Tensor:
+        return level.round_().clamp_(-1, 1).add_(self.offset)
+
+    def snap(self, target: Tensor, out: Tensor) -> None:
+        """The nearest of the codes 0, 1 and 2, into `out`."""
+        torch.round(target, out=out).clamp_(0, 2)
 
 
 GRIDS = {
@@ -84,4 +105,5 @@ GRIDS = {
     "Q5_0": ScaleGrid("Q5_0", 5, BLOCK, offset=16),
     "Q5_1": ScaleAndMinGrid("Q5_1", 5, BLOCK),
     "Q8_0": Q8Grid("Q8_0", 8, BLOCK, offset=128),
+    **{name: TernaryGrid(name, 2, SUPER_BLOCK, SUPER_BLOCK, offset=1) for name in ("TQ1_0", "TQ2_0")},
 }

@@ -6,7 +6,6 @@ integers in float32, `[..., sub-blocks]`. `steps` of any of them: step and low o
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,21 +77,6 @@ def half(x: Tensor) -> Tensor:
     return x.half().float()
 
 
-def scaled(params: Any, factor: Tensor) -> Any:
-    """d, dmin and m times `factor [rows]`, rounded to float16."""
-    return dataclasses.replace(params, **{name: half(part * factor) for name, part in _halves(params)})
-
-
-def clipped(params: Any) -> int:
-    """How many of d, dmin and m lie at the ends of float16's range, where weights may be lost."""
-    sizes = [part.abs() for _, part in _halves(params)]
-    return sum(int(((size >= HALF_MAX) | (size == HALF_MIN)).sum()) for size in sizes)
-
-
-def floats(params: Any) -> dict[str, Tensor]:
+def halves(params: Any) -> dict[str, Tensor]:
     """d, dmin and m, those there are."""
-    return dict(_halves(params))
-
-
-def _halves(params: Any) -> list[tuple[str, Tensor]]:
-    return [(name, getattr(params, name)) for name in ("d", "dmin", "m") if hasattr(params, name)]
+    return {name: getattr(params, name) for name in ("d", "dmin", "m") if hasattr(params, name)}

@@ -1,6 +1,6 @@
 """The compressed-tensors layout, read by vLLM, SGLang and transformers.
 
-A linear lies in one of several forms, a file each in `forms`; `weight_scale` is the one tensor that all have.
+A linear lies in one of several forms (`integers.py`, `floats.py`); all have `weight_scale`.
 What is said of linears in common stands here: config groups, their targets, what is ignored.
 Format: compressed-tensors 0.20 `quantization/quant_config.py`, `compressors`.
 """
@@ -13,18 +13,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, fusions
-from quantkit.layouts.compressed_tensors import forms, schemes
-from quantkit.layouts.compressed_tensors.forms import DECODED, PACKAGE, Form
-from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
+from quantkit.layouts import (
+    Layout,
+    LinearSpec,
+    Numbers,
+    Table,
+    believed,
+    damaged,
+    fusions,
+    require_matrix,
+    stored_as,
+)
+from quantkit.layouts.compressed_tensors import schemes
+from quantkit.layouts.compressed_tensors.forms import Form
 from quantkit.layouts.compressed_tensors.headers import HEADERS as HEADERS
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from quantkit.grids.grid import Grid, QuantizedWeight
     from quantkit.layouts import Width
-    from quantkit.layouts.compressed_tensors.stored import StoredWeight
 
 NAME = "compressed-tensors"
 MIXED = "mixed-precision"  # its name for config groups of several forms
@@ -46,7 +55,7 @@ class CompressedTensorsLayout(Layout):
     cache: bool = False
     marker = "weight_scale"
     takes_matrices = True  # vLLM makes linears of routers, which its target "Linear" takes
-    suffixes = forms.suffixes()
+    suffixes = tuple(dict.fromkeys(part for form in schemes.FORMS.values() for part in form.SUFFIXES))
 
     @property
     def floats(self) -> tuple[str, ...]:
@@ -70,9 +79,7 @@ class CompressedTensorsLayout(Layout):
         if not self.targets:
             return self
         scheme = schemes.find(self.targets, linear)
-        module = next((module for module in forms.modules() if module.NAME == scheme.form), None)
-        form = module.like(scheme) if hasattr(module, "like") else self.form
-        return replace(self, scheme=scheme, form=form)
+        return replace(self, scheme=scheme, form=scheme.form)
 
     def form_of(self, grid: Grid | Width) -> Form:
         """How weights on a grid are written."""
@@ -94,55 +101,63 @@ class CompressedTensorsLayout(Layout):
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors of one linear, in its form."""
+        assert weight.column_group is None, "columns reordered across groups are not written"
         return self.form_of(weight.grid).encode(weight)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`, and any other form that is read.
+        """Exact inverse of `encode`, and what else llm-compressor's presets make.
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
-        return self._stored(tensors).decode()
+        form = self._form(tensors)
+        return form.decode(tensors, believed(tensors, form))
+
+    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
+        """Of the tensors of one linear, in its form."""
+        return self._form(parts).sizes(parts)
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """Of packed integers, which its scheme names."""
+        form = self.form if self.scheme else None
+        if not isinstance(form, PackQuantized):
+            return None
+        return form.bits, form.group_size if form.group_size > 0 else None
+
+    def _form(self, tensors: Mapping[str, Tensor]) -> Form:
+        """What a stored configuration says of a linear; of one just encoded, what its tensors show."""
+        if self.scheme:
+            require_matrix(tensors, *self.form.CODES)
+            return self.form
+        for form in (self.form, *self.others):
+            held = set(tensors) <= {*form.SUFFIXES} and form.CODES[0] in tensors
+            if held and stored_as(tensors[form.CODES[0]])[0] == form.CODES[1]:
+                return form.fitting(tensors)
+        raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None
-    ) -> nn.Module | None:
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
+        products: bool = False,
+    ) -> nn.Module | None:  # fmt: skip
         """A linear that quantizes its input, where the scheme says so."""
-        numbers = self._scheme(tensors).activations
+        form = self.scheme.form if self.scheme else self._form(tensors)
+        told = None if self.scheme else form.activations(form.common)
+        numbers = self.scheme.activations if self.scheme else told and schemes.numbers("activations", told)
         if numbers is None:
             return None
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
 
-        stored = self._stored(tensors)
-        scale = None if numbers.dynamic else stored.number("input_scale")
-        if numbers.strategy == "tensor_group":
-            scale = stored.number("input_global_scale")
-        has_zero = not (numbers.dynamic or numbers.symmetric)
-        zero = stored.number("input_zero_point") if has_zero else None
+        scale = None
+        if not numbers.dynamic or numbers.strategy == "tensor_group":
+            part = "input_global_scale" if numbers.is_fp4 else "input_scale"
+            scale = tensors[part].float()
+            if scale.numel() != 1:
+                raise damaged(tensors, f"{part} is {list(scale.shape)} instead of one number")
         weight = self.values(tensors) if values is None else values
         if numbers.group_size and weight.shape[1] % numbers.group_size:
-            raise stored.broken(
-                "weight", f"has rows that groups of {numbers.group_size} inputs do not divide"
-            )
-        return QuantizedInputLinear(weight, bias, numbers, scale, zero)
-
-    def _stored(self, tensors: Mapping[str, Tensor]) -> StoredWeight:
-        from quantkit.layouts.compressed_tensors.stored import StoredWeight
-
-        return StoredWeight(tensors, self._scheme(tensors).weights)
-
-    def _scheme(self, tensors: Mapping[str, Tensor]) -> schemes.Scheme:
-        """What a stored configuration says of a linear; of one just encoded, what its form does."""
-        if self.scheme:
-            return self.scheme
-        written = forms.stored_as(tensors).NAME
-        form = next((form for form in (self.form, *self.others) if written == form.NAME), None)
-        if form is None:
-            return schemes.Scheme(None)
-        inputs = form.activations(form.common)
-        return schemes.Scheme(
-            schemes.numbers("weights", form.weights(form.common)) if form.uniform else None,
-            schemes.numbers("activations", inputs) if inputs else None,
-        )
+            why = f"rows of {weight.shape[1]} are not divided by groups of {numbers.group_size} inputs"
+            raise damaged(tensors, why)
+        return QuantizedInputLinear(weight, bias, numbers, scale if scale is None else scale.view(1))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Linears unlike the rest are targets by their exact names, which clients
@@ -190,29 +205,12 @@ class CompressedTensorsLayout(Layout):
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
-    """A pattern for all that lies outside the blocks, such as a head of another name than lm_head; towers
-    that are quantized are not part of it."""
+    """A pattern for all that lies outside the blocks, such as a head of another name than lm_head."""
     spec = specs[0]
     container = spec.name.removesuffix(f".{spec.block}.{spec.local}")
     if container == spec.name:
         return []
-    inside = [rf"(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\."]
-    inside += [rf"{re.escape(name)}(\.|$)" for name in _towers(specs)]
-    return [f"re:(?!{'|'.join(inside)})"]
-
-
-def _towers(specs: Sequence[LinearSpec]) -> list[str]:
-    """The outermost modules of linears beside the blocks, by all their spellings."""
-    inside = [name for spec in specs if spec.block is not None for name in spec.spellings]
-    above = {part for name in inside for part in _modules(name)}
-    names = (name for spec in specs if spec.block is None for name in spec.spellings)
-    return list(dict.fromkeys(next(m for m in _modules(name) if m not in above) for name in names))
-
-
-def _modules(name: str) -> list[str]:
-    """`a`, `a.b` and `a.b.c` of `a.b.c`."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return [rf"re:(?!(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\.)"]
 
 
 def detect(config: dict) -> CompressedTensorsLayout | None:
@@ -225,25 +223,3 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
             hint="save it compressed, as llm-compressor does by default",
         )
     return CompressedTensorsLayout(targets=schemes.parse(config))
-
-
-CLIENTS = {
-    "transformers": [
-        *forms.rules("transformers"),
-        {"experts": True, "mixed": True},
-        {"experts": True, "loads": True, **DECODED},
-        {"mixed": True, "loads": True, "note": "not with dequantize=True", "needs": PACKAGE},
-        {"loads": True, "note": "with compressed-tensors installed", "needs": PACKAGE},
-    ],
-    "vLLM": [
-        {"experts": True, "mixed": True},
-        {
-            "experts": True,
-            "symmetric": False,
-            "loads": False,
-            "note": "its CPU build takes symmetric experts",
-        },
-        *forms.rules("vLLM"),
-        {"loads": True},
-    ],
-}

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quantkit.grids.float8 import FLOAT8, nearest
-from quantkit.layouts.compressed_tensors.schemes import Numbers
+from quantkit.layouts.compressed_tensors.forms import Numbers
 
 FP4_MAX = 6.0  # of e2m1
 FP4_EPS = 0.125  # an e4m3 scale of 0 becomes that
 
 
 class QuantizedInputLinear(nn.Module):
-    """weight: float `[out, in]`. scale, zero: one number each, where the configuration is static. exact:
-    inputs are rounded in float32, whatever their precision."""
+    """weight: float `[out, in]`. scale: one number, where the configuration is static. exact: inputs are
+    rounded in float32, whatever their precision."""
 
     def __init__(
         self,
@@ -29,36 +29,30 @@ class QuantizedInputLinear(nn.Module):
         bias: Tensor | None,
         numbers: Numbers,
         scale: Tensor | None = None,
-        zero: Tensor | None = None,
         exact: bool = False,
     ):
         super().__init__()
         self.numbers, self.exact = numbers, exact
-        for name, tensor in {"weight": weight, "bias": bias, "scale": scale, "zero": zero}.items():
+        for name, tensor in {"weight": weight, "bias": bias, "scale": scale}.items():
             self.register_buffer(name, tensor)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., in]` to `[..., out]`."""
         if self.weight.dtype != hidden.dtype:  # once: the precision is known from the first input only
             self.weight = self.weight.to(hidden.dtype)
-        inputs = rounded(hidden.float() if self.exact else hidden, self.numbers, self.scale, self.zero)
+        inputs = rounded(hidden.float() if self.exact else hidden, self.numbers, self.scale)
         return linear(inputs.to(hidden.dtype), self.weight, self.bias)
 
 
-def rounded(
-    hidden: Tensor, numbers: Numbers, scale: Tensor | None = None, zero: Tensor | None = None
-) -> Tensor:
+def rounded(hidden: Tensor, numbers: Numbers, scale: Tensor | None = None) -> Tensor:
     """`hidden [..., in]` as it is after quantizing and scaling back, in its own precision."""
     if numbers.is_fp4:
         groups = hidden.unflatten(-1, (-1, numbers.group_size))
         return _rounded_fp4(groups, scale).flatten(-2).to(hidden.dtype)
     if numbers.strategy == "group":
         groups = hidden.unflatten(-1, (-1, numbers.group_size))
-        return _rounded(groups, numbers, *_parameters(groups, numbers)).flatten(-2)
-    if numbers.dynamic:
-        return _rounded(hidden, numbers, *_parameters(hidden, numbers))
-    zero = torch.zeros_like(scale) if zero is None else zero
-    return _rounded(hidden, numbers, scale.to(hidden.dtype), zero.to(hidden.dtype))
+        return _rounded(groups, numbers, _scale(groups, numbers)).flatten(-2)
+    return _rounded(hidden, numbers, _scale(hidden, numbers) if numbers.dynamic else scale.to(hidden.dtype))
 
 
 def _ends(numbers: Numbers) -> tuple[float, float]:
@@ -67,28 +61,17 @@ def _ends(numbers: Numbers) -> tuple[float, float]:
     return -(2.0 ** (numbers.bits - 1)), 2.0 ** (numbers.bits - 1) - 1
 
 
-def _parameters(hidden: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each token or group, or of the whole tensor, from the values."""
-    dims = None if numbers.strategy == "tensor" else -1
-    low = hidden.amin(dims, keepdim=True).clamp(max=0)
-    high = hidden.amax(dims, keepdim=True).clamp(min=0)
+def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
+    """Scale of each token or group, from the values."""
     least, most = _ends(numbers)
-    if numbers.symmetric:
-        scale = torch.maximum(-low, high) / ((most - least) / 2)
-    else:
-        scale = (high - low) / (most - least)
-    scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-    if numbers.symmetric:
-        return scale, torch.zeros_like(scale)
-    return scale, (least - low / scale).clamp(least, most).round()
+    scale = hidden.abs().amax(-1, keepdim=True) / ((most - least) / 2)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
-def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor, zero: Tensor) -> Tensor:
-    if numbers.kind == "float" and numbers.symmetric:
+def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor) -> Tensor:
+    if numbers.kind == "float":
         return nearest((hidden / scale).float()).to(hidden.dtype).mul_(scale)
-    codes = (hidden / scale + zero).clamp(*_ends(numbers))
-    codes = codes.to(FLOAT8).to(hidden.dtype) if numbers.kind == "float" else codes.round()
-    return (codes - zero) * scale
+    return (hidden / scale).clamp(*_ends(numbers)).round() * scale
 
 
 def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from quantkit.layouts._headers import (
     WORD,
@@ -12,7 +10,6 @@ from quantkit.layouts._headers import (
     Config,
     Headers,
     Mark,
-    Numbers,
     Parts,
     Stored,
     group_size,
@@ -58,6 +55,7 @@ def _packed_integers(parts: Parts, groups: int, stored: Stored) -> Codes:
     """Of how many bits a linear's codes are, is what its words, its shape and some config group agree on."""
     packed = parts["weight_packed"]
     held, widths = packed.shape[1], _widths(stored.quantization)
+    lacks = () if "weight_shape" in parts else ("weight_shape",)
     told = stored.small_tensor(parts["weight_shape"].name) if "weight_shape" in parts else None
     if told is not None and len(told) == 16:
         shape = tuple(int.from_bytes(told[at : at + 8], "little") for at in (0, 8))
@@ -68,46 +66,20 @@ def _packed_integers(parts: Parts, groups: int, stored: Stored) -> Codes:
         shape = (packed.shape[0], columns[fits[0]]) if fits else tuple(packed.shape)
     if not fits:
         why = f"weight_packed {list(packed.shape)} does not fit weight_shape {list(shape)}"
-        return Codes("pack-quantized", 0, None, None, 0, why)
+        return Codes("pack-quantized", 0, None, None, 0, why, lacks)
     size = group_size(shape[1], groups, widths[fits[0]])
-    return Codes("pack-quantized", fits[0], size, shape, math.prod(shape))
-
-
-def _weights(config: Config) -> list[dict[str, Any]]:
-    """What each config group says of its weights; {} where it says nothing."""
-    groups = config.get("config_groups")
-    told = (
-        [g.get("weights") if isinstance(g, dict) else None for g in groups.values()]
-        if isinstance(groups, dict)
-        else []
-    )
-    return [weights if isinstance(weights, dict) else {} for weights in told]
+    return Codes("pack-quantized", fits[0], size, shape, math.prod(shape), lacks=lacks)
 
 
 def _widths(config: Config) -> dict[int, int]:
     """Bits that config groups name, with the group size of the first that does."""
     widths: dict[int, int] = {}
-    for told in _weights(config):
-        if 2 <= (bits := number(told, "num_bits")) <= 8:
+    groups = config.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        told = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(told, dict) and 2 <= (bits := number(told, "num_bits")) <= 8:
             widths.setdefault(bits, number(told, "group_size"))
     return widths
-
-
-def _promised(config: Config) -> Callable[[str], list[Numbers]] | None:
-    if config.get("quant_method") != "compressed-tensors":
-        return None
-    found = [_numbers(told) for told in _weights(config)]
-    return (lambda linear: [told for told in found if told]) if found and all(found) else None
-
-
-def _numbers(told: dict[str, Any]) -> Numbers | None:
-    """Of a config group, where its strategy is one of columns or whole rows."""
-    bits, size = told.get("num_bits"), told.get("group_size")
-    if type(bits) is not int:
-        return None
-    if told.get("strategy") == "channel":
-        return bits, None
-    return (bits, size) if told.get("strategy") == "group" and type(size) is int and size > 0 else None
 
 
 HEADERS = Headers(
@@ -115,8 +87,7 @@ HEADERS = Headers(
         Mark("weight_packed", "weight_packed", PARTS, _read),
         Mark("weight_scale", "weight", PARTS, _read),
     ),
-    shared={"pack-quantized": ("weight_shape",)},
     telling=(".weight_scale", ".weight_shape", ".weight_zero_point"),
     of_cache=(".k_scale", ".v_scale"),
-    promised=_promised,
+    counted="pack-quantized",
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, of_linear
+from quantkit.layouts import Layout, LinearSpec, Table, believed, of_linear, sized
 from quantkit.layouts._headers import Codes, Header, Headers
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class GgmlLayout(Layout):
     marker = "ggml"
     suffixes = ("ggml", "ggml_type", "ggml_scale")
     floats = ("ggml",)
+    optional = ("ggml_type", "ggml_scale")
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -52,6 +53,24 @@ class GgmlLayout(Layout):
         blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
         return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
+    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
+        """Whole blocks of the type that stands beside them."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        from quantkit.grids.ggml import TYPES, named
+
+        kind = GGMLQuantizationType(int(parts["ggml_type"]))
+        if kind.name not in TYPES:
+            raise QuantkitError(
+                f"blocks of type {kind.name}{of_linear(parts)} are not understood",
+                hint=f"known are {', '.join(TYPES)}",
+                exit_code=UNSUPPORTED,
+            )
+        (rows, columns), (block, nbytes) = parts["ggml"].shape, GGML_QUANT_SIZES[kind]
+        if columns % nbytes:
+            raise ValueError
+        return sized(rows, columns // nbytes * block, named(kind.name))
+
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it all."""
         import torch
@@ -67,20 +86,10 @@ class GgmlLayout(Layout):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`."""
-        from gguf import GGMLQuantizationType
-
-        from quantkit.grids.ggml import TYPES, named
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.layouts.ggml.blocks import unpack
 
-        name = GGMLQuantizationType(int(tensors["ggml_type"])).name
-        if name not in TYPES:
-            raise QuantkitError(
-                f"blocks of type {name}{of_linear(tensors)} are not understood",
-                hint=f"known are {', '.join(TYPES)}",
-                exit_code=UNSUPPORTED,
-            )
-        grid = named(name)
+        grid = believed(tensors, self).grid
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
@@ -118,62 +127,3 @@ def scaled_by(name: str, infos: Mapping[str, Header]) -> str | None:
 
 
 HEADERS = Headers(marks=())
-CLIENTS = {
-    "transformers": [
-        {
-            "model_type": [
-                "gptneox", "starcoder", "olmo2", "olmoe", "granite", "command-r", "chatglm", "glm4",
-                "exaone4", "smollm3", "granitemoe", "deepseek2", "gpt-oss", "llama4",
-            ],
-            "loads": False,
-            "note": "it does not read GGUF files of this architecture",
-        },
-        {
-            "rope_scaled": True,
-            "loads": False,
-            "note": "it would compute without the scaling of its positions",
-        },
-        {
-            "experts": True,
-            "not_model_type": ["minimax-m2"],
-            "loads": False,
-            "note": "it takes experts that lie in one tensor apart wrongly, or not at all",
-        },
-        {
-            "model_type": "llama",
-            "biases": True,
-            "loads": False,
-            "note": "it would compute without the biases",
-        },
-        {
-            "form": "NVFP4",
-            "loads": False,
-            "note": "it takes the scales beside NVFP4's blocks for weights",
-        },
-        {
-            "not_form": [
-                "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
-                "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
-            ],
-        },
-        {
-            "model_type": ["llama", "qwen2", "bloom", "starcoder2", "minimax-m2", "qwen35"],
-            "loads": True,
-            "note": "decoded, by gguf_file=NAME",
-            "option": "gguf_file=NAME",
-        },
-    ],
-    "vLLM": [{"loads": False, "note": "its CPU build does not read it"}],
-    "llama.cpp": [
-        {
-            "model_type": [
-                "llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "gptneox", "bloom", "falcon",
-                "starcoder", "starcoder2", "olmo2", "granite", "stablelm", "command-r", "chatglm", "glm4",
-                "exaone4", "smollm3", "nemotron", "qwen35", "qwen2moe", "qwen3moe", "olmoe", "ernie4_5-moe",
-                "glm4moe", "dots1", "minimax-m2", "granitemoe", "deepseek2", "gpt-oss", "llama4",
-            ],
-            "loads": True,
-        },
-        {},
-    ],
-}  # fmt: skip

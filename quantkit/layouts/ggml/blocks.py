@@ -39,11 +39,9 @@ def row_bytes(type_name: str, in_features: int) -> int:
     return in_features // block * size
 
 
-def encode_rows(
-    type_name: str, weight: Tensor, importance: Tensor | None = None, exact: bool = True
-) -> Tensor:
-    """Bytes, uint8 `[rows, row_bytes]`, of `weight [rows, in]`: as ggml's own encoder has them, or with
-    exact=False by a faster search. importance: `[in]`, or `[rows, in]`; see grids.ggml."""
+def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Return bytes, uint8 `[rows, row_bytes]`, of `weight [rows, in]`, as ggml's own encoder has them.
+    importance: `[in]`, or `[rows, in]`; see grids.ggml."""
     rows, width = weight.shape
     encoded = torch.empty(rows, row_bytes(type_name, width), dtype=torch.uint8, device=weight.device)
     if importance is not None:
@@ -56,7 +54,7 @@ def encode_rows(
         some = None if importance is None else importance[part].float()
         encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
 
-    grid = None if type_name in PLAIN else named(type_name, exact).together([weight])
+    grid = None if type_name in PLAIN else named(type_name).together([weight])
     by_chunks(blocks if grid else plain, weight)
     return encoded
 

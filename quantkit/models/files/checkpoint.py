@@ -19,11 +19,10 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
-from quantkit.models import tokenizing
-from quantkit.models.files import reading, safetensors_folder, slices
+from quantkit.models.files import reading, safetensors_folder, tokenizing, untrusted
+from quantkit.models.files.headers import MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.files.unchanged import State
-from quantkit.models.headers import MANIFEST
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
@@ -191,8 +190,8 @@ class Checkpoint:
         """One stored tensor as it lies on disk."""
         info = self.infos[name]
         try:
-            otherwise = isinstance(info, slices.OTHERWISE)
-            stored = slices.read(info) if otherwise else reading.tensor(info)
+            otherwise = isinstance(info, reading.OTHERWISE)
+            stored = reading.read(info) if otherwise else reading.tensor(info)
             return stored.to(dtype or stored.dtype).contiguous()
         except OSError as error:
             raise QuantkitError(
@@ -216,14 +215,14 @@ class Checkpoint:
         return self._data(info)
 
     def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
-        if isinstance(info, slices.OTHERWISE):
+        if isinstance(info, reading.OTHERWISE):
             return iter([self.load(info.name).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
-        tokenizing.refuse_file(self.folder / "tokenizer.json")
+        untrusted.refuse_tokenizer_file(self.folder / "tokenizer.json")
         try:
             with tokenizing.explained():
                 found = transformers.AutoTokenizer.from_pretrained(
@@ -238,7 +237,7 @@ class Checkpoint:
                 hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
                 exit_code=NOT_FOUND,
             ) from error
-        tokenizing.refuse_growth(found)
+        untrusted.refuse_growth(found)
         return found
 
     @property

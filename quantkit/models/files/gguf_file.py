@@ -24,7 +24,7 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
-from quantkit.models.files.git_lfs import refuse_pointer
+from quantkit.models.files import untrusted
 from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo
 
 MAGIC = b"GGUF"
@@ -74,7 +74,7 @@ def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
     header contradicts itself or the size of the file.
     """
     try:
-        refuse_pointer(path)
+        untrusted.refuse_pointer(path)
         if not path.stat().st_size:
             raise _broken(path, "it is empty")
         with _opened(path) as cursor:

@@ -7,22 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.files import untrusted
 from quantkit.models.files.safetensors_folder import INDEX, SINGLE
-
-COMPANIONS = (
-    "*.json",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    "*.tiktoken",
-    "*.py",
-    "LICENSE*",
-    "NOTICE*",
-)
-TEMPLATES = "additional_chat_templates"  # the one folder inside that is read
-LARGE_BYTES = 1 << 28  # eight times the largest tokenizer.json
 
 
 def is_id(source: str) -> bool:
@@ -44,8 +31,7 @@ def local(source: str) -> Path | None:
     """The folder `source` if it exists; None for a hub id. Raises QuantkitError (exit code 3) for neither."""
     path = Path(source).expanduser()
     if path.is_dir():
-        refuse_links(path)
-        refuse_odd_files(path)
+        untrusted.refuse_folder(path)
         return path
     if path.is_file() and is_gguf(path):
         return path
@@ -64,37 +50,6 @@ def local(source: str) -> Path | None:
             exit_code=NOT_FOUND,
         )
     return None
-
-
-def refuse_links(folder: Path) -> None:
-    """Raise QuantkitError for links that lead out of a model's folder: what they lead to would be read as the
-    model's, and much of it copied into the output. Those of the hub's cache lead to its blobs."""
-    inside = folder.resolve()
-    caches = [place.parent for place in inside.parents if place.name == "snapshots"]
-    allowed = [inside, *((cache / "blobs").resolve() for cache in caches)]
-    leading_out = sorted(
-        str(path.relative_to(folder))
-        for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
-    )
-    if leading_out:
-        raise QuantkitError(
-            f"{folder} holds links that lead out of it: {name_all(leading_out)}",
-            hint="a downloaded model has none; put the files themselves there if you trust them",
-            exit_code=UNSUPPORTED,
-        )
-
-
-def refuse_odd_files(folder: Path) -> None:
-    """Raise QuantkitError for small files, as transformers reads them whole, that are none."""
-    for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
-        if not path.exists():
-            continue  # a link to nowhere: whoever wants it says so
-        untrusted.refuse_irregular(path)
-        if path.is_file() and path.stat().st_size > LARGE_BYTES:
-            raise QuantkitError(
-                f"{path} is larger than {LARGE_BYTES >> 20} MiB: not read", "download it again", UNSUPPORTED
-            )
 
 
 def is_gguf(path: Path) -> bool:
@@ -137,7 +92,7 @@ def _download(repo: str, revision: str | None, offline: bool) -> Path:
         )
 
     with explained(repo, revision, offline):
-        folder = fetch(COMPANIONS, revision)
+        folder = fetch(untrusted.COMPANIONS, revision)
         return fetch(_weights(folder), folder.name)  # of the same commit
 
 

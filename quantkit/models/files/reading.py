@@ -8,21 +8,19 @@ tensor's own bytes, whatever file they lie in.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit import layouts
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.fp4 import MX_BLOCK, decode_mxfp4
 from quantkit.models.files.safetensors_folder import COPY_BYTES, TensorInfo
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64, "BOOL": torch.bool,
-}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for known, name in layouts.DTYPES.items()}
 Index = tuple[int | slice, ...]
 
 
@@ -87,3 +85,71 @@ def _dtype(name: str, stored: str) -> torch.dtype:
     if stored not in DTYPES:
         raise QuantkitError(f"{name} is stored as {stored}, which torch has no type for", "convert it first")
     return DTYPES[stored]
+
+
+# ---- tensors that a file holds as part of a larger one, or in blocks of codes
+
+
+@dataclass(frozen=True)
+class Mxfp4(TensorInfo):
+    """Experts in MXFP4 as the values they stand for, bfloat16 `[experts, in, out]` as transformers has them:
+    `blocks [experts, out, groups, 16]` and `scales [experts, out, groups]`."""
+
+    blocks: TensorInfo
+    scales: TensorInfo
+
+    def rows(self, expert: int, outputs: slice) -> Tensor:
+        """`[out, in]` of one expert, of these outputs."""
+        return decode_mxfp4(part(self.blocks, (expert, outputs)), part(self.scales, (expert, outputs)))
+
+
+def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint with `X` for each `X_blocks` and `X_scales`. Raises QuantkitError for
+    those that do not go together, and for none."""
+    found = dict(infos)
+    for name in [name for name in infos if name.endswith("_blocks")]:
+        base = name.removesuffix("_blocks")
+        blocks, scales = found.pop(name), found.pop(f"{base}_scales", None)
+        fits = scales and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, MX_BLOCK // 2)
+        if not fits or {blocks.dtype, scales.dtype} != {"U8"}:
+            shape = list(scales.shape) if scales else "absent"
+            raise QuantkitError(
+                f"{name} is {blocks.dtype} {list(blocks.shape)}, {base}_scales {shape}", "download it again"
+            )
+        experts, rows, groups, _ = blocks.shape
+        shape = experts, groups * MX_BLOCK, rows
+        nbytes = 4 * blocks.nbytes  # two codes a byte, two bytes a value
+        found[base] = Mxfp4(base, "BF16", shape, blocks.file, blocks.offset, nbytes, blocks, scales)
+    if found == infos:
+        raise QuantkitError(
+            "config.json says mxfp4, and there are no tensors …_blocks", "download it again", UNSUPPORTED
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Slice(TensorInfo):
+    """The part `index` of the stored tensor `source`, which begins at `offset`, for matrices transposed if so
+    told. Shape and bytes are the part's own, as it is once read. whole: the source's shape; packed: how it is
+    coded."""
+
+    source: str = ""
+    index: Index = ()
+    transposed: bool = False
+    packed: Mxfp4 | None = None
+    whole: tuple[int, ...] = ()
+
+
+def read(info: Slice | Mxfp4) -> Tensor:
+    """Its values, for which no more is read than lies together."""
+    if isinstance(info, Mxfp4):
+        return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
+    if info.packed:
+        expert, *_, outputs = info.index
+        return info.packed.rows(expert, outputs)
+    source = TensorInfo(info.source, info.dtype, info.whole, info.file, info.offset, 0)
+    found = part(source, info.index)
+    return found.t() if info.transposed else found
+
+
+OTHERWISE = Slice, Mxfp4  # kinds of tensors that `read` reads

@@ -17,7 +17,6 @@ from pathlib import Path
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
 from quantkit.layouts import DTYPE_BYTES
 from quantkit.models.files import untrusted
-from quantkit.models.files.git_lfs import refuse_pointer
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -61,7 +60,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     fit its dtype and shape, or the tensors do not fill the file without holes.
     """
     try:
-        refuse_pointer(path)
+        untrusted.refuse_pointer(path)
         file_bytes = path.stat().st_size
         if not file_bytes:
             raise _broken(path, "it is empty")

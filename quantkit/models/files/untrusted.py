@@ -1,18 +1,75 @@
-"""Small files of strangers: read whole, so believed only as far as they are plain files and small."""
+"""What strangers wrote, refused at the door: files, JSON, configurations, tokenizers. Code behind it trusts.
+
+Nothing here imports torch. Headers of weights are checked where they are read (`safetensors_folder`,
+`gguf_file`).
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.machine.held import EXPERTS, ROUTED
 
+AGAIN = "download it again"
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
+LARGE_BYTES = 1 << 28  # of files that transformers reads whole: eight times the largest tokenizer.json
 UNSAID = 1 << 16  # bytes of files that say they have none, as those under /proc
 VALUES = 8_000_000  # of JSON: each becomes an object of up to a hundred bytes
 DEEP = 64  # lists and objects inside one another
+POINTER = b"version https://git-lfs"
+COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
+TEMPLATES = "additional_chat_templates"  # the one folder inside a model's folder that is read
+
+# ---- folders and files
+
+
+def refuse_folder(folder: Path) -> None:
+    """Raise QuantkitError for links that lead out of a model's folder, and for companions of the weights that
+    are no plain files, or too large to be read.
+
+    What such links lead to would be read as the model's, and much of it copied into the output. Those of the
+    hub's cache lead to its blobs.
+    """
+    inside = folder.resolve()
+    caches = [place.parent for place in inside.parents if place.name == "snapshots"]
+    allowed = [inside, *((cache / "blobs").resolve() for cache in caches)]
+    leading_out = sorted(
+        str(path.relative_to(folder))
+        for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
+        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
+    )
+    if leading_out:
+        raise QuantkitError(
+            f"{folder} holds links that lead out of it: {name_all(leading_out)}",
+            hint="a downloaded model has none; put the files themselves there if you trust them",
+            exit_code=UNSUPPORTED,
+        )
+    for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
+        if not path.exists():
+            continue  # a link to nowhere: whoever wants it says so
+        refuse_irregular(path)
+        if path.is_file() and path.stat().st_size > LARGE_BYTES:
+            raise QuantkitError(
+                f"{path} is larger than {LARGE_BYTES >> 20} MiB: not read", AGAIN, UNSUPPORTED
+            )
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise QuantkitError for a Git LFS pointer, the commonest broken download: lines of text in place of a
+    large file that git alone fetched (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+    with open(path, "rb") as file:
+        if file.read(len(POINTER)) != POINTER:
+            return
+    raise QuantkitError(
+        f"{path} is a Git LFS pointer, not the file it stands for",
+        hint="fetch the file itself: git lfs pull in its folder, or hf download OWNER/NAME",
+    )
 
 
 def refuse_irregular(path: Path) -> None:
@@ -78,3 +135,135 @@ def check_schema(
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(found))
     if error is not None:
         raise QuantkitError(f"{name}: {error.json_path}: {error.message}", hint, exit_code)
+
+
+# ---- configurations
+
+LAYERS = {
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
+    "decoder_layers", "encoder_layers", "depth",
+}  # fmt: skip
+FEW = 512  # layers that are built, whatever the headers say: of a second each
+COUNTED = dict.fromkeys(("num_labels", *EXPERTS), 1 << 16)
+SIZES = 1 << 40  # of anything else
+PARTS = 8  # configurations inside one another
+
+
+def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
+    """Raise QuantkitError naming what cannot be. tensors: how many are stored; each layer has some."""
+    layers = max(tensors, FEW)
+    odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > _most(name, layers)]
+    odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
+    odd += _routed(config)
+    if odd:
+        held = f", and {tensors:,} tensors are stored" if tensors else ""
+        raise QuantkitError(f"config.json says {name_all(odd, 3)}{held}", AGAIN, UNSUPPORTED)
+
+
+def _routed(config: Mapping[str, Any]) -> Iterator[str]:
+    """More experts for each token than a layer has, of a configuration or one inside it."""
+    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        numbers = {name: part[name] for name in (*EXPERTS, *ROUTED) if type(part.get(name)) is int}
+        most = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
+        routed = ((name, numbers[name]) for name in ROUTED if name in numbers)
+        yield from (f"{name} {value:,} of {most:,} experts" for name, value in routed if value > most > 0)
+
+
+def _most(name: str, layers: int) -> int:
+    return layers if name in LAYERS else COUNTED.get(name, SIZES)
+
+
+def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, int]]:
+    """Whole numbers of a configuration and of those inside it, by name."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and depth < PARTS:
+            yield from _numbers(value, depth + 1)
+        elif isinstance(value, int) and name != "seed":
+            yield str(name), value
+
+
+INTEGERS = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
+CODED = (*INTEGERS, "F8_E4M3", "F8_E5M2", "F8_E8M0")  # types of which nothing is a weight without a scale
+WEIGHTS = re.compile(r"weight(_packed)?$")
+UNDESCRIBED = (
+    "config.json has no quantization_config that says how: download it again, or start from the original "
+    "checkpoint"
+)
+
+
+def refuse_codes(infos: Iterable[Any]) -> None:
+    """Raise QuantkitError (exit code 4) naming matrices of codes that no layout is known to have written.
+
+    infos: `TensorInfo` of a whole checkpoint. Read as they lie, codes would be nonsense.
+    """
+    coded = (info for info in infos if info.dtype in CODED and len(info.shape) > 1)
+    if found := [info.name for info in coded if WEIGHTS.search(info.name)]:
+        raise QuantkitError(f"weights are stored as codes: {name_all(found, 3)}", UNDESCRIBED, UNSUPPORTED)
+
+
+# ---- tokenizers
+
+LARGEST_ID = 1 << 24  # of a token: sixty times that of the largest vocabulary
+SUSPICIOUS = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]|[:,\[]\s*\d{8,}\s*[,}\]]')
+GROWTH = 64  # characters that a normalizer may make of one; NFKC makes 18 of the worst
+TEXT = 1 << 16  # characters of a text that something is put before
+
+
+def refuse_tokenizer_file(path: Path) -> None:
+    """Raise QuantkitError for a tokenizer.json that would abort the process: the library takes as much memory
+    as the largest id says, and what it calls the prefix from the second part of every merge, whether it is
+    there or not."""
+    if not path.is_file():
+        return
+    data = path.read_bytes()
+    if not SUSPICIOUS.search(data):  # parsing the largest of them takes a second
+        return
+    try:
+        content = parse(data)
+        model = content["model"]
+        vocabulary = model.get("vocab") or {}
+        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ())]
+        ids += [token["id"] for token in content.get("added_tokens") or ()]
+        large = [number for number in ids if number > LARGEST_ID]
+        prefix = model.get("continuing_subword_prefix") or ""
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+        lacking = [second for _, second in pairs if not second.startswith(prefix)]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _refused(path, f"is not understood: {error!r}") from error
+    if large:
+        raise _refused(path, f"gives a token the id {large[0]}")
+    if lacking:
+        raise _refused(path, f"has merges without its continuing_subword_prefix {prefix!r}")
+
+
+def _refused(path: Path, why: str) -> QuantkitError:
+    hint = "it is damaged or not to be trusted: download it again"
+    return QuantkitError(f"{path} {why}", hint, UNSUPPORTED)
+
+
+def refuse_growth(tokenizer: Any) -> None:
+    """Raise QuantkitError for a tokenizer whose normalizer writes far more text than it is given."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(backend, "normalizer", None)
+    if normalizer is None:
+        return
+    grown = _growth(json.loads(normalizer.__getstate__()))
+    if grown > GROWTH:
+        raise QuantkitError(
+            f"the model's tokenizer makes up to {min(grown, 1e9):,.0f} characters of one",
+            "its tokenizer.json is damaged or not to be trusted: download it again",
+            UNSUPPORTED,
+        )
+
+
+def _growth(normalizer: dict) -> float:
+    """Characters that a normalizer may make of one."""
+    factor = 1.0
+    for part in normalizer.get("normalizers") or ():
+        factor *= _growth(part)
+    written = len(normalizer.get("content") or "")
+    pattern = normalizer.get("pattern") or {}
+    if "String" in pattern:
+        return factor * max(1.0, written / max(1, len(pattern["String"])))
+    prepended = len(normalizer.get("prepend") or "") / TEXT  # once a text
+    return factor * max(1.0, (written + 1.0) if pattern else 1.0) + prepended

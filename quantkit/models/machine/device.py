@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
-from quantkit.grids import processor
-from quantkit.models.machine import limits
+from quantkit.models.machine import memory, processor
 
 
 def choose_device(asked: str) -> torch.device:
@@ -100,8 +99,8 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
 
 
 def host_memory() -> int:
-    """Bytes of the host that this process may still take: see `limits.room`."""
-    return limits.room().nbytes
+    """Bytes of the host that this process may still take: see `memory.room`."""
+    return memory.room().nbytes
 
 
 def synchronize(device: torch.device) -> None:

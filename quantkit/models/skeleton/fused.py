@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import Mxfp4, Slice
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
-from quantkit.models.files.slices import Mxfp4, Slice
 from quantkit.models.skeleton import meta_model
 
 BIAS = "_bias"

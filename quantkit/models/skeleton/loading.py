@@ -12,8 +12,9 @@ from quantkit.errors import DamagedError, QuantkitError
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout, understood
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine import processor
 from quantkit.models.machine.device import pinned
-from quantkit.models.machine.heap import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton.names import Names
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -119,7 +120,7 @@ class Installer:
         layout = layout.at(stored.removesuffix(".weight"))
         values = layout.values(parts).to(self._dtype)
         values = checked(values, linear.weight.shape, stored).to(self._device)
-        module = layout.module(parts, linear.bias, values)
+        module = layout.module(parts, linear.bias, values, processor.has_int8_products())
         if module is None:
             linear.weight = nn.Parameter(values, requires_grad=False)
         else:

@@ -6,7 +6,7 @@ from torch import nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.undescribed import CODED
+from quantkit.models.files.untrusted import CODED
 from quantkit.models.skeleton import meta_model
 
 

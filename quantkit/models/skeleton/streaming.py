@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import Layout
-from quantkit.models import held
+from quantkit.models.machine import held
 from quantkit.models.machine.device import free_memory, is_accelerator
-from quantkit.models.machine.heap import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton.loading import Installer, Reader
 
 Parts = dict[str, Tensor]

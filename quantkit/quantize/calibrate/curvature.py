@@ -30,7 +30,7 @@ from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS
 from quantkit.quantize.calibrate.states import Place, States, embedded
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.scratch import Scratch
+from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # what the progress calls it

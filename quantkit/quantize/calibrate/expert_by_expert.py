@@ -9,7 +9,7 @@ is in memory as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,25 +17,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.models.held import expert_of
+from quantkit.models.machine.held import expert_of
 from quantkit.models.skeleton.experts import Experts, Routed
-from quantkit.quantize.calibrate import experts
+from quantkit.quantize.calibrate import measure
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.staging.parts import BlockParts
-from quantkit.quantize.transforms import BlockView, Transform
-
-View = Callable[[Mapping[Site, SiteStatistics]], BlockView]
+from quantkit.quantize.transforms import Transform
 
 
 class ExpertByExpert:
-    """A block on its way. view: the block for the transform, by statistics; parts: where parameters go that
-    were changed and stay in 16 bit."""
+    """A block on its way. parts: where parameters go that were changed and stay in 16 bit."""
 
-    def __init__(self, by: Measuring, block: Block, transform: Transform, view: View, parts: BlockParts):
-        self._by, self._block, self._view, self._parts = by, block, view, parts
+    def __init__(self, by: Measuring, block: Block, transform: Transform, parts: BlockParts):
+        self._by, self._block, self._parts = by, block, parts
         self._away = by.skeleton.away(block.index)
         self._lent: str | None = None
         self._seen: dict[str, list[Routed]] = {}  # by layer, one for each batch
@@ -46,7 +43,7 @@ class ExpertByExpert:
         experts_alone = [site for site in block.wanted if not self._away.isdisjoint(site.linears)]
         counted = {site: SiteStatistics(tokens=self._tokens(site)) for site in experts_alone}
         with by.timings("transform"):
-            self._done = transform.apply(view({**gathered, **counted}))
+            self._done = transform.apply(by.view(block, {**gathered, **counted}))
         self._statistics = self._done.statistics
 
     def measured(self) -> Measured:
@@ -100,7 +97,8 @@ class ExpertByExpert:
         by.skeleton.lend(index, linears)
         self._lent = expert
         sites = [site for site in self._block.wanted if site.linears and self._expert(site) == expert]
-        view = replace(self._view({site: self._gathered(site) for site in sites}), away=frozenset())
+        statistics = {site: self._gathered(site) for site in sites}
+        view = replace(by.view(self._block, statistics), away=frozenset())
         with by.timings("transform"):
             done = self._done.expert(view, linears)
         for name in sorted(done.changed):
@@ -123,7 +121,7 @@ class ExpertByExpert:
         own = by.finished(self._block, site, sums)
         if not site.pool:
             return own
-        return experts.of_expert(own, self._pools[site.pool], site.in_features, by.choice)
+        return measure.of_expert(own, self._pools[site.pool], site.in_features, by.choice)
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
         """What enters it, batch by batch."""

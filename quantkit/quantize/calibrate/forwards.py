@@ -2,13 +2,14 @@
 
 Two ways, with the same results. `SuspendedForward` runs each batch once and suspends it at every site until
 the site's weights are final: true-sequential GPTQ for the price of one forward, in time, and of all live
-activations, in memory. `RepeatedForward` runs the block again up to each site and holds one batch's
+activations, in memory. `repeated` runs the block again up to each site and holds one batch's
 activations. Sites that all read what enters a layer of experts, or all what enters their down projections,
-need not wait for one another: `gather_beside` shows one pass to many of them.
+need not wait for one another: `gather_together` shows one pass to many of them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -28,7 +29,7 @@ def one_by_one(run: Callable[[int], Any], count: int) -> Iterator[Any]:
     return map(run, range(count))
 
 
-def gather_beside(
+def gather_together(
     block: nn.Module,
     sites: Sequence[Site],
     needs: Collection[str],
@@ -80,7 +81,7 @@ class SuspendedForward:
         self._run = run
         self._main = greenlet.getcurrent()
         self._flights = [greenlet.greenlet(run) for _ in range(batches)]
-        self._results: list[Tensor | None] = [None] * batches
+        self._ahead = list(sites)
         self._suspended = [self._suspend_at(site.place) for site in sites]
 
     def _suspend_at(self, name: str) -> nn.Module:
@@ -102,16 +103,27 @@ class SuspendedForward:
         with torch.no_grad():
             return flight.switch() if flight else flight.switch(index)
 
+    def _next(self) -> Iterator[Tensor]:
+        """What all flights reach next."""
+        return (self._resume(index) for index in range(len(self._flights)))
+
+    def _pass(self, count: int) -> None:
+        """Go past so many sites that nobody asks for."""
+        for _ in range(count):
+            deque(self._next(), maxlen=0)
+        del self._ahead[:count]
+
     def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of the next site, batch by batch. Call for every site, in order."""
-        for index in range(len(self._flights)):
-            yield self._resume(index)
+        """The inputs of a site, batch by batch. Sites are asked for in order; some may be left out."""
+        self._pass(self._ahead.index(site))
+        del self._ahead[0]
+        return self._next()
 
     def outputs(self) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch, once every site has been visited."""
+        """The block's outputs, batch by batch, once every site has been asked for that is."""
+        self._pass(len(self._ahead))
         try:
-            for index in range(len(self._flights)):
-                yield self._resume(index)
+            yield from self._next()
         finally:
             self.close()
 
@@ -125,57 +137,34 @@ class SuspendedForward:
                 flight.throw()
 
 
-class RepeatedForward:
-    """One batch in memory at a time: the block runs again up to each site. Same results, more time.
+def repeated(
+    block: nn.Module, site: Site, run: Callable[[int], Tensor], batches: int, each: Each = one_by_one
+) -> Iterator[Tensor]:
+    """The inputs of a site, batch by batch and call by call: the block runs again up to there, and to its end
+    where the site wants it whole."""
+    seen: list[Tensor] = []
 
-    Where a site wants it whole, it runs to its end.
-    """
+    def stop(module: nn.Module, args: tuple) -> None:
+        if not site.whole:
+            raise _Reached(args[0])
+        seen.append(args[0].clone())  # the forward goes on, and may change it in place
 
-    def __init__(
-        self,
-        block: nn.Module,
-        sites: Sequence[Site],
-        run: Callable[[int], Tensor],
-        batches: int,
-        each: Each = one_by_one,
-    ):
-        self._block = block
-        self._run = run
-        self._batches = batches
-        self._each = each
-
-    def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of a site, batch by batch and call by call."""
-        seen: list[Tensor] = []
-
-        def stop(module: nn.Module, args: tuple) -> None:
-            if not site.whole:
-                raise _Reached(args[0])
-            seen.append(args[0].clone())  # the forward goes on, and may change it in place
-
-        def reached(index: int) -> Tensor | None:
-            try:
-                self._run(index)
-            except _Reached as reached:
-                return reached.inputs
-            return None
-
-        handle = self._block.get_submodule(site.place).register_forward_pre_hook(stop)
+    def reached(index: int) -> Tensor | None:
         try:
-            for inputs in self._each(reached, self._batches):
-                if inputs is not None:
-                    yield inputs
-                yield from seen
-                seen.clear()
-        finally:
-            handle.remove()
+            run(index)
+        except _Reached as reached:
+            return reached.inputs
+        return None
 
-    def outputs(self) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch."""
-        return self._each(self._run, self._batches)
-
-    def close(self) -> None:
-        """Nothing is in flight."""
+    handle = block.get_submodule(site.place).register_forward_pre_hook(stop)
+    try:
+        for inputs in each(reached, batches):
+            if inputs is not None:
+                yield inputs
+            yield from seen
+            seen.clear()
+    finally:
+        handle.remove()
 
 
 class _Reached(Exception):

@@ -12,11 +12,11 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix, tensors
 from quantkit.models.gguf.imatrix import Imatrix
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
-from quantkit.models.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.calibrate.importance import Importance

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from quantkit.models.machine import distributed
-from quantkit.models.machine.heap import map_large_blocks
+from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture, walk
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites

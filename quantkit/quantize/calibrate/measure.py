@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from typing import Literal
 
 from torch import Tensor, nn
 
 from quantkit.layouts import LinearSpec
 from quantkit.models.machine import distributed
-from quantkit.models.machine.heap import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import capture, experts
-from quantkit.quantize.calibrate.beside import Beside
+from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
-from quantkit.quantize.calibrate.forwards import RepeatedForward, SuspendedForward, gather_beside
+from quantkit.quantize.calibrate.forwards import SuspendedForward, gather_together, repeated
+from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.prepare.plan import Execution
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import BlockView, Transformed
+
+Choice = Literal["shrink", "routed", "all"]  # whose tokens an expert's statistics are made of
 
 
 @dataclass(frozen=True)
@@ -68,22 +71,22 @@ class Measured:
 @dataclass(frozen=True)
 class Measuring:
     """How a block is measured, by running `states` through it. needs: fields of SiteStatistics; choice: whose
-    tokens an expert's statistics are made of (`experts`); beside: the original block, if it is asked for;
-    batches: those of all ranks, of which `states` are this one's."""
+    tokens an expert's statistics are made of (`of_expert`); original: the block in the original model, if
+    asked for; batches: those of all ranks, of which `states` are this one's."""
 
     skeleton: Skeleton
     states: States
     execution: Execution
     needs: frozenset[str]
-    choice: experts.Choice
+    choice: Choice
     timings: Timings
     batches: int
-    beside: Beside | None = None
+    original: Original | None = None
 
     def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
         """How a batch goes through the block, by its number; `most` of its sequences."""
-        if self.beside:
-            return partial(self.beside.run, most=most)
+        if self.original:
+            return partial(self.original.run, most=most)
         return lambda k: self.skeleton.run_block(block.index, self.states[k][:most])
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
@@ -109,10 +112,22 @@ class Measuring:
         """Statistics of each site behind those that were quantized before it."""
         reached = [site for site in block.wanted if site.calls]
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
-        found = (_Repeated if repeats else _Suspended)(self, block)
         pools = _Pools(self.choice)
-        statistics = lambda site: pools.mixed(site, found.of(site))  # noqa: E731
-        return Measured(statistics, found.outputs, found.close, independent=repeats)
+        if repeats:
+            again = _Repeated(self, block)
+            statistics = lambda site: pools.mixed(site, again.of(site))  # noqa: E731
+            return Measured(statistics, again.outputs, independent=True)
+        wanted = set(block.wanted)
+        # experts that are kept as they are let all batches wait, too: one reading of their weights serves all
+        seen = [site for site in block.sites if site.calls]
+        seen = [site for site in seen if site in wanted or (site.pool and site.linears)]
+        forward = SuspendedForward(block.module, seen, self.run(block), len(self.states))
+
+        def statistics(site: Site) -> SiteStatistics:
+            own = self.summed(block, site, forward.inputs(site) if site.calls else ())
+            return pools.mixed(site, own)
+
+        return Measured(statistics, forward.outputs, forward.close)
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
         """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
@@ -128,7 +143,7 @@ class Measuring:
             gathered = capture.gather(
                 block.module, sites, self.needs, self.skeleton.device,
                 lambda: list(map(len, outputs)),
-                self.beside.meant if whole and self.beside else lambda site: None,
+                self.original.meant if whole and self.original else lambda site: None,
             )  # fmt: skip
         pools = _Pools(self.choice)
         return {site: pools.mixed(site, self.finished(block, site, sums)) for site, sums in gathered.items()}
@@ -138,7 +153,7 @@ class Measuring:
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
-                sums.add(batch, self.beside.meant(site, k) if self.beside else None)
+                sums.add(batch, self.original.meant(site, k) if self.original else None)
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:
@@ -153,7 +168,7 @@ class Measuring:
 class _Pools:
     """Statistics of experts, with those of all tokens of their layer mixed in, which come right before."""
 
-    def __init__(self, choice: experts.Choice):
+    def __init__(self, choice: Choice):
         self._choice = choice
         self._layer: tuple[str | None, SiteStatistics | None] = None, None
 
@@ -164,45 +179,8 @@ class _Pools:
         elif site.pool:
             pool, layer = self._layer
             assert pool == site.pool, f"{site.linears[0]} is measured behind {pool}"
-            return experts.of_expert(own, layer, site.in_features, self._choice)
+            return of_expert(own, layer, site.in_features, self._choice)
         return own
-
-
-class _Suspended:
-    """Every batch in flight. Experts that are kept as they are let all batches wait, too: one reading of
-    their weights then serves all."""
-
-    def __init__(self, by: Measuring, block: Block):
-        self._by, self._block = by, block
-        wanted = set(block.wanted)
-        reached = [site for site in block.sites if site.calls]
-        self._ahead = [site for site in reached if site in wanted or (site.pool and site.linears)]
-        self._forward = SuspendedForward(
-            block.module,
-            self._ahead,
-            by.run(block),
-            len(by.states),
-        )
-        self.close = self._forward.close
-
-    def of(self, site: Site) -> SiteStatistics:
-        """A site's own statistics."""
-        if site.calls:
-            self._pass(self._ahead.index(site))
-            del self._ahead[0]
-        return self._by.summed(self._block, site, self._forward.inputs(site) if site.calls else ())
-
-    def _pass(self, count: int) -> None:
-        """Go past so many sites that nobody asks for."""
-        for site in self._ahead[:count]:
-            for _ in self._forward.inputs(site):
-                pass
-        del self._ahead[:count]
-
-    def outputs(self) -> Iterator[Tensor]:
-        """The block's outputs."""
-        self._pass(len(self._ahead))
-        yield from self._forward.outputs()
 
 
 class _Repeated:
@@ -212,24 +190,24 @@ class _Repeated:
         self._by, self._block = by, block
         self._each = lambda run, count: by.skeleton.in_step(block.index, run, count)
         self._run = by.run(block)
-        self._forward = RepeatedForward(block.module, (), self._run, len(by.states), self._each)
         self._gathered: dict[Site, Statistics] = {}
-        self.close, self.outputs = self._forward.close, self._forward.outputs
+        self.outputs = partial(self._each, self._run, len(by.states))
 
     def of(self, site: Site) -> SiteStatistics:
         """A site's own statistics."""
         by, block = self._by, self._block
         if not (site.pool and site.calls and not site.whole):
-            return by.summed(block, site, self._forward.inputs(site) if site.calls else ())
+            inputs = repeated(block.module, site, self._run, len(by.states), self._each)
+            return by.summed(block, site, inputs if site.calls else ())
         if site not in self._gathered:
             with by.timings("forward"):
-                self._gathered = gather_beside(
-                    block.module, self._beside(site), by.needs, by.skeleton.device, self._run,
+                self._gathered = gather_together(
+                    block.module, self._together(site), by.needs, by.skeleton.device, self._run,
                     len(by.states), self._each,
                 )  # fmt: skip
         return by.finished(block, site, self._gathered.pop(site))
 
-    def _beside(self, site: Site) -> Sequence[Site]:
+    def _together(self, site: Site) -> Sequence[Site]:
         """The site, and others of its layer's experts from there on."""
         found: list[Site] = []
         for other in self._block.wanted[self._block.wanted.index(site) :]:
@@ -237,3 +215,37 @@ class _Repeated:
                 break
             found.append(other)
         return found
+
+
+def borrowed(tokens: int, in_features: int, choice: Choice) -> float:
+    """The layer's share in an expert's statistics."""
+    if choice == "all" or not tokens:
+        return 1.0
+    return in_features / (tokens + in_features) if choice == "shrink" else 0.0
+
+
+def of_expert(own: SiteStatistics, layer: SiteStatistics, in_features: int, choice: Choice) -> SiteStatistics:
+    """An expert's statistics, with the layer's mixed in; the peak is its own where it has tokens.
+
+    The second moments of an expert's `n` tokens are an estimate of `in_features²` numbers, and for small `n`
+    a bad one: error feedback then fits noise. With an inverse-Wishart prior of `d` pseudo-tokens around the
+    second moments of the layer, of all experts' tokens together, the posterior mean is
+
+        H = (n H_expert + d H_layer) / (n + d),    d = in_features
+
+    (Haff 1980, "Empirical Bayes estimation of the multivariate normal covariance matrix"; Ledoit and Wolf
+    2004 shrink likewise, towards the identity). An expert that nobody reached has the layer's own.
+    """
+    share = borrowed(own.tokens, in_features, choice)
+    if not share:
+        return own
+
+    def mixed(name: str) -> Tensor | None:
+        mine, theirs = getattr(own, name), getattr(layer, name)
+        if mine is None or (name == "peak" and own.tokens):
+            return mine
+        return mine.mul_(1 - share).add_(theirs, alpha=share) if share < 1 else theirs.clone()
+
+    found = [field.name for field in fields(own) if isinstance(getattr(own, field.name), Tensor)]
+    names = [name for name in found if name != "inputs"]  # which are no means
+    return replace(own, **{name: mixed(name) for name in names})

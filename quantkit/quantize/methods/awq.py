@@ -9,7 +9,7 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.options import option
 from quantkit.quantize.methods import (
     Method,
@@ -77,7 +77,8 @@ def width(options: Options, in_features: int, override: Override | None = None) 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
     from quantkit.grids.affine import AffineGrid
-    from quantkit.quantize.transforms.awq import AwqTransform
+    from quantkit.quantize.transforms.awq import AwqScore
+    from quantkit.quantize.transforms.scaling import ColumnScaling
 
     feedback = options.solver != "rtn"
 
@@ -87,7 +88,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, search=feedback, clip=clip)
 
     chosen = composing.solver(options, "group", weighted=True)
-    return Method("awq", chosen, layout(options), make_grid, AwqTransform(options.n_grid))
+    return Method("awq", chosen, layout(options), make_grid, ColumnScaling(AwqScore(options.n_grid)))
 
 
 def layout(options: Options) -> Layout:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms import mxfp4_pack_quantized, nvfp4_pack_quantized
+from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.options import option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
 from quantkit.quantize.prepare import composing
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
 WORK = Work(1, 10, (0.5e-6, 2e-6), (1.4, 5), GPTQ_PUBLISHED, sample=1 / 8)
 VARIANTS = {"fp4a4": ({"activations": True}, "fp4")}
-FORMATS = {"nvfp4": nvfp4_pack_quantized, "mxfp4": mxfp4_pack_quantized}
+FORMATS = {"nvfp4": NvFp4Packed, "mxfp4": MxFp4Packed}
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ def check(options: Options) -> None:
 
 def layout(options: Options) -> CompressedTensorsLayout:
     """How it lies on disk."""
-    module = FORMATS[options.format]
-    form = module.NvFp4Packed if options.format == "nvfp4" else module.MxFp4Packed
-    return CompressedTensorsLayout(form(options.activations))
+    return CompressedTensorsLayout(FORMATS[options.format](options.activations))
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms.float_quantized import FloatQuantized
+from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.options import option
 from quantkit.quantize.methods import Method, Work, refuse_override

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.prepare.linears import Override
 
-UNUSED = ("override", "towers", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
+UNUSED = ("override", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."
 WORK = Work(1, 10, (0.35e-6, 1.9e-6), (1.4, 8), GPTQ_PUBLISHED, sample=1 / 8, outside=True)
@@ -70,11 +70,6 @@ class Options:
         "auto",
         "rtn: how much each input column counts. auto gathers it from the calibration text, none goes "
         "without, FILE is an importance matrix of llama.cpp or quantkit.",
-    )
-    exact: bool = option(
-        True,
-        "rtn: choose as ggml's own encoder does, byte for byte. --no-exact searches scales two to five times "
-        "as fast and loses no more by squared error.",
     )
     tensor_type: tuple[str, ...] = option(
         (),
@@ -182,7 +177,6 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         imatrix=weighed,
         gathers=given == "auto",
         origin="gathered by quantkit" if given == "auto" else given,
-        exact=options.exact,
         left_out={
             module.name: module.nbytes for module in towers.beside(skeleton.model, skeleton.names, checkpoint)
         },

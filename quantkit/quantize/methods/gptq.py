@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms.pack_quantized import PackQuantized
+from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
 from quantkit.quantize.methods import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
-from quantkit.layouts.compressed_tensors.forms.int_quantized import IntQuantized
+from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.options import option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
 from quantkit.quantize.prepare import composing

@@ -61,9 +61,7 @@ class Material:
     @property
     def _spared(self) -> list[str]:
         """Modules of which nothing is quantized, and which clients may take for linears that are."""
-        quantized = tuple(f"{row.name}.weight" for row in self.specs if row.grid and row.block is None)
-        whole = (one for one in self.beside if not any(within(name, one.name) for name in quantized))
-        names = [name for module in whole for name in module.spellings]
+        names = [name for module in self.beside for name in module.spellings]
         if self.layout.takes_matrices:
             kept = (row for row in kept_parameters(self.skeleton) if len(row.shape) == 2)
             names += [row.name.removesuffix(".weight") for row in kept if row.name.endswith(".weight")]
@@ -86,11 +84,6 @@ class Material:
         return self.checkpoint.with_tensors(self.untouched(index) | self.staging.infos(index), self.layout)
 
 
-def within(name: str, module: str) -> bool:
-    """Whether a tensor is a module's."""
-    return name.startswith(f"{module}.")
-
-
 @dataclass(frozen=True)
 class ExpertTokens:
     """How many calibration tokens were routed to each expert of a mixture. starved: experts with fewer than
@@ -107,8 +100,8 @@ class ExpertTokens:
 @dataclass(frozen=True)
 class Summary:
     """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
-    and bytes of what is no linear. left_out: modules that were not written, in bytes. towers: linears beside
-    the blocks that were rounded; copied: bytes of what lies there untouched, by module. steps_down: what it
+    and bytes of what is no linear. left_out: modules that were not written, in bytes. copied: bytes of
+    modules beside the language model, by name. steps_down: what it
     did to get along with less memory than planned. scaled: what a transform did to columns of a linear:
     `into`, what was divided, None where nothing can be; `spread`, the largest scale over the smallest;
     `loss`, what is left of the loss, as estimated; None without a transform. activations: how clients
@@ -128,7 +121,6 @@ class Summary:
     notes: dict[str, list[str]]
     kept_parameters: list[dict]
     left_out: dict[str, int]
-    towers: int
     copied: dict[str, int]
     experts: ExpertTokens | None
     outlier_columns: dict[str, int]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from quantkit import __version__
@@ -13,16 +15,19 @@ from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.inspection.record import activations
 from quantkit.models.files import unchanged
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import distributed
-from quantkit.models.machine.heap import mapped, return_freed_pages
-from quantkit.models.open import open_checkpoint
+from quantkit.models.machine.memory import mapped, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
-from quantkit.quantize.calibrate.states import HERE
+from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.timings import Timings
+
+if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
+    from quantkit.models.gguf.imatrix import Imatrix
 
 VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states
 # Relative difference of hidden states between the loop and the files read back. Both compute the same
@@ -57,7 +62,6 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
     linears = []
     for row in job.specs:
         named = {"name": row.name, "shape": [row.out_features, row.in_features]}
-        named |= {"tower": True} if row.block is None else {}
         if row.kept:
             linears.append(named | {"kept": row.kept})
         elif row.grid:
@@ -121,10 +125,7 @@ def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
 
 
 def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
-    """What to report of a job whose linears have these records. Errors are those of the blocks' linears:
-    towers have no inputs to weigh theirs with."""
-    beside = {row.name for row in job.specs if row.block is None and row.grid}
-    records = [record for record in records if record["name"] not in beside]
+    """What to report of a job whose linears have these records."""
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
@@ -141,7 +142,6 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         notes={row["name"]: row["notes"] for row in records if row["notes"]},
         kept_parameters=[parameter.record() for parameter in job.kept_parameters],
         left_out=dict(job.method.output.left_out),
-        towers=len(beside),
         copied=job.copied,
         experts=_reached(job, records),
         outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
@@ -152,3 +152,59 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         steps_down=list(timings.notes),
         activations=activations(job.material.config),
     )
+
+
+def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
+    """Make outputs in whose blocks no solver has anything to do, in one pass over the source; then each is
+    opened again and published."""
+    timings = Timings(jobs[0].skeleton.device)
+    imatrix = _imatrix(jobs, progress, timings)
+
+    def written() -> list[Summary]:
+        progress.phase("writing")
+        with timings("write"):
+            _write(jobs, (), imatrix, progress)
+        unchanged.check(jobs[0].checkpoint)
+        progress.phase("verifying what was written")
+        return [_publish(job, timings) for job in jobs]
+
+    return distributed.broadcast(written)
+
+
+def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatrix | None:
+    """How much input columns count, as the user gave it or as calibration text says."""
+    from quantkit.quantize.calibrate import imatrix_job, importance  # other jobs do without its libraries
+
+    job = next((one for one in jobs if one.method.output.gathers), jobs[0])
+    output = job.method.output
+    if not output.gathers:
+        return output.imatrix
+    gathered = importance.gather(
+        job.skeleton, job.batches, progress, timings, Place(job.plan.execution.states, job.staging.folder)
+    )
+    job.skeleton.model.to("meta")  # its memory is needed for encoding
+    return imatrix_job.as_imatrix(gathered, output.linears, job.calibration)
+
+
+def _write(
+    jobs: Sequence[Job], places: tuple[Path, ...], imatrix: Imatrix | None, progress: Progress
+) -> None:
+    """Assemble the jobs behind those that have `places`, each inside the one before it."""
+    if len(places) < len(jobs):
+        staging = jobs[len(places)].staging
+        staging.assemble(lambda place: _write(jobs, (*places, place), imatrix, progress))
+        return
+    from quantkit.quantize.outputs.gguf import File
+
+    pairs = zip(jobs, places, strict=True)
+    files = [File(job.method.output, job.material, place, manifest(job, ())) for job, place in pairs]
+    files[0].output.encode(files, imatrix, progress)
+
+
+def _publish(job: Job, timings: Timings) -> Summary:
+    with timings("verify"):
+        written = open_checkpoint(str(job.staging.place))
+        Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
+    summary = summarize(job, [], timings)
+    job.staging.publish()
+    return summary

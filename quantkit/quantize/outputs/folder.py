@@ -14,11 +14,11 @@ from quantkit.inspection.names import split
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files import safetensors_folder, sums
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
+from quantkit.models.files.reading import Slice
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.files.slices import Slice
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card, within
+from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary, model_card
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 
@@ -45,10 +45,10 @@ class FolderOutput:
         return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """The linears of the blocks, by the checkpoint's names, and of towers that are asked for."""
+        """The linears of the blocks, by the checkpoint's names."""
         return [
             Planned(
-                row.local if row.block is None else split(row.name)[1],
+                split(row.name)[1],
                 row.block,
                 (row.out_features, row.in_features),
                 row.grid.describe() if row.grid else f"16 bit ({row.kept})",
@@ -57,10 +57,8 @@ class FolderOutput:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """All of them, but for linears of towers that are quantized."""
-        left = material.untouched().values()
-        found = {one.name: [info for info in left if within(info.name, one.name)] for one in material.beside}
-        return {name: sum(info.nbytes for info in infos) for name, infos in found.items() if infos}
+        """All of them."""
+        return {one.name: one.nbytes for one in material.beside}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place

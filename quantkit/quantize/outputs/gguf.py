@@ -32,12 +32,12 @@ from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_flo
 from quantkit.models.gguf.tensors import Target
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import sharing
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
+from quantkit.quantize.solving import solve
 from quantkit.quantize.staging import folder as staging
 
 DECODED = 1 << 24  # values that are decoded at a time
@@ -49,8 +49,8 @@ class GgufOutput:
     """See `outputs.Output`. chosen: the type of every target, by its name; metadata: that of the file.
 
     imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
-    is to be found out by calibration text first; origin: where it comes from. exact: encode byte for byte as
-    ggml does. left_out: what lies beside the language model, in bytes.
+    is to be found out by calibration text first; origin: where it comes from.
+    left_out: what lies beside the language model, in bytes.
     """
 
     targets: tuple[Target, ...]
@@ -59,7 +59,6 @@ class GgufOutput:
     imatrix: Imatrix | None = None
     gathers: bool = False
     origin: str = ""
-    exact: bool = True
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -177,7 +176,7 @@ class GgufOutput:
         types = [one.output.types(one.material.checkpoint, one.material.specs) for one in files]
         importance = imatrix.values() if imatrix else {}
         staged, source = self._staged(material), self._changed(material)
-        beside = self._staged(material, "ggml_scale")
+        staged_scales = self._staged(material, "ggml_scale")
         with ExitStack() as stack:
             writers = []
             for one, chosen in zip(files, types, strict=True):
@@ -191,7 +190,7 @@ class GgufOutput:
                 scales: list[list[float]] = [[] for _ in writers]
                 for expert, part in enumerate(target.parts):
                     if part.stored and part.stored[0] in staged:
-                        scale = beside.get(part.stored[0])
+                        scale = staged_scales.get(part.stored[0])
                         own = [] if scale is None else staging.load(scale).tolist()
                         found = [Encoded(staging.load(staged[part.stored[0]]), own)]
                     else:
@@ -221,7 +220,7 @@ class GgufOutput:
         weights = _per_part(importance, len(matrices))
         found = []
         for name in types:
-            rows = [encode_rows(name, *both, self.exact) for both in zip(matrices, weights, strict=True)]
+            rows = [encode_rows(name, *both) for both in zip(matrices, weights, strict=True)]
             scales = [scale_beside(name, matrix) for matrix in matrices]
             found.append(Encoded(torch.cat(rows), [scale for scale in scales if scale is not None]))
         return found
@@ -312,7 +311,7 @@ def solved_head(
     blobs = []
     for part in weight.split(rows):
         values = part.to(statistics.hessian.device, torch.float32)
-        (solved,) = sharing.solve(solver, [values], [grid], statistics)
+        (solved,) = solve(solver, [values], [grid], statistics)
         if solved.fallback:
             progress.warn(f"{head.name}: {solved.fallback}")
         blobs.append(layout.encode(solved.weight)[layout.marker].cpu())

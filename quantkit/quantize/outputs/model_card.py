@@ -53,10 +53,6 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
         )
     if summary.kept:
         lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
-    if summary.towers:
-        lines.append(
-            f"Rounded to nearest: {count(summary.towers, 'linear')} of towers, which no text enters."
-        )
     if summary.copied:
         copied = (f"`{name}` ({nbytes / 1e6:,.1f} MB)" for name, nbytes in summary.copied.items())
         lines.append(f"Copied byte for byte: {', '.join(copied)}.")

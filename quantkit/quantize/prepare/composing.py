@@ -142,13 +142,14 @@ def block_transform(
     """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
     is, so that it needs no text. rounded: inputs `[tokens, in]` of linears as clients round them."""
     from quantkit.quantize.solvers.rtn import RtnSolver
-    from quantkit.quantize.transforms.awq import AwqTransform
-    from quantkit.quantize.transforms.feedback import FeedbackScaling
-    from quantkit.quantize.transforms.smooth import SmoothTransform
+    from quantkit.quantize.transforms.awq import AwqScore
+    from quantkit.quantize.transforms.feedback import FeedbackScore
+    from quantkit.quantize.transforms.scaling import ColumnScaling
+    from quantkit.quantize.transforms.smooth import SmoothScore
 
     parts = transform_parts(value)
     if "auto" in parts and not isinstance(solver, RtnSolver):
-        return FeedbackScaling(solver=solver)
+        return ColumnScaling(FeedbackScore(solver))
     if "smooth" in parts:
-        return SmoothTransform(solver=solver, rounded=rounded)
-    return AwqTransform() if "awq" in parts else None
+        return ColumnScaling(SmoothScore(solver, rounded))
+    return ColumnScaling(AwqScore()) if "awq" in parts else None

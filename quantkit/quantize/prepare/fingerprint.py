@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.models.machine import distributed
 from quantkit.options import CalibrationOptions, RunOptions
 
 OPTIONS = {
@@ -55,3 +59,22 @@ def _value(value: Any) -> str:
         return "one"
     text = "none" if value is None else str(value)
     return f"{text[:12]}…" if len(text) == 64 else text  # a sha256
+
+
+def check_alike(fingerprint: dict) -> None:
+    """Raise QuantkitError unless all ranks have prepared the same job, on like machines: they take every
+    decision each for itself, from the same numbers."""
+    if distributed.count() == 1:
+        return
+    mine = {name: value for name, value in fingerprint.items() if name != "source_sha256"}
+    mine |= {"processor": torch.backends.cpu.get_cpu_capability()}
+    if mine["execution"]["device"] != "cpu":
+        mine |= {"GPU": torch.cuda.get_device_name()}
+    first, *others = distributed.all_gather(mine)
+    for rank, other in enumerate(others, 1):
+        if different := differences(first, other):
+            raise QuantkitError(
+                f"rank {rank} has another job than rank 0; different: {name_all(different)}",
+                "use like machines, with the same files, options and versions",
+                UNSUPPORTED,
+            )

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all
-from quantkit.models import headers
-from quantkit.models.files import untrusted
+from quantkit.models.files import headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.models.open import open_checkpoint
 from quantkit.quantize import methods
 from quantkit.quantize.job import Request, open_skeleton, output_of, staging_of
 from quantkit.quantize.prepare.fingerprint import differences
@@ -88,8 +87,7 @@ def _told(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}
     asked = {"model": Path(request.source).name, "method": request.method}
     asked["options"] = json.loads(json.dumps(dataclasses.asdict(request.options)))
-    asked |= {"exclude": list(run.exclude), "override": list(run.override), "towers": run.towers}
-    made["towers"] = job.get("towers", False)
+    asked |= {"exclude": list(run.exclude), "override": list(run.override)}
     for name in ("experts", "allow_requantize", "max_shard_gb"):
         asked[name] = getattr(run, name)
         made[name] = job.get(name, asked[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from torch import nn
@@ -43,10 +43,8 @@ def resolve(
     layout: Layout,
     exclude: Sequence[str],
     override: Sequence[str],
-    beside: Sequence[LinearSpec] = (),
 ) -> list[LinearSpec]:
-    """Every linear of every block with its grid, from shapes alone: nothing has been loaded. beside: further
-    ones, outside the blocks; of these, what would be refused stays as it is.
+    """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
 
     `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
     encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
@@ -58,7 +56,7 @@ def resolve(
     specs = []
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
-    for row in (*linears(skeleton), *beside):
+    for row in linears(skeleton):
         kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), row.kept)
         other = next((o for o in overrides if o.pattern.search(row.name)), None)
         grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
@@ -81,16 +79,14 @@ def _without_small_unfit(
     skeleton: Skeleton, specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
 ) -> list[LinearSpec]:
     """Keep small projections that grid or layout cannot hold, such as the step sizes of a state-space model,
-    and linears beside the blocks, unless they are overridden by name; they would not be worth a model's
-    refusal."""
+    unless they are overridden by name; they would not be worth a model's refusal."""
     weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     found = []
     for spec in specs:
         asked = any(override.pattern.search(spec.name) for override in overrides)
-        small = spec.block is None or spec.weights < SMALL * weights[spec.block]
+        small = spec.weights < SMALL * weights[spec.block]
         reason = _unfit(spec, layout) if spec.grid and small and not asked else None
-        why = reason if spec.block is None else f"small; {reason}"
-        found.append(replace(spec, grid=None, kept=why) if reason else spec)
+        found.append(replace(spec, grid=None, kept=f"small; {reason}") if reason else spec)
     return found
 
 
@@ -115,46 +111,6 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
                 place = name.removesuffix(".weight") if skeleton.names.language else None
                 specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place))
     return specs
-
-
-def tower_linears(skeleton: Skeleton) -> list[LinearSpec]:
-    """Every linear beside the language model and its head, without a grid and without a block.
-
-    Raises QuantkitError for a model that has none.
-    """
-    names, checkpoint = skeleton.names, skeleton.checkpoint
-    specs = []
-    for name, module in _in_towers(skeleton):
-        full = f"{name}.weight"
-        conv1d, shape = full in names.transposed, (module.out_features, module.in_features)
-        stored = names.stored.get(full)
-        whole = stored and checkpoint.is_quantized(stored)
-        whole = whole or stored and checkpoint.infos[stored].shape == (shape[::-1] if conv1d else shape)
-        kept = None if whole else "not stored as one matrix"
-        if type(module) is not nn.Linear:  # nn.MultiheadAttention's projection
-            kept = "read by its module"
-        linear = (stored or full).removesuffix(".weight")
-        specs.append(LinearSpec(linear, None, linear, *shape, None, kept, conv1d, name))
-    if not specs:
-        raise QuantkitError(
-            f"{checkpoint.source} has no towers: --towers finds no linear beside the language model",
-            hint="leave out --towers",
-            exit_code=USAGE,
-        )
-    return specs
-
-
-def _in_towers(skeleton: Skeleton) -> Iterator[tuple[str, nn.Linear]]:
-    """Linears of a wrapper that belong neither to its language model nor to the head, by their names."""
-    model, language = skeleton.model, skeleton.names.language
-    if not language:
-        return
-    named = [*model.named_modules()]
-    named += [pair for name, tower in skeleton.towers.items() for pair in tower.named_modules(prefix=name)]
-    for name, module in named:
-        inside = name.startswith(f"{language}.") or module is model.get_output_embeddings()
-        if isinstance(module, nn.Linear) and not inside:
-            yield name, module
 
 
 def _routers(block: nn.Module) -> set[str]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from quantkit.models import held
+from quantkit.models.machine import held
 
 MIB = 1 << 20
 PART_BYTES = MIB  # of a block's codes that wait in memory before they are staged
@@ -23,7 +23,6 @@ BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, ac
 LOADED_LATER_BYTES = {False: 64 * MIB, True: 80 * MIB}
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
 AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
-PART = 1 << 26  # weights of towers that are staged together
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
 LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
 LOGITS = 5  # of them at a time: as they are, in float32, their softmax and its sums, gradients

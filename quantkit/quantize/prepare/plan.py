@@ -15,16 +15,14 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import reading
-from quantkit.models.held import ROUTED
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
+from quantkit.models.machine.held import ROUTED
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
-    FLOAT32,
-    PART,
     Peak,
     Shapes,
     peak_memory,
@@ -157,7 +155,7 @@ def job_memory(
         )
         return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
     shapes = shapes_of(skeleton, specs, tokens, batch_tokens)
-    peak = peak_memory(
+    return peak_memory(
         shapes,
         calibrated=bool(method.needs),
         hessian="hessian" in method.needs,
@@ -172,15 +170,6 @@ def job_memory(
         spilled=states == "disk",
         outside=method.outside,
     )
-    beside = [spec.weights for spec in specs if spec.block is None and spec.grid]
-    if not beside:
-        return peak
-    held = tokens * shapes.hidden * shapes.element if method.needs else 0
-    solving = shapes.rest * shapes.element + held + 4 * FLOAT32 * max(beside)
-    staged = 2 * min(PART, sum(beside))  # on its way to the disk while the next part is made
-    if accelerated:
-        return Peak(max(peak.device, solving), max(peak.host, staged))
-    return Peak(0, max(peak.host, solving + staged))
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
@@ -207,8 +196,7 @@ def _largest_block(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
     """The linears of the block that has most weights; of equal ones the first."""
     weights: Counter[int] = Counter()
     for spec in specs:
-        if spec.block is not None:
-            weights[spec.block] += spec.weights
+        weights[spec.block] += spec.weights
     index = max(sorted(weights), key=weights.__getitem__)
     return [spec for spec in specs if spec.block == index]
 

@@ -203,15 +203,10 @@ def _refuse_unknown(origin: str, unknown: list[str], known: Iterable[str], lines
 
 def _nearest(key: str, known: Iterable[str]) -> list[str]:
     """The key that was probably meant, if any: it may stand in another section, or be one."""
-    names = {name.partition(".")[0]: name.partition(".")[0] for name in known}
-    for name in known:
-        names.setdefault(name.rpartition(".")[2], name)
-    section, _, last = key.replace("-", "_").rpartition(".")
-    own = {name: full for name, full in names.items() if full.startswith(f"{section}.")}
-    if last in names:  # right, but in another section
-        return [names[last]]
-    near = difflib.get_close_matches(last, own, 1) or difflib.get_close_matches(last, names, 1)
-    return [names[name] for name in near]
+    names = {name.rpartition(".")[2]: name for name in known}
+    names |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
+    last = key.replace("-", "_").rpartition(".")[2]
+    return [names[near] for near in difflib.get_close_matches(last, names, 1)]
 
 
 def _did_you_mean(near: list[str]) -> str:

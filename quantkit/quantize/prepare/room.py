@@ -9,9 +9,9 @@ import torch
 
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.layouts import LinearSpec
-from quantkit.models.machine import distributed, limits
+from quantkit.models.machine import distributed, memory
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
-from quantkit.models.machine.limits import Limit
+from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.methods import Method
@@ -203,7 +203,7 @@ def check_memory(
         return
     where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
     left = f"{size(free)} are" if free else "nothing is"
-    message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or limits.room().whose}"
+    message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or memory.room().whose}"
     if limit and limit.left <= free and not where:
         message = f"--max-memory of {size(limit.nbytes)} is too small: "
         message += f"Python alone takes about {size(limit.resident)}, {what} {size(need)}"

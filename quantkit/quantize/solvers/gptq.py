@@ -10,15 +10,30 @@ The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (s
 Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
 Beside this file: `columns.py` chooses the columns of a group, in the paper's lazy batches (step 2), fast;
-`vectors.py` those of a code book, several at a time; `refine.py` improves what the sweep found; `target.py`
-says what is rounded where the original model is the target; `site.py` splits it among the linears of a
-site, and keeps it where it beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the
-letter, slowly.
+`vectors.py` those of a code book, several at a time; `refine.py` improves what the sweep found; what
+was solved for all linears of a site is kept for each where it beats round to nearest.
+`tests/reference_gptq.py` is the paper's algorithm to the letter, slowly.
+
+The target of a linear in a model that is quantized before it may be what the original model would have given
+(`moved`). A linear behind quantized ones sees inputs X that are not the original model's X̃, and may add its
+output to hidden states that lack R of the original's. What is wanted is the least of
+`|X Ŵᵀ - (X̃ Wᵀ + R)|²`, which is, but for a constant, `|X (W* - Ŵ)ᵀ|²` with
+
+    W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹
+
+the least-squares answer: so error feedback, refinement and round to nearest go on as before, from W*. (GPTAQ,
+Li et al. 2025, arXiv:2504.02692, has X̃ as the target, too, and moves W column by column by an approximation
+of this. R, by which a linear that writes to the residual stream makes up for what others have lost, is not
+there.) XᵀX is damped as error feedback damps it, which holds W* back towards W.
+
+A regression fits noise, too: the more, the wider the linear and the shorter the text. How much is known from
+two halves of the text: what both say is real, what they say apart is not. The move is made as large as the
+share that is real, the best linear shrinkage (Wiener's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +42,8 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved, site, target, vectors
+from quantkit.grids.grid import rows as rows_of
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, row_losses, rtn, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
 
@@ -39,7 +55,7 @@ Target = Literal["own", "original"]
 class GptqSolver:
     """damp: share of the mean Hessian diagonal added to it. act_order: `none`, `group` or `full`.
     refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm and no more. target:
-    of a linear's output, its `own` on the inputs that there are, or the `original` model's (target.py).
+    of a linear's output, its `own` on the inputs that there are, or the `original` model's (`moved`).
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so that groups
     are scattered over the matrix and the client needs `g_idx`; `group` sorts the groups and the
@@ -68,7 +84,7 @@ class GptqSolver:
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
-        return site.solve(self.quantize, weights, grids, statistics.hessian)
+        return solve_site(self.quantize, weights, grids, statistics.hessian)
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
         """`D [in]` of `H = U D Uᵀ` in the order in which columns are quantized: what a squared error in each
@@ -78,14 +94,14 @@ class GptqSolver:
         found = hessian.diagonal().clone()
         return found if A is None else found.index_copy_(0, order, A.diagonal().square())
 
-    def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> site.Attempt:
+    def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> Attempt:
         """`weights [out_k, in]`, as one matrix, on `grid`."""
         order = column_order(H.diagonal(), grid, self.act_order)
         H = H.index_select(0, order).index_select(1, order)
         damping = -H.diagonal().mean()
         A, note = factorize(H, self.damp)
         if A is None:
-            return site.Attempt(None, None, note)
+            return Attempt(None, None, note)
         damping += H.diagonal().mean()
         Wt = (torch.cat(weights) if weights[1:] else weights[0]).t().contiguous().index_select(0, order)
         fixed = None
@@ -98,7 +114,7 @@ class GptqSolver:
             (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
         weight = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, damping * chosen.E.square_().sum(0)])
-        return site.Attempt(weight, lost, note)
+        return Attempt(weight, lost, note)
 
 
 def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
@@ -106,7 +122,7 @@ def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) ->
     if statistics.drift is None:
         return weights
     factor, _ = factorize(statistics.hessian.clone(), damp)
-    return weights if factor is None else target.moved(weights, statistics, factor)
+    return weights if factor is None else moved(weights, statistics, factor)
 
 
 def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,3 +204,80 @@ def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
         if info == 0 and torch.isfinite(lower.diagonal()).all():
             return lower.flip(0, 1), f"damping raised to {share:g}" if attempt else None
     return None, f"Hessian is not positive definite even with damping {share:g}"
+
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def moved(weights: Sequence[Tensor], statistics: SiteStatistics, factor: Tensor) -> list[Tensor]:
+    """W* of each of a site's linears, `[out_k, in]`. factor: A, upper triangular, `A Aᵀ` the damped H."""
+    found = []
+    for weight in weights:
+        halves = weight @ statistics.drift  # [2, out, in]
+        if statistics.missing is not None:
+            halves += statistics.missing
+        # Δ H Δᵀ of a move Δ is the square of these, [2, in, out]
+        halves = torch.linalg.solve_triangular(factor, halves.mT, upper=True)
+        move = halves.sum(0)
+        real = 4 * (halves[0] * halves[1]).sum() / move.square().sum().clamp(min=TINY)
+        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
+        found.append(torch.addcmul(weight, move, real.clamp(0, 1)))
+    return found
+
+
+CANCELLED = 0.02  # share of a damped loss that has to be left without the damping for it to be told from both
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """weight: None where the Hessian could not be factored, as the note says. lost: of every row, `e H eᵀ`
+    with the damped H, and the part of it that is the damping's, `[2, out]`."""
+
+    weight: QuantizedWeight | None
+    lost: Tensor | None
+    note: str | None
+
+
+def solve_site(
+    quantize: Callable[[list[Tensor], Grid, Tensor], Attempt],
+    weights: Sequence[Tensor],
+    grids: Sequence[Grid],
+    hessian: Tensor,
+) -> list[Solved]:
+    """Linears `weights [out_k, in]` that share a grid go through one `quantize(weights, grid, hessian)`."""
+    results: dict[int, Solved] = {}
+    for grid in dict.fromkeys(grids):
+        members = [k for k, other in enumerate(grids) if other == grid]
+        attempt = quantize([weights[k] for k in members], grid, hessian)
+        starts = torch.tensor([0] + [len(weights[k]) for k in members]).cumsum(0).tolist()
+        for k, start, end in zip(members, starts, starts[1:], strict=False):
+            results[k] = _better(attempt, weights[k], slice(start, end), grid, hessian)
+    return [results[k] for k in range(len(weights))]
+
+
+def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
+    """The attempt's rows of one linear, or round to nearest where that loses less on the same inputs."""
+    params = rtn.fitted(weight, grid, hessian)
+    sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
+    if attempt.weight is not None:
+        sums += attempt.lost[:, rows].sum(1)
+    full, rtn_loss, *lost = torch.stack(sums).tolist()
+    scale = max(full, 1e-30)
+    rtn_error, reason = rtn_loss / scale, attempt.note
+    notes = ()
+    if attempt.weight is not None:
+        notes = (attempt.note,) if attempt.note else ()
+        chosen = _rows(attempt.weight, rows)
+        damped, damping = lost
+        error = (damped - damping) / scale
+        if not damped - damping > CANCELLED * damped:  # too little is left of their digits
+            error = row_losses(chosen.values() - weight, hessian).sum().item() / scale
+        if error <= rtn_error:  # not a number loses, too
+            return Solved(chosen, error, rtn_error, notes=notes + clipping(chosen))
+        reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
+    baseline = rtn.nearest(weight, grid, params)
+    return Solved(baseline, rtn_error, rtn_error, fallback=reason, notes=notes + clipping(baseline))
+
+
+def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    return QuantizedWeight(weight.grid, weight.codes[rows], rows_of(weight.params, rows), weight.column_group)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, group, stack
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss
 from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.descent import Descent
 from quantkit.quantize.solvers.gptq import (
@@ -39,7 +39,6 @@ from quantkit.quantize.solvers.gptq import (
     sweep,
     unit_upper,
 )
-from quantkit.quantize.solvers.loss import loss
 from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
 ROWS = 32  # that one sweep quantizes without knowing of each other

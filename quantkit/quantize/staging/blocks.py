@@ -3,6 +3,8 @@
 `block-00000.safetensors` holds a block's tensors, but for those that did not wait in memory, which lie in
 `part-00000-0000.safetensors` and so on; `block-00000.json` says what was found of its linears, and what the
 files' bytes were. The last of these to appear is the first: a block is whole or is not there.
+
+Files that a job needs for a while lie beside them (`Scratch`).
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.models.files import safetensors_folder, untrusted
+from quantkit.models.files import reading, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 
 RECORD_BYTES = 1 << 30  # of a block of any number of experts
@@ -92,9 +95,9 @@ class StagedBlocks:
         self._whole.add(index)
 
 
-def save(path: Path, tensors: dict[str, Tensor]) -> None:
+def save(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> None:
     """A file of tensors, whole or not at all."""
-    _rename(_saved(path, tensors), path)
+    _rename(_saved(path, tensors, lasting), path, lasting)
 
 
 def write_text(path: Path, text: str, lasting: bool = True) -> None:
@@ -149,3 +152,48 @@ def _files(record: dict | None) -> dict[str, str]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+LIST = "scratch.json"
+
+
+class Scratch:
+    """Named files of tensors in `folder`, and what says that all of a kind are there.
+
+    A list of their hashes is written when they are complete: a file that was changed or lost since is found.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._list = folder / LIST
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Tensors of the host under a name."""
+        save(self._path(name), tensors, lasting=False)
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """All tensors of a file."""
+        return {
+            key: reading.tensor(info)
+            for key, info in safetensors_folder.read_header(self._path(name)).items()
+        }
+
+    def remove(self, name: str) -> None:
+        """It is needed no more."""
+        self._path(name).unlink(missing_ok=True)
+
+    def complete(self, names: Iterable[str]) -> None:
+        """Say that these are all."""
+        sums = {name: _sha256(self._path(name)) for name in names}
+        write_text(self._list, json.dumps(sums, indent=2), lasting=False)
+
+    def is_complete(self, names: Iterable[str]) -> bool:
+        """Whether these are there as they were when that was said."""
+        try:
+            listed = json.loads(self._list.read_text())
+            return all(listed.get(name) == _sha256(self._path(name)) for name in names)
+        except (OSError, ValueError):
+            return False

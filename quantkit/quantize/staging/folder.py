@@ -27,8 +27,7 @@ from quantkit.models.files import reading, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.prepare.fingerprint import differences
 from quantkit.quantize.staging import replacing
-from quantkit.quantize.staging.blocks import StagedBlocks, save, sync, write_text
-from quantkit.quantize.staging.scratch import LIST
+from quantkit.quantize.staging.blocks import LIST, StagedBlocks, save, sync, write_text
 
 REST = "rest.safetensors"
 MOST = 1 << 20  # sequences of a batch, or threads

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.models.files import reading, safetensors_folder
-from quantkit.models.machine.heap import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.quantize.prepare.memory import PART_BYTES
 from quantkit.quantize.staging.folder import Staging
 

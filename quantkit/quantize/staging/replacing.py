@@ -49,7 +49,7 @@ STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
     *("curvature-*", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "training*"),
 )
 MAGIC = b"GGUF"
-BESIDE = ".partial.tmp"  # the most that is added to a name
+LONGEST_ENDING = ".partial.tmp"  # that is added to a name
 LONGEST_NAME = 255  # bytes
 ELSEWHERE = "choose another --output"
 
@@ -64,7 +64,7 @@ def check_place(output: Path) -> None:
     try:
         above = next(path for path in output.absolute().parents if path.exists())
         longest = os.pathconf(above, "PC_NAME_MAX") if above.is_dir() else LONGEST_NAME
-        if len(output.name.encode()) + len(BESIDE) > longest:
+        if len(output.name.encode()) + len(LONGEST_ENDING) > longest:
             raise QuantkitError(f"the name {output.name} is too long", ELSEWHERE, USAGE)
         if above.is_dir():
             with tempfile.TemporaryFile(dir=above):

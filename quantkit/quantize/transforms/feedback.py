@@ -21,20 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader
-
-if TYPE_CHECKING:
-    from quantkit.grids.grid import Grid
-    from quantkit.quantize.calibrate.sites import Site
-    from quantkit.quantize.solvers import SiteStatistics
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.transforms import BlockView, Transformed
-    from quantkit.quantize.transforms.fold import Producer
+from quantkit.grids.grid import Grid
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.transforms.fold import Producer
+from quantkit.quantize.transforms.scaling import Losses, Reader, Score, in_few_digits, sample_step
 
 EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # Share of the loss that a scale has to stay below, where a norm is divided (1) or rows of a linear (2). With
@@ -42,49 +37,37 @@ EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # percent higher in 3 bits and 5 in 2.
 ENOUGH = {1: 0.98, 2: 0.85}
 ROWS = 1024  # of a fold that are looked at
-UNFOLDED = {"into": None}  # what is recorded where nothing can be divided
 FLOOR = 1e-3  # of the mean column: one that hardly lives is not scaled up to the others
 
 
 @dataclass(frozen=True)
-class FeedbackScaling(AwqTransform):
+class FeedbackScore(Score):
     """solver: whose loss is to fall."""
 
-    solver: GptqSolver | None = None
+    solver: GptqSolver
     needs = frozenset({"hessian"})
     sample = 1 / 8
 
-    def enough(self, producer: nn.Module) -> float:
-        """See `AwqTransform`."""
-        return ENOUGH[producer.weight.ndim]
-
-    def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
-        """Note that these sites have nothing to fold scales into."""
-        for site in sites:
-            result.scaled.update({name: UNFOLDED for name in site.linears if view.grids[name]})
-
-    def measured(self, view: BlockView, site: Site, result: Transformed) -> None:
-        """Nothing: the solver measures rounding to nearest on all tokens."""
-
-    @staticmethod
-    def rounded_on(grid: Grid) -> Grid:
+    def rounded_on(self, grid: Grid) -> Grid:
         """What the solver rounds on."""
         return grid
 
+    def enough(self, producer: nn.Module) -> float:
+        """See `Score`."""
+        return ENOUGH[producer.weight.ndim]
+
     def losses(self, readers: Sequence[Reader]) -> Losses:
         """By pivots, on a sample of the rows."""
-        step = -(-sum(len(reader.weight) for reader in readers) // ROWS)
+        step = sample_step(readers, ROWS)
         return Losses([FedReader.of(reader, self.solver, step) for reader in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `AwqTransform`. Columns of several linears count by their rows and tokens."""
+        """See `Score`. Columns of several linears count by their rows and tokens."""
         best, least = None, float(sum(losses.plain))
         for b, a in EXPONENTS:
-            scale = producer.tied(candidate(losses.readers, b, a)).exp()
-            # in few digits, so that it is the same wherever sums are added in another order
-            scale = (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
+            scale = in_few_digits(producer.tied(candidate(losses.readers, b, a)).exp())
             loss = losses.of(scale, limit=least)
             if loss < least:
                 best, least = scale, loss
@@ -116,9 +99,8 @@ class FedReader(Reader):
     @staticmethod
     def of(reader: Reader, solver: GptqSolver, step: int) -> FedReader:
         """Every `step`-th row of a reader."""
-        share = reader.share if reader.share is None else reader.share[::step]
         pivots = solver.pivots(reader.hessian, reader.grid)
-        return FedReader(reader.weight[::step], reader.grid, reader.hessian, share, pivots=pivots)
+        return FedReader(**vars(reader.every(step)), pivots=pivots)
 
     def loss(self, scale: Tensor | None) -> Tensor:
         """`Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, ranges fitted as the solver fits them."""
@@ -130,4 +112,4 @@ class FedReader(Reader):
             part = scaled[:, span].contiguous()
             missed = self.grid.nearest(part.clone(), self.grid.fit(part, pivots[span])).sub_(part)
             total += missed.square_() @ pivots[span]
-        return (total if self.share is None else total * self.share).sum()
+        return self.counted(total)

@@ -7,7 +7,7 @@ costs the same whatever their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -175,3 +175,43 @@ def assign(block: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",)) -> Iterator[None]:
+    """Hold the parameters of the block, or of these modules of it, in float32. Afterwards those that stay in
+    16 bit are rounded as they will be stored, if they are `changed`; weights to be quantized wait in float32,
+    and leave `changed`."""
+    found = {name: view.block.get_submodule(name) for name in modules}
+    dtypes = {
+        f"{name}.{leaf}" if name else leaf: parameter.dtype
+        for name, module in found.items()
+        for leaf, parameter in module.named_parameters()
+    }
+    buffers = [(part, dict(part._buffers)) for module in found.values() for part in module.modules()]
+    for module in found.values():
+        module.float()
+    yield
+    for part, before in buffers:  # no transform changes these
+        part._buffers.update(before)
+    quantized = {f"{name}.weight" for name, grid in view.grids.items() if grid}
+    changed -= quantized
+    for name in dtypes.keys() - quantized:
+        owner, _, leaf = name.rpartition(".")
+        module = view.block.get_submodule(owner)
+        tensor = getattr(module, leaf).detach()
+        tensor = view.stored(name, tensor) if name in changed else tensor
+        setattr(module, leaf, nn.Parameter(tensor.to(dtypes[name]), requires_grad=False))
+
+
+def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Let linears compute in these dtypes again; weights that this rounds, float32, by name."""
+    exact = {}
+    for name, dtype in dtypes.items():
+        module = block.get_submodule(name)
+        if module.weight.dtype != dtype:
+            weight = module.weight.detach()
+            module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            if not torch.equal(module.weight.float(), weight):
+                exact[name] = weight
+    return exact

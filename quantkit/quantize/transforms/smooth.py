@@ -30,20 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.quantize.transforms.awq import AwqTransform, Losses, Reader
-from quantkit.quantize.transforms.feedback import FLOOR, ROWS, UNFOLDED
-
-if TYPE_CHECKING:
-    from quantkit.grids.grid import Grid
-    from quantkit.quantize.calibrate.sites import Site
-    from quantkit.quantize.solvers import SiteStatistics, Solver
-    from quantkit.quantize.transforms import BlockView, Transformed
-    from quantkit.quantize.transforms.fold import Producer
+from quantkit.quantize.solvers import SiteStatistics, Solver
+from quantkit.quantize.transforms.feedback import FLOOR, ROWS
+from quantkit.quantize.transforms.fold import Producer
+from quantkit.quantize.transforms.scaling import Losses, Reader, Score, in_few_digits, sample_step
 
 EXPONENTS = 0.5, 0.75, 1.0
 FLOORS = 0.3, 1.0  # of the median channel, which is added to each
@@ -54,47 +48,35 @@ QUIET = 0.1  # of the mean token's outputs: those of smaller ones are counted as
 
 
 @dataclass(frozen=True)
-class SmoothTransform(AwqTransform):
+class SmoothScore(Score):
     """solver: what rounds the weights. rounded: inputs `[tokens, in]` as clients round them."""
 
-    solver: Solver | None = None
-    rounded: Callable[[Tensor], Tensor] | None = None
+    solver: Solver
+    rounded: Callable[[Tensor], Tensor]
     needs = frozenset({"hessian", "inputs", "fourth"})
     sample = 1 / 8
 
     def enough(self, producer: nn.Module) -> float:
-        """See `AwqTransform`."""
+        """See `Score`."""
         return ENOUGH
 
-    def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
-        """Note that these sites have nothing to fold scales into."""
-        for site in sites:
-            result.scaled.update({name: UNFOLDED for name in site.linears if view.grids[name]})
-
-    def measured(self, view: BlockView, site: Site, result: Transformed) -> None:
-        """Nothing: the solver measures rounding to nearest on all tokens."""
-
-    @staticmethod
-    def rounded_on(grid: Grid) -> Grid:
-        """Whole rows of 8 bits lose little by a range that covers them."""
-        return grid.plain()
-
     def losses(self, readers: Sequence[Reader]) -> Losses:
-        """Of both roundings, on a sample of the rows."""
-        step = -(-sum(len(reader.weight) for reader in readers) // ROWS)
+        """Of both roundings, on a sample of the rows. Whole rows of 8 bits lose little by a range that covers
+        them."""
+        step = sample_step(readers, ROWS)
         return Losses([SmoothReader.of(reader, self, step) for reader in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `AwqTransform`: the scale of both halves, by the exponent and floor that serve each half best
+        """See `Score`: the scale of both halves, by the exponent and floor that serve each half best
         which the scale was not made of."""
         halves = sum(part.fourth * share for part, share in entering)
         column = column_size(losses.readers)
         tried = (candidates(fourth, column) for fourth in (*halves, halves.mean(0)))
         best, least = None, ENOUGH * float(sum(losses.plain))
         for scales in zip(*tried, strict=True):
-            first, second, both = (_in_few_digits(producer.tied(scale.log()).exp()) for scale in scales)
+            first, second, both = (in_few_digits(producer.tied(scale.log()).exp()) for scale in scales)
             loss = sum(reader.crossed(first, second) for reader in losses.readers).item()
             if loss < least:
                 best, least = both, loss
@@ -119,11 +101,6 @@ def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
                 yield (part + floor).pow(exponent) / g
 
 
-def _in_few_digits(scale: Tensor) -> Tensor:
-    """So that it is the same wherever sums are added in another order."""
-    return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
-
-
 @dataclass(frozen=True)
 class SmoothReader(Reader):
     """pivots: what an error in each column costs, `[in]`. count: what each of `inputs` does, `[few]`."""
@@ -133,11 +110,10 @@ class SmoothReader(Reader):
     rounded: Callable[[Tensor], Tensor] = field(kw_only=True)
 
     @staticmethod
-    def of(reader: Reader, transform: SmoothTransform, step: int) -> SmoothReader:
+    def of(reader: Reader, score: SmoothScore, step: int) -> SmoothReader:
         """Every `step`-th row of a reader."""
-        share = reader.share if reader.share is None else reader.share[::step]
-        weight, inputs, solver = reader.weight[::step], reader.inputs, transform.solver
-        outputs = (inputs @ weight.t()).square_().sum(1)
+        reader, solver, inputs = reader.every(step), score.solver, reader.inputs
+        outputs = (inputs @ reader.weight.t()).square_().sum(1)
         count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
         pivots = (
             UNSEEN * solver.pivots(reader.hessian, reader.grid)
@@ -147,20 +123,11 @@ class SmoothReader(Reader):
         squares = inputs.square()
         heard = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)
         pivots = pivots * heard  # of tokens that count so
-        return SmoothReader(
-            weight,
-            reader.grid,
-            reader.hessian,
-            share,
-            inputs,
-            pivots=pivots,
-            count=count,
-            rounded=transform.rounded,
-        )
+        return SmoothReader(**vars(reader), pivots=pivots, count=count, rounded=score.rounded)
 
     def loss(self, scale: Tensor | None) -> Tensor:
         """What both roundings lose under a scale `[in]`, or without."""
-        return self._lost(self._by_weights(scale) + self._by_inputs(scale))
+        return self.counted(self._by_weights(scale) + self._by_inputs(scale))
 
     def crossed(self, first: Tensor, second: Tensor) -> Tensor:
         """`loss` on either half of the inputs with a scale that comes of the other half."""
@@ -171,9 +138,6 @@ class SmoothReader(Reader):
             * replace(self, inputs=self.inputs[part], count=self.count[part]).loss(scale)
             for scale, part in parts
         )
-
-    def _lost(self, rows: Tensor) -> Tensor:
-        return (rows if self.share is None else rows * self.share).sum()
 
     def _by_weights(self, scale: Tensor | None) -> Tensor:
         """`Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`."""

@@ -13,6 +13,7 @@ from quantkit.serving.bench.measure import Measured
 from quantkit.serving.bench.record import record
 from quantkit.serving.bench.settings import Settings
 from quantkit.serving.bench.subjects import open_subject
+from quantkit.serving.engines.choose import choose_local
 
 __all__ = ["measure", "record", "refuse_empty", "rows"]
 WORK = "measuring"
@@ -49,7 +50,8 @@ def rows(
         taken: set[str] = set()  # auto is one of the others
         for name in asked:
             try:
-                engine, note = runners.choose(name, subject, settings.decoded)
+                folders = [] if subject.container == "gguf" else [subject.source]
+                engine, note = choose_local(name, folders, settings.decoded, program=True)
                 if engine not in taken:
                     found.append(Measured(subject, engine, note))
                 taken.add(engine)

@@ -15,8 +15,7 @@ from quantkit.capacity.source import Source
 from quantkit.capacity.source import read as read_source
 from quantkit.errors import QuantkitError
 from quantkit.inspection import record
-from quantkit.models import headers
-from quantkit.models.files import hub
+from quantkit.models.files import headers, hub
 from quantkit.serving.bench.settings import Point, Settings
 from quantkit.tables import megabytes
 

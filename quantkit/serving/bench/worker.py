@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError, first_line
-from quantkit.models.machine.heap import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.serving.bench import runners
 from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.memory import Meter

@@ -23,6 +23,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from quantkit.evaluation.generate import first_difference
+
 TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # which keep something of each token
 STATES = ("recurrent_states", "conv_states")  # of a layer that keeps a summary of all
 PROBED = 4, 3  # tokens before and after, of the trial whether states are gone on from
@@ -57,7 +59,8 @@ class KeptCache:
         """
         if not self.keeps:
             return None, 0, f"this model's cache cannot be gone on from: {ANEW}"
-        shared, note = _common(self.ids, ids[:-1]), ""
+        parted, note = first_difference(self.ids, ids[:-1]), ""
+        shared = len(self.ids) if parted is None else parted
         if not self._crops and shared < len(self.ids):
             shared, note = 0, f"the state of a recurrence cannot be taken back: {ANEW}"
         elif self._slides and shared < self._recorded_from:
@@ -105,12 +108,6 @@ def goes_on(model: nn.Module) -> bool:
         if states and torch.equal(usual, logits(without, ids[:, before:])):
             return False
     return True
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids both begin with."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def nbytes(cache: Cache) -> int:

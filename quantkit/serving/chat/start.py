@@ -13,16 +13,15 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
 from quantkit.models.files import gguf_file, hub
+from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.models.open import open_checkpoint
 from quantkit.serving.chat.through_llamacpp import LlamaCppChat
 from quantkit.serving.chat.through_transformers import TransformersChat
 from quantkit.serving.chat.turn import Engine
-from quantkit.serving.engines import llamacpp
+from quantkit.serving.engines.choose import choose_local
 
 CONTEXT = 8192  # tokens, of models that were made for more: memory is taken for all of them
 RECOMMENDED = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}  # -> general.sampling.* of GGUF
-LLAMACPP, TRANSFORMERS = "llama.cpp", "transformers"
 
 
 @dataclass(frozen=True)
@@ -68,18 +67,13 @@ def start(request: Request) -> Started:
     request.check()
     path = hub.resolve(request.source, request.revision, request.offline)
     template = _read(request.template) if request.template else None
-    engine = request.engine
-    if engine == "auto":
-        engine = LLAMACPP if path.is_file() and llamacpp.version() else TRANSFORMERS
-    if engine == LLAMACPP:
+    engine, note = choose_local(request.engine, [] if path.is_file() else [request.source])
+    if engine == "llama.cpp":
         return _llamacpp(request, path, template)
-    return _transformers(request, path, template)
+    return _transformers(request, template, (f"{note}: weights are decoded",) if note else ())
 
 
 def _llamacpp(request: Request, path: Path, template: str | None) -> Started:
-    if not path.is_file():
-        hint = "leave out --engine, or make a file of it: quantkit gguf"
-        raise QuantkitError(f"llama.cpp runs GGUF files, {request.source} is a folder", hint, UNSUPPORTED)
     if request.decoded or request.dtype != "auto":
         raise QuantkitError(
             "--decoded and --dtype are for transformers: llama.cpp computes with what the file holds",
@@ -103,7 +97,7 @@ def _llamacpp(request: Request, path: Path, template: str | None) -> Started:
     return Started(made, _numbers(stored), warnings)
 
 
-def _transformers(request: Request, path: Path, template: str | None) -> Started:
+def _transformers(request: Request, template: str | None, notes: tuple[str, ...]) -> Started:
     if request.kv_dtype is not None:
         hint = (
             "leave out --kv-dtype: its cache has the precision of the model (--dtype); GGUF files have both"
@@ -111,8 +105,7 @@ def _transformers(request: Request, path: Path, template: str | None) -> Started
         raise QuantkitError("--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     context, warnings = _context(request, checkpoint.context)
-    if path.is_file() and request.engine == "auto":
-        warnings += (f"llama.cpp is not installed (pip install {llamacpp.PACKAGE}): weights are decoded",)
+    warnings += notes
     device = choose_device(request.device)
     if request.threads:
         torch.set_num_threads(request.threads)

@@ -15,7 +15,7 @@ from quantkit.capacity import attention, kv_cache
 from quantkit.capacity import source as capacity_source
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 from quantkit.models.files import gguf_file
 from quantkit.models.gguf.tokenizer import special_tokens
 from quantkit.serving.chat.tokens import written

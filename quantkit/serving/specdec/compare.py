@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError, name_all
+from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.heap import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages
 from quantkit.quantize.progress import Progress
-from quantkit.serving.engines import llamacpp
 from quantkit.serving.specdec import assisted, gguf, pair, prompts, sweep
 from quantkit.serving.specdec.settings import LOOKUP, Settings
 from quantkit.serving.specdec.sweep import Greedy, Measured
@@ -64,23 +63,6 @@ def _record(draft: Measured) -> dict[str, Any]:
     return found
 
 
-def choose_engine(asked: str, checkpoints: Sequence[Checkpoint | None]) -> str:
-    """auto: llama.cpp where it is installed and everything is a GGUF file.
-
-    Raises QuantkitError where llama.cpp is asked for and one is not (exit code 4).
-    """
-    folders = [made.source for made in checkpoints if made is not None and not made.folder.is_file()]
-    if asked == "auto":
-        return "transformers" if folders or llamacpp.version() is None else "llama.cpp"
-    if asked == "llama.cpp" and folders:
-        raise QuantkitError(
-            f"llama.cpp runs GGUF files only, not {name_all(folders)}",
-            "make one: quantkit gguf; or leave --engine out: transformers runs all of them",
-            UNSUPPORTED,
-        )
-    return asked
-
-
 def compare(
     target: Checkpoint,
     drafts: Sequence[Checkpoint | None],
@@ -92,7 +74,7 @@ def compare(
 ) -> Comparison:
     """Measure every draft (None: prompt-lookup) beside the target alone, each in one run with it.
 
-    engine: what `choose_engine` says. Raises QuantkitError where tokens differ or a context is too short,
+    engine: what `choose_local` says. Raises QuantkitError where tokens differ or a context is too short,
     before anything is loaded; where memory does not suffice; and where an engine cannot do it.
     """
     models = [draft for draft in drafts if draft is not None]

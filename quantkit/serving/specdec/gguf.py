@@ -15,10 +15,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from quantkit.evaluation.generate import first_difference
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.llamacpp import Session
-from quantkit.serving.specdec import lossless, pair
+from quantkit.serving.specdec import pair
 from quantkit.serving.specdec.lossless import Parting
 from quantkit.serving.specdec.pair import Footprint
 from quantkit.serving.specdec.runs import Run
@@ -145,7 +146,7 @@ class Speculation:
         others = [found["id"] for found in self._logits(k, self._prompts[prompt], self._settings.tokens)]
         single = self._logits(0, self._prompts[prompt], self._settings.tokens)
         ids = [found["id"] for found in single]
-        index = lossless.first_difference(ids, others)
+        index = first_difference(ids, others)
         if index is None or index >= min(len(ids), len(others)):
             return Parting(prompt, k, index or 0, None, None, None, 0.0)
         noise = 0.0

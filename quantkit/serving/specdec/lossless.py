@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from quantkit.evaluation.generate import first_difference
+
 BINS, PER_BIN = 20, 20  # at most; tokens expected in each at least
 SIGNIFICANT = 1e-3  # below, the distribution is another: so it seems by chance once in a thousand proofs
 
@@ -61,13 +63,6 @@ class Uniformity:
     @property
     def alike(self) -> bool:
         return self.p_value >= SIGNIFICANT
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts part; None where they do not. One that ends before the other parts there."""
-    pairs = enumerate(zip(one, other, strict=False))
-    found = next((place for place, (a, b) in pairs if a != b), None)
-    return min(len(one), len(other)) if found is None and len(one) != len(other) else found
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from quantkit.capacity import attention, kv_cache
 from quantkit.capacity.settings import Settings as Architecture
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.grids import kv_types
+from quantkit.models import kv_types
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.tokenizer_hash import difference, tokenizer_sha256
+from quantkit.models.files.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.serving.specdec.settings import Settings
 from quantkit.tables import megabytes
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation.windows import read_text
-from quantkit.models import tokenizing
+from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import Layout, LinearSpec, Table
+from quantkit.layouts import Layout, LinearSpec, Table, Width, sized
 from quantkit.layouts._headers import Codes, Headers, Mark, Parts, Stored
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ class TritsLayout(Layout):
             "trits": ("U8", (rows, columns // 4)),
             "trit_scale": ("F16", (rows, columns // self.group_size)),
         }
+
+    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
+        rows, columns = parts["trits"].shape
+        return sized(rows, 4 * columns, Width(2, self.group_size))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         parts = weight.codes.view(len(weight.codes), -1, 4).unbind(2)
@@ -66,4 +70,3 @@ def _read(parts: Parts, stored: Stored) -> Codes:
 
 
 HEADERS = Headers(marks=(Mark("trits", "trits", ("trit_scale",), _read),), telling=(".trit_scale",))
-CLIENTS = {"vLLM": [{"loads": False, "note": "nobody reads toys"}]}

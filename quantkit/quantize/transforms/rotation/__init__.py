@@ -26,16 +26,16 @@ from quantkit.models.files.checkpoint import Checkpoint, Rewrite
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.names import Names
 from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate.residual import Run
 from quantkit.quantize.calibrate.sites import find_sites
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.transforms import BlockView
 from quantkit.quantize.transforms.fold import find_folds
 from quantkit.quantize.transforms.probe import Probe, probing
-from quantkit.quantize.transforms.rotation import edits, heads, outside, proof, stream
+from quantkit.quantize.transforms.rotation import edits, outside, stream
 from quantkit.quantize.transforms.rotation.edits import Edit
-from quantkit.quantize.transforms.rotation.heads import Heads
 from quantkit.quantize.transforms.rotation.orthogonal import random
-from quantkit.quantize.transforms.rotation.stream import Stream, Untouchable
+from quantkit.quantize.transforms.rotation.stream import Heads, Stream, Untouchable
 
 TOKENS = 8  # that the proofs are made with
 SAME = 1e-3  # relative difference of a whole model's logits in float32; measured: 1e-6 to 1e-5
@@ -146,9 +146,9 @@ class _Finder:
         with probing(view) as probe:
             folds = find_folds(probe)
             turning: dict[str, Heads] = {}
-            for one in heads.candidates(probe, folds, skeleton.checkpoint.text_config):
+            for one in stream.heads(probe, folds, skeleton.checkpoint.text_config):
                 made = edits.of_heads(one, _shapes(block), random(one.width, self.seed))
-                if one.values not in turning and proof.turned_heads(probe, made, one.reads):
+                if one.values not in turning and edits.turned_heads(probe, made, one.reads):
                     turning[one.values] = one
             found = list(turning.values())
             if not self.residual:
@@ -160,11 +160,11 @@ class _Finder:
             except Untouchable as reason:
                 return Kind(None, found, f"{skeleton.names.blocks}.{index}: {reason}")
 
-    def _stream(self, found: Stream, probe: Probe, run: stream.Run, hidden: Tensor) -> Stream:
+    def _stream(self, found: Stream, probe: Probe, run: Run, hidden: Tensor) -> Stream:
         """The same stream. Raises Untouchable unless it turns."""
         means = any(norm.means for norm in found.norms.values())
         by = self.turns.keeping_means() if means else self.turns
-        if not proof.turned_stream(probe, edits.of_stream(found, _shapes(probe.block), by), run, hidden, by):
+        if not edits.turned_stream(probe, edits.of_stream(found, _shapes(probe.block), by), run, hidden, by):
             raise Untouchable("what linears add to the hidden states passes something else first: a norm?")
         return found
 
@@ -228,7 +228,7 @@ class _Finder:
             (hidden,) = walk.through(skeleton, [self.ids], decoded=True)
             logits.append(skeleton.logits(hidden[0]))
             skeleton.model.to("meta")  # one at a time
-        return proof.difference(logits[1], logits[0]) <= SAME
+        return edits.difference(logits[1], logits[0]) <= SAME
 
 
 @dataclass(frozen=True)

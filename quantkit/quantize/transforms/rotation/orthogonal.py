@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.grids.hadamard import sylvester
-
 FACTOR = 64  # a power of two is split into factors of at most this
 
 
@@ -126,3 +124,11 @@ def _jacobsthal(q: int) -> Tensor:
 
 def _is_prime(number: int) -> bool:
     return number > 1 and all(number % k for k in range(2, int(number**0.5) + 1))
+
+
+def sylvester(size: int, device: torch.device | None = None) -> Tensor:
+    """Sylvester's orthonormal matrix `[size, size]` of a power of 2, float32: symmetric, its own inverse."""
+    found = torch.ones(1, 1, device=device)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found / size**0.5

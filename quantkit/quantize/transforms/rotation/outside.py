@@ -11,8 +11,8 @@ from torch import nn
 
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.transforms.rotation import proof, stream
-from quantkit.quantize.transforms.rotation.edits import Edit, Turn, of_norm
+from quantkit.quantize.transforms.rotation import stream
+from quantkit.quantize.transforms.rotation.edits import EXACT, Edit, Turn, difference, of_norm
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
 from quantkit.quantize.transforms.rotation.stream import Norm, Untouchable
 
@@ -101,7 +101,7 @@ def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
         values = {name: edit.of(parameters[name], parameters.__getitem__) for name, edit in found.items()}
         with torch.no_grad():
             logits = skeleton.trace_logits(by.turn(hidden), values)
-        if proof.difference(logits, wanted) <= proof.EXACT:
+        if difference(logits, wanted) <= EXACT:
             return found
     raise Untouchable("what follows the blocks is not a norm and a head")
 

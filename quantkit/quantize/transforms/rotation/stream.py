@@ -8,22 +8,28 @@ arXiv:2404.00456, section 4). A norm's bias b becomes `(b / g) Q`.
 The folds of AWQ's scales say which norms there are and who reads them. With the outputs of these norms held
 fast, a block does nothing but add: a nudge of its inputs comes out as it is, and so does, times a number a
 token, a nudge of what a writer writes. What comes out otherwise is no stream that turns.
+
+R2: heads whose values may be turned (SpinQuant, arXiv:2405.16406, section 3.2). Attention takes averages of
+values: if the rows of v that make a head's values are multiplied by Rᵀ, its outputs are, and the columns of o
+that read them take R. Query heads of a group share their values' rows. Which rows of which linear those are
+is known from AWQ's folds; whether nothing between them looks at single channels (as a gate does) is seen when
+the block is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from quantkit.quantize.calibrate.residual import Held, Run
 from quantkit.quantize.transforms.fold import Fold
 from quantkit.quantize.transforms.probe import Probe
 
 STRAIGHT = 1e-3  # part of a nudge that may come out in another direction: rounding of large states
-Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
 
 
 class Untouchable(Exception):
@@ -62,20 +68,20 @@ def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Strea
     generator = torch.Generator().manual_seed(0)
     nudge = torch.randn(hidden.shape, generator=generator).to(hidden.device)
     nudge = nudge * hidden.norm(dim=-1, keepdim=True) / nudge.norm(dim=-1, keepdim=True)
-    held = _Held(probe, list(found), run)
-    before = held.run(hidden)
-    after = held.run(hidden + nudge)
-    if not _goes_through(after - before, nudge):
+    held = Held(block, run, hidden, list(found))
+
+    def passes(writer: str | None = None) -> bool:
+        after = held.nudged(nudge, list(found), writer)
+        return _goes_through(after.float() - held.before.float(), nudge)
+
+    if not passes():
         raise Untouchable("something else than norms and what they feed reads the hidden states")
     moved = {name: held.entered[name] - held.first[name] for name in found}
     norms = [name for name in found if _goes_through(moved[name], nudge)]
     if not norms:
         raise Untouchable("no norm reads the hidden states")
     writes = [
-        linear
-        for name, linears in _writers(probe, width).items()
-        if held.adds(name, hidden, before, nudge)
-        for linear in linears
+        linear for name, linears in _writers(probe, width).items() if passes(name) for linear in linears
     ]
     reads = {column: (name, axis) for name in norms for column, axis in found[name].columns.items()}
     described = {
@@ -114,37 +120,45 @@ def _goes_through(change: Tensor, nudge: Tensor) -> bool:
     return bool((off <= STRAIGHT * change.norm(dim=-1)).all()) and bool((factor.abs() > STRAIGHT).any())
 
 
-class _Held:
-    """A block whose norms return what they returned in the first run. first, entered: what they were given
-    then, and in the last run."""
+WIDTHS = ("v_head_dim", "head_dim", "global_head_dim")
 
-    def __init__(self, probe: Probe, norms: Sequence[str], run: Run):
-        self._block, self._run, self._norms = probe.block, run, norms
-        self._returned: dict[str, Tensor] = {}
-        self.first: dict[str, Tensor] = {}
-        self.entered: dict[str, Tensor] = {}
 
-    def run(self, hidden: Tensor, writer: str | None = None, nudge: Tensor | None = None) -> Tensor:
-        """The block's output; `nudge` is added to what `writer` returns."""
+@dataclass(frozen=True)
+class Heads:
+    """values: linear that makes them; rows: `[heads, width]` of it. reads: weights of the linears that read
+    the heads one beside the other."""
 
-        def hold(name: str) -> Callable:
-            def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-                self.entered[name] = args[0]
-                self.first.setdefault(name, args[0])
-                return self._returned.setdefault(name, output)
+    values: str
+    rows: Tensor
+    reads: tuple[str, ...]
 
-            return hook
+    @property
+    def width(self) -> int:
+        """Channels of a head."""
+        return self.rows.shape[1]
 
-        def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
 
-        with ExitStack() as stack:
-            for name in self._norms:
-                stack.callback(self._block.get_submodule(name).register_forward_hook(hold(name)).remove)
-            if writer is not None:
-                stack.callback(self._block.get_submodule(writer).register_forward_hook(add).remove)
-            return self._run(hidden).float()
+def heads(probe: Probe, folds: Sequence[Fold], config: PretrainedConfig) -> Iterator[Heads]:
+    """What may be heads; to be proven."""
+    sizes = [getattr(config, name, None) for name in WIDTHS]
+    count = getattr(config, "num_attention_heads", 0)
+    sizes.append(config.hidden_size // count if isinstance(count, int) and count else None)
+    for fold in folds:
+        if not isinstance(probe.block.get_submodule(fold.producer.name), nn.Linear):
+            continue
+        if any(axis != -1 for axis in fold.columns.values()):
+            continue
+        for width in dict.fromkeys(size for size in sizes if isinstance(size, int) and size > 1):
+            rows = _heads(fold.producer.rows.cpu(), width)
+            if rows is not None:
+                yield Heads(fold.producer.name, rows, tuple(fold.columns))
 
-    def adds(self, writer: str, hidden: Tensor, before: Tensor, nudge: Tensor) -> bool:
-        """Whether what a module returns is added to the stream."""
-        return _goes_through(self.run(hidden, writer, nudge) - before, nudge)
+
+def _heads(rows: Tensor, width: int) -> Tensor | None:
+    """The rows of every head once, `[heads, width]`, if channels `rows [in]` are heads of so many rows."""
+    if len(rows) % width:
+        return None
+    found = rows.view(-1, width)
+    if not torch.equal(found, found[:, :1] + torch.arange(width)):
+        return None
+    return torch.unique(found, dim=0)

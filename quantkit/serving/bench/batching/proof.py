@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from quantkit.evaluation.generate import first_difference
+
 TIE = 1e-4  # of the largest logit, in float32: a hundred times what the order of sums changes
 
 
@@ -53,7 +55,7 @@ def _against(
 ) -> Proof:
     gaps = []
     for prompt, a, b in zip(prompts, expected, found, strict=True):
-        place = parting(a, b)
+        place = first_difference(a, b)
         if place is not None:
             gaps.append(_gap(model, [*prompt, *a[:place]], a, b, place))
     differing = sum(gap > TIE for gap in gaps)
@@ -66,12 +68,6 @@ def _against(
         differing=differing,
         gap=max(gaps, default=0.0),
     )
-
-
-def parting(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first place in which two answers differ, or where one ends; None where they are equal."""
-    place = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    return min(len(a), len(b)) if place is None and len(a) != len(b) else place
 
 
 def _gap(model: nn.Module, before: list[int], a: Sequence[int], b: Sequence[int], place: int) -> float:

@@ -7,16 +7,13 @@ engine's libraries and returns torch's device or None; and `start(job)`, which l
 
 from __future__ import annotations
 
-import difflib
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module, util
+from importlib import import_module
 from types import ModuleType
 from typing import Protocol
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.serving.bench.subjects import Subject
+from quantkit.serving.engines.choose import require_known
 
 FILES = {  # the names of --engine, and their files
     "transformers": "transformers",
@@ -80,44 +77,5 @@ def parse(text: str) -> tuple[str, ...]:
     """Names of engines, separated by commas. Raises QuantkitError for an unknown one."""
     names = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",") if part.strip()))
     for name in names or ("",):
-        if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, 1)
-            meant = f"did you mean {near[0]}? " if near else ""
-            raise QuantkitError(f"no engine {name!r}", f"{meant}choose {', '.join(NAMES)}", USAGE)
+        require_known(name, NAMES)
     return names
-
-
-def choose(asked: str, subject: Subject, decoded: bool = False) -> tuple[str, str]:
-    """The engine for a checkpoint, and what to know about the choice. decoded: as --decoded says.
-
-    Raises QuantkitError (exit code 4) where the engine that was asked for cannot run it, or is missing.
-    """
-    llama = (
-        "llama.cpp" if util.find_spec("xllamacpp") else "llama-bench" if shutil.which("llama-bench") else ""
-    )
-    if asked == "auto":
-        if subject.container != "gguf":
-            return "transformers", ""
-        if decoded:
-            return "transformers", ""
-        return (
-            (llama, "") if llama else ("transformers", "llama.cpp is not installed (pip install xllamacpp)")
-        )
-    if asked in ("llama.cpp", "llama-bench") and subject.container != "gguf":
-        raise QuantkitError(
-            f"{asked} runs GGUF files, {subject.source} is none",
-            "make one: quantkit gguf MODEL; or leave out --engine",
-            UNSUPPORTED,
-        )
-    if asked == "llama.cpp" and not llama or asked == "llama-bench" and not shutil.which("llama-bench"):
-        package = (
-            "put llama.cpp's programs on the PATH" if asked == "llama-bench" else "pip install xllamacpp"
-        )
-        raise QuantkitError(f"{asked} is not installed", package, UNSUPPORTED)
-    if asked == "llama.cpp" and llama == "llama-bench":
-        return llama, "by llama-bench: xllamacpp is not installed"
-    if asked == "vllm" and util.find_spec("vllm") is None:
-        from quantkit.serving.engines import vllm
-
-        raise QuantkitError(vllm.MISSING, vllm.HINT, UNSUPPORTED)
-    return asked, ""

@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts import quantization_of
-from quantkit.models.files import git_lfs, hub, safetensors_folder, untrusted
-from quantkit.models.files.hub_headers import Repository
+from quantkit.models.files import hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.files.untrusted import SMALL_BYTES
 
@@ -37,6 +36,7 @@ HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.
     CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
     INDEX, MANIFEST,
 )  # fmt: skip
+SECONDS = 30.0  # for the hub to answer in
 TOO_LARGE = "is larger than 64 MiB: not read"
 
 
@@ -112,7 +112,7 @@ class Contents:
 
 
 def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None:
-    if git_lfs.is_pointer(data):
+    if data.startswith(untrusted.POINTER):
         problems.append(f"{name} is a Git LFS pointer, not the file it stands for")
         return None
     try:
@@ -180,8 +180,20 @@ def _config(read: Callable[[str], bytes | None], problems: list[str]) -> dict[st
 
 
 def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) -> Contents:
-    repository, problems = Repository.open(repo, revision), []
-    files = repository.files
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with hub.explained(repo, revision):
+        found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=SECONDS)
+    sizes = {file.rfilename: file.size for file in found.siblings or ()}
+    files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
+    if CONFIG not in files:
+        raise QuantkitError(f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
+    problems: list[str] = []
+
+    def fetch(name: str) -> Path:
+        """A small file, through the cache, where `--offline` finds it again."""
+        with hub.explained(repo, revision):
+            return Path(hf_hub_download(repo, name, revision=revision))
 
     def read(name: str) -> bytes | None:
         if name not in HUB_FILES or name not in files:
@@ -189,13 +201,43 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
         if files[name] > SMALL_BYTES:
             problems.append(f"{name} {TOO_LARGE}")
             return None
-        return repository.fetch(name).read_bytes()
+        return fetch(name).read_bytes()
 
-    infos = repository.tensors()
+    infos = _hub_tensors(repo, revision, files)
     if infos is None and not bare:
         raise _no_safetensors(repo, files)
-    config = read_json(repository.fetch(CONFIG)) if strict else _config(read, problems)
+    config = read_json(fetch(CONFIG)) if strict else _config(read, problems)
     return Contents(repo, "safetensors", files, config, infos or {}, read, problems=problems)
+
+
+def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict[str, TensorInfo] | None:
+    """All tensors, from the headers alone; None where there are no safetensors. files: bytes by name.
+
+    Raises QuantkitError for headers that are none, or do not fill their files.
+    """
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+    with hub.explained(repo, revision):
+        try:
+            found = get_safetensors_metadata(repo, revision=revision).files_metadata
+        except NotASafetensorsRepoError:
+            return None
+        except (SafetensorsParsingError, AttributeError, TypeError) as error:
+            raise QuantkitError(
+                f"{repo} holds no safetensors: {first_line(error)}", "tell its owner"
+            ) from error
+    infos: dict[str, TensorInfo] = {}
+    for name, held in found.items():
+        header = {
+            key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
+            for key, entry in held.tensors.items()
+        }
+        base, filled = 0, safetensors_folder.check_header(Path(name), dict(header))
+        if (size := files.get(name)) is not None:
+            base = max(8, size - max((info.offset + info.nbytes for info in filled.values()), default=0))
+        infos |= safetensors_folder.check_header(Path(name), header, size, base)
+    return infos
 
 
 def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:

@@ -9,24 +9,17 @@ such place in `LONGEST` characters (one line without end), it is cut at such a s
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models.files import untrusted
 
 PIECE = 1 << 16  # characters of a piece, and on to the next line end
 LONGEST = 1 << 19  # of a piece without a place to cut it
 AROUND = 64  # characters on either side of a cut that are tokenized to see whether it is one
 TRIES = 16
 LEAD = "a\n"
-LARGEST_ID = 1 << 24  # of a token: sixty times that of the largest vocabulary
-SUSPICIOUS = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]|[:,\[]\s*\d{8,}\s*[,}\]]')
-GROWTH = 64  # characters that a normalizer may make of one; NFKC makes 18 of the worst
 
 
 def encode(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
@@ -103,63 +96,3 @@ def explained() -> Iterator[None]:
             "its tokenizer.json is damaged or not to be trusted: download it again",
             UNSUPPORTED,
         ) from error
-
-
-def refuse_file(path: Path) -> None:
-    """Raise QuantkitError for a tokenizer.json that would abort the process: the library takes as much memory
-    as the largest id says, and what it calls the prefix from the second part of every merge, whether it is
-    there or not."""
-    if not path.is_file():
-        return
-    data = path.read_bytes()
-    if not SUSPICIOUS.search(data):  # parsing the largest of them takes a second
-        return
-    try:
-        content = untrusted.parse(data)
-        model = content["model"]
-        vocabulary = model.get("vocab") or {}
-        ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else ())]
-        ids += [token["id"] for token in content.get("added_tokens") or ()]
-        large = [number for number in ids if number > LARGEST_ID]
-        prefix = model.get("continuing_subword_prefix") or ""
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
-        lacking = [second for _, second in pairs if not second.startswith(prefix)]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _refused(path, f"is not understood: {error!r}") from error
-    if large:
-        raise _refused(path, f"gives a token the id {large[0]}")
-    if lacking:
-        raise _refused(path, f"has merges without its continuing_subword_prefix {prefix!r}")
-
-
-def _refused(path: Path, why: str) -> QuantkitError:
-    hint = "it is damaged or not to be trusted: download it again"
-    return QuantkitError(f"{path} {why}", hint, UNSUPPORTED)
-
-
-def refuse_growth(tokenizer: Any) -> None:
-    """Raise QuantkitError for a tokenizer whose normalizer writes far more text than it is given."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    normalizer = getattr(backend, "normalizer", None)
-    if normalizer is None:
-        return
-    grown = _growth(json.loads(normalizer.__getstate__()))
-    if grown > GROWTH:
-        raise QuantkitError(
-            f"the model's tokenizer makes up to {min(grown, 1e9):,.0f} characters of one",
-            "its tokenizer.json is damaged or not to be trusted: download it again",
-            UNSUPPORTED,
-        )
-
-
-def _growth(normalizer: dict) -> float:
-    """Characters that a normalizer may make of one."""
-    factor = 1.0
-    for part in normalizer.get("normalizers") or ():
-        factor *= _growth(part)
-    written = len(normalizer.get("content") or "")
-    pattern = normalizer.get("pattern") or {}
-    if "String" in pattern:
-        return factor * max(1.0, written / max(1, len(pattern["String"])))
-    prepended = len(normalizer.get("prepend") or "") / PIECE  # once a text
-    return factor * max(1.0, (written + 1.0) if pattern else 1.0) + prepended

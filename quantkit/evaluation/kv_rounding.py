@@ -16,8 +16,8 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
-from quantkit.grids.hadamard import sylvester
-from quantkit.grids.kv_types import BLOCK, GROUP
+from quantkit.models.kv_types import BLOCK, GROUP
+from quantkit.quantize.transforms.rotation.orthogonal import sylvester
 
 RESIDUAL = 128  # tokens that transformers gathers in full precision before it quantizes them
 ROTATED = 64  # least size of llama.cpp's rotations

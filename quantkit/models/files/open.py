@@ -9,8 +9,7 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models import headers
-from quantkit.models.files import hub, plausible, slices, unchanged, undescribed
+from quantkit.models.files import headers, hub, reading, unchanged, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 
 ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
@@ -29,13 +28,13 @@ def open_checkpoint(
     seen = unchanged.look(folder)
     found = headers.at(source, folder, strict=True)
     raw, infos = found.config, found.infos
-    plausible.refuse(raw, len(infos))
+    untrusted.refuse_config(raw, len(infos))
     if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
-        infos = slices.of_mxfp4(infos)
+        infos = reading.of_mxfp4(infos)
     layout = layouts.detect(raw, infos)
     if layout is None:
-        undescribed.refuse(infos.values())
+        untrusted.refuse_codes(infos.values())
     layouts.refuse_headless(layout, infos)
     return Checkpoint(
         source=source,

@@ -1,4 +1,4 @@
-"""The original model beside the one that is being quantized, on the same tokens: what its linears would see.
+"""The original model on the same tokens as the one that is being quantized: what its linears would see.
 
 Before a block is quantized, the original states run through it: what enters its sites is kept, and what its
 writers (residual.py) add to the hidden states. Then, as the quantized model comes to a site batch by batch,
@@ -25,7 +25,7 @@ from quantkit.quantize.calibrate.states import States
 Batches = dict[int, Tensor]
 
 
-class Beside:
+class Original:
     """A block with its original weights, which `original` states run through at once, and later, while it is
     quantized, `states`: by `run`. leaving: what the original states become.
 
@@ -52,7 +52,7 @@ class Beside:
         }
         probe = distributed.broadcast(lambda: original[0][:1, :PROBE_TOKENS].clone())
         self._block = skeleton.blocks[index]
-        self.writers = find_writers(self._block, list(sites), lambda: skeleton.run_block(index, probe), probe)
+        self.writers = find_writers(self._block, list(sites), partial(skeleton.run_block, index), probe)
         self._theirs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._ours: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._scales: dict[Site, Tensor] = {}

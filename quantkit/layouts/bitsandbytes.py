@@ -12,14 +12,15 @@ Format: bitsandbytes `nn/modules.py` (Linear8bitLt, Params4bit) and `functional.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table
-from quantkit.layouts.bitsandbytes.headers import BLOCK, NESTED, NESTED_BLOCK, OF_4_BIT, STATE
-from quantkit.layouts.bitsandbytes.headers import HEADERS as HEADERS
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.layouts import Layout, LinearSpec, Table, Width, believed, sized
+from quantkit.layouts import _headers as headers
+from quantkit.layouts._headers import Codes, Config, Headers, Mark, Parts, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from quantkit.grids.nf4 import NestedParams, Nf4Params
 
 NAME = "bitsandbytes"
+STATE, STATE_OF_FP4 = (f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+BLOCK, NESTED_BLOCK = 64, 256
+OF_4_BIT = ("weight.absmax", "weight.quant_map")
+NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # of NF4, and of the 8-bit codes of its scales
 EXPERT_LINEARS = 3  # gate, up and down
 FUSES = "transformers fuses experts and replaces nn.Linear alone"
@@ -41,6 +46,7 @@ class Int8Layout(Layout):
     marker = "SCB"
     suffixes = ("weight", "SCB", "weight_format")
     floats = ("SCB",)
+    optional = ("weight_format",)
     rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -66,6 +72,11 @@ class Int8Layout(Layout):
             "weight_format": torch.zeros((), dtype=torch.uint8),
         }
 
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Those of the weight."""
+        rows, columns = parts["weight"].shape
+        return sized(rows, columns, Width(8, columns))
+
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Exact inverse of `encode`."""
         import torch
@@ -85,26 +96,20 @@ class Int8Layout(Layout):
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
-        import torch
-
-        codes, absmax = tensors["weight"], tensors["SCB"]
-        layout = tensors.get("weight_format", torch.zeros((), dtype=torch.uint8))
-        if codes.dtype != torch.int8 or codes.ndim != 2 or absmax.shape != codes.shape[:1] or layout.any():
-            raise QuantkitError(
-                f"an int8 weight of {codes.dtype} {list(codes.shape)} with scales {list(absmax.shape)} and "
-                f"weight_format {layout.tolist()} is not understood",
-                hint="save it again with a current bitsandbytes",
-                exit_code=UNSUPPORTED,
-            )
-        return codes, absmax.float()
+        believed(tensors, self)
+        if "weight_format" in tensors and tensors["weight_format"].any():
+            what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not understood"
+            raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
+        return tensors["weight"], tensors["SCB"].float()
 
     def module(
-        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None
-    ) -> nn.Module:
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
+        products: bool = False,
+    ) -> nn.Module:  # fmt: skip
         """A linear that rounds its inputs to int8 as it runs."""
-        from quantkit.layouts.bitsandbytes.linear import Int8Linear
+        from quantkit.grids.int8 import Int8Linear
 
-        return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold)
+        return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`. Clients spare the head unless a list of exceptions leaves it out."""
@@ -127,6 +132,7 @@ class Nf4Layout(Layout):
     marker = STATE
     suffixes = ("weight", *OF_4_BIT, *NESTED, STATE)
     floats = ("weight.absmax", "weight.nested_absmax", STATE)
+    texts = (STATE,)
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -203,32 +209,30 @@ class Nf4Layout(Layout):
         packed, params = self._stored(tensors)
         return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
 
+    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
+        """What the JSON text says."""
+        return sized(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
+
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
         """Packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
         import torch
 
         from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
 
-        state = _read_state(tensors[STATE])
-        out_features, in_features = state["shape"]
-        packed, absmax = tensors["weight"].flatten(), tensors["weight.absmax"]
-        blocks = out_features * in_features // BLOCK
-        nested = absmax.dtype == torch.uint8
-        fits = packed.numel() * 2 == out_features * in_features and absmax.numel() == blocks
-        if nested:
-            scales = tensors.get("weight.nested_absmax")
-            fits &= scales is not None and scales.numel() == -(-blocks // NESTED_BLOCK)
-        if packed.dtype != torch.uint8 or not fits:
-            raise QuantkitError(f"nf4 tensors do not fit their shape {state['shape']}", "download it again")
+        nested = tensors["weight.absmax"].dtype == torch.uint8
+        spec = believed(tensors, replace(self, double_quant=nested))
         _expect(tensors["weight.quant_map"], table())
-        packed = packed.view(out_features, in_features // 2)
-        shape = (out_features, in_features // BLOCK)
+        absmax = tensors["weight.absmax"]
+        packed = tensors["weight"].view(spec.out_features, spec.in_features // 2)
+        shape = (spec.out_features, spec.in_features // BLOCK)
         if not nested:
             return packed, Nf4Params(absmax.float().view(shape))
         _expect(tensors["weight.nested_quant_map"], dynamic_map())
-        expanded = tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[:blocks].view(shape)
-        offset = torch.tensor(state["nested_offset"], device=absmax.device).expand(shape)
-        return packed, NestedParams(absmax.view(shape), expanded, offset)
+        expanded = (
+            tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[: absmax.numel()].view(shape)
+        )
+        offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
+        return packed, NestedParams(absmax.view(shape), expanded, offset.expand(shape))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config`."""
@@ -327,18 +331,49 @@ def _expect(stored: Tensor, known: Tensor) -> None:
         raise QuantkitError("the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)
 
 
-CLIENTS = {
-    "transformers": [
-        {"experts": True, "loads": False, "note": "it replaces nn.Linear alone, not experts"},
-        {"loads": True, "note": "with bitsandbytes installed", "needs": ["bitsandbytes"]},
-    ],
-    "vLLM": [
-        {
-            "experts": True,
-            "form": "int8",
-            "loads": False,
-            "note": "it takes no experts in int8 that are quantized before",
-        },
-        {"loads": False, "note": "its CPU build has no kernel for it"},
-    ],
-}
+# ---- from headers alone
+
+
+def _read_4_bit(form: str, state: str) -> Mark:
+    def read(parts: Parts, stored: Stored) -> Codes:
+        """The shape stands in a JSON text beside the codes, which a hub's headers do not show."""
+        weights, scales = 2 * parts["weight"].nbytes, parts.get("weight.absmax")
+        needed = OF_4_BIT + (NESTED if scales is not None and scales.dtype == "U8" else ())
+        lacks = tuple(part for part in needed if part not in parts)
+        text = stored.small_tensor(parts[state].name)
+        try:
+            told = json.loads(text) if text is not None else {}
+            shape = tuple(map(int, told["shape"])) if "shape" in told else None
+            block = int(told.get("blocksize", BLOCK))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return Codes(form, 4, None, None, weights, "its quantization state is not understood", lacks)
+        why = "" if shape is None or math.prod(shape) == weights else f"{weights} codes for {list(shape)}"
+        held = math.prod(scales.shape) if scales else None
+        if text is not None and held not in (None, -(-weights // max(1, block))):
+            why = why or f"{held} scales for {weights} codes in blocks of {block}"
+        return Codes(form, 4, block, shape, weights, why, lacks)
+
+    return Mark(state, "weight", ("weight", *OF_4_BIT, *NESTED), read)
+
+
+def _contradicted(config: Config, coded: Mapping[str, Codes]) -> Iterator[str]:
+    """What kind of codes the configuration announces, against those that are there."""
+    forms = {codes.form for codes in coded.values()}
+    if forms & {"nf4", "fp4"} and not config.get("load_in_4bit"):
+        yield f"quantization_config does not say load_in_4bit, the weights are {name_all(sorted(forms))}"
+    ours = config.get("quant_method") == "bitsandbytes"
+    if "int8" in forms and ours and not config.get("load_in_8bit"):
+        yield "quantization_config does not say load_in_8bit, the weights are int8"
+
+
+HEADERS = Headers(
+    marks=(
+        headers.mark(
+            Int8Layout, "weight", lambda parts, stored: headers.codes_of("int8", Int8Layout(), parts)
+        ),
+        _read_4_bit("nf4", STATE),
+        _read_4_bit("fp4", STATE_OF_FP4),
+    ),
+    telling=(".SCB", *(f".{part}" for part in (*OF_4_BIT, *NESTED, STATE, STATE_OF_FP4))),
+    contradicted=_contradicted,
+)

@@ -1,6 +1,6 @@
 """Precisions of a key/value cache, by name: what a value takes, scales and all, and which engine keeps it.
 
-One list for `eval`, `plan`, `serve`, `chat` and `bench`. What each rounds to: `kv_cache.py`.
+One list for `eval`, `plan`, `serve`, `chat` and `bench`. What each rounds to: `evaluation/kv_rounding.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,275 @@
+"""Forms of floats: of 8 bits, and of 4 (MXFP4, NVFP4). Inputs may be rounded to such, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.layouts import LinearSpec, Table, Width, damaged, sized
+from quantkit.layouts._packing import column_groups
+from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.grids.grid import Grid, QuantizedWeight
+
+FP4_MOST = 448.0 * 6.0  # that e4m3 times e2m1 can be
+MX_BIAS = 127
+
+
+@dataclass(frozen=True)
+class FloatQuantized(Form):
+    """float-quantized: 8-bit floats and, mostly, inputs rounded to such, too (FP8, FP8_DYNAMIC, FP8_BLOCK).
+
+    `weight` float8 e4m3 `[out, in]`; `weight_scale` bfloat16, `[out, 1]` per row or `[out / 128, in / 128]`
+    per block, rounded up; where scales of inputs are stored, `input_scale` bfloat16 `[1]`. Read besides: one
+    scale for a whole tensor.
+
+    block: rows and columns that share a scale; None for whole rows. static: inputs are scaled by what
+    calibration text found, one number a linear; else each token, or its columns in a block, by itself. whole:
+    one scale for the tensor.
+    """
+
+    block: int | None = None
+    static: bool = False
+    whole: bool = False
+    NAME = "float-quantized"
+    SUFFIXES = ("weight", "weight_scale", "input_scale")
+    CODES = ("weight", "F8_E4M3")
+    optional = ("input_scale",)
+
+    @classmethod
+    def like(cls, weights: Numbers, inputs: Numbers | None) -> FloatQuantized | None:
+        """8 bits by tensor, row or square block."""
+        rows, columns = weights.block or (None, None)
+        known = (weights.bits, weights.kind, weights.symmetric) == (8, "float", True) and rows == columns
+        known = known and weights.strategy in ("tensor", "channel", "block")
+        static = bool(inputs) and not inputs.dynamic
+        return cls(rows, static, weights.strategy == "tensor") if known else None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"peak"} if self.static else ())
+
+    def holds(self, grid: Grid | Width) -> bool:
+        """Whether it is a grid of 8-bit floats, or one of 8 bits that has not been made yet."""
+        return type(grid).__name__ in ("Float8Grid", "Width") and grid.bits == 8
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Every linear fits: the grid's group size has been checked."""
+        return None
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The two or three tensors of one linear."""
+        rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
+        scales = (1,) if self.whole else (-(-spec.out_features // rows), -(-spec.in_features // columns))
+        shape = spec.out_features, spec.in_features
+        table: Table = {"weight": ("F8_E4M3", shape), "weight_scale": ("BF16", scales)}
+        return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The two or three tensors of one linear."""
+        from quantkit.grids.float8 import FLOAT8, LARGEST
+
+        grid = weight.grid
+        scale = weight.params.scale[:: grid.rows or None].to(grid.stored)
+        scale = scale.view(1) if self.whole else scale.contiguous()
+        tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale}
+        if self.static:
+            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST)
+        return tensors
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Codes and scales."""
+        import torch
+
+        from quantkit.grids.float8 import LARGEST, Float8Grid, Float8Params
+        from quantkit.grids.grid import QuantizedWeight
+
+        weight, stored = tensors["weight"], tensors["weight_scale"]
+        rows = 0 if self.whole else self.block or 1
+        size = min(self.block or spec.in_features, spec.in_features)
+        scale = stored.float().reshape(1, 1) if self.whole else stored.float()
+        scale = scale.repeat_interleave(rows or len(weight), 0)[: len(weight)]
+        spec = replace(spec, grid=Width(8, size))
+        group = column_groups(tensors, "weight", None, spec, weight.device)
+        grid = Float8Grid(size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
+        peak = tensors["input_scale"].float().view(()) * LARGEST if "input_scale" in tensors else None
+        return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
+
+    def weights(self, setting: tuple) -> dict:
+        """`weights` of the config group."""
+        block = [self.block, self.block] if self.block else None
+        return described(8, "float", "block" if self.block else "channel", block_structure=block)
+
+    def activations(self, setting: tuple) -> dict:
+        """`input_activations` of the config group."""
+        if self.static:
+            return described(8, "float", "tensor")
+        return described(8, "float", "group" if self.block else "token", self.block, True, None)
+
+
+def _input_scale(peak: Tensor | None, most: float) -> Tensor:
+    """As it is stored, `[1]`; that of inputs that were never anything but zero is any.
+
+    Raises QuantkitError for a linear that no calibration text entered.
+    """
+    import torch
+
+    if peak is None:
+        raise QuantkitError(
+            "static scales need inputs, and no calibration text enters one of these linears",
+            "leave out --static, or keep such linears in 16 bit with --exclude",
+            UNSUPPORTED,
+        )
+    stored = (peak / most).to(torch.bfloat16).view(1)
+    return torch.where(stored == 0, torch.finfo(torch.bfloat16).eps, stored)
+
+
+@dataclass(frozen=True)
+class MxFp4Packed(Form):
+    """mxfp4-pack-quantized: 4-bit floats with a power of two for 32 of them.
+
+    `weight_packed` uint8 `[out, in / 2]`: e2m1's bits, the first of two in the low ones; `weight_scale` uint8
+    `[out, in / 32]`, an exponent plus 127. Inputs that are rounded, too (quantize_inputs), get powers of two
+    of their own at run time.
+    """
+
+    quantize_inputs: bool = False
+    NAME = "mxfp4-pack-quantized"
+    SUFFIXES = ("weight_packed", "weight_scale")
+    CODES = ("weight_packed", "U8")
+    GROUP = 32
+    STRATEGY = "group"
+    SCALE_DTYPE, SCALE = "torch.uint8", "U8"
+    AT_RUN_TIME = (True, None)
+    floats = ()
+
+    @classmethod
+    def like(cls, weights: Numbers, inputs: Numbers | None) -> MxFp4Packed | None:
+        """4-bit floats by its groups."""
+        known = weights.is_fp4 and (weights.strategy, weights.group_size) == (cls.STRATEGY, cls.GROUP)
+        return cls(bool(inputs)) if known else None
+
+    def holds(self, grid: Grid | Width) -> bool:
+        """Its groups of 4 bits."""
+        return (grid.bits, grid.group_size) == (4, self.GROUP)
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Rows are whole groups."""
+        if spec.in_features % self.GROUP:
+            return f"in_features {spec.in_features} is no multiple of {self.GROUP}, the groups of {self.NAME}"
+        return None
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Codes and scales."""
+        rows, columns = spec.out_features, spec.in_features
+        scales = self.SCALE, (rows, columns // self.GROUP)
+        return {"weight_packed": ("U8", (rows, columns // 2)), "weight_scale": scales}
+
+    def sizes(self, tensors: Tensors) -> LinearSpec:
+        """Two codes lie in a byte. Raises QuantkitError where they make no whole groups."""
+        rows, columns = tensors["weight_packed"].shape
+        spec = sized(rows, 2 * columns, Width(4, self.GROUP))
+        if why := self.check(spec):
+            raise damaged(tensors, f"weight_packed is {[rows, columns]}: {why}")
+        return spec
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Codes and scales."""
+        codes = weight.codes
+        return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": self._scales(weight)}
+
+    def _scales(self, weight: QuantizedWeight) -> Tensor:
+        import torch
+
+        return (torch.frexp(weight.params.scale).exponent + MX_BIAS - 1).to(torch.uint8).contiguous()
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Codes and scales."""
+        import torch
+
+        from quantkit.grids.fp4 import Fp4Params, MxFp4Grid
+        from quantkit.grids.grid import QuantizedWeight
+
+        exponent = tensors["weight_scale"].to(torch.int32) - MX_BIAS
+        scale = torch.ldexp(torch.ones(exponent.shape, device=exponent.device), exponent)
+        return QuantizedWeight(MxFp4Grid(), _codes(tensors), Fp4Params(scale, torch.ones_like(scale)))
+
+    def weights(self, setting: tuple) -> dict[str, Any]:
+        """`weights` of the config group."""
+        return described(4, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
+
+    def activations(self, setting: tuple) -> dict[str, Any] | None:
+        """`input_activations` of it."""
+        if not self.quantize_inputs:
+            return None
+        numbers = 4, "float", self.STRATEGY, self.GROUP
+        return described(*numbers, *self.AT_RUN_TIME, scale_dtype=self.SCALE_DTYPE)
+
+
+def _codes(tensors: Tensors) -> Tensor:
+    """Codes uint8 `[out, in]` of two in a byte."""
+    import torch
+
+    packed = tensors["weight_packed"]
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class NvFp4Packed(MxFp4Packed):
+    """nvfp4-pack-quantized: 4-bit floats with an e4m3 scale for 16 of them and a divisor of the whole matrix.
+
+    `weight_packed` as in MXFP4; `weight_scale` float8 e4m3 `[out, in / 16]`; `weight_global_scale` float32
+    `[1]`, by which scales are divided: `w = e2m1 * (weight_scale / weight_global_scale)`. Where inputs are
+    rounded, too, `input_global_scale` float32 `[1]`: 448 * 6 / (the largest input in calibration text);
+    scales of 16 inputs follow at run time. vLLM has one linear of q, k and v, and of gate and up, and takes
+    the largest divisor of those for all: theirs are to be the same.
+    """
+
+    NAME = "nvfp4-pack-quantized"
+    SUFFIXES = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    optional = ("input_global_scale",)
+    GROUP = 16
+    STRATEGY = "tensor_group"
+    SCALE_DTYPE, SCALE = "torch.float8_e4m3fn", "F8_E4M3"
+    AT_RUN_TIME = ("local", "static_minmax")
+    floats = ("weight_scale",)
+    no_experts = "no client that was tried reads experts in NVFP4; in --format mxfp4 transformers does"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Largest inputs, for their scale."""
+        return frozenset({"peak"} if self.quantize_inputs else ())
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Codes, scales and one or two divisors."""
+        divisors = ["weight_global_scale"] + ["input_global_scale"] * self.quantize_inputs
+        return super().tensors(spec) | dict.fromkeys(divisors, ("F32", (1,)))
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Codes, scales and divisors."""
+        divisor = weight.params.divisor.flatten()[:1].float().clone()
+        tensors = super().encode(weight) | {"weight_global_scale": divisor}
+        if self.quantize_inputs:
+            peak = weight.input_peak.float().view(1)
+            tensors["input_global_scale"] = (FP4_MOST / peak).nan_to_num(1.0, 1.0, 1.0)
+        return tensors
+
+    def _scales(self, weight: QuantizedWeight) -> Tensor:
+        import torch
+
+        return weight.params.scale.to(torch.float8_e4m3fn).contiguous()
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Codes, scales and the divisor. Raises QuantkitError for one that is not above 0."""
+        from quantkit.grids.fp4 import Fp4Params, NvFp4Grid
+        from quantkit.grids.grid import QuantizedWeight
+
+        scale, divisor = tensors["weight_scale"].float(), tensors["weight_global_scale"].float().view(1)
+        if not (divisor > 0).all():
+            raise damaged(tensors, f"weight_global_scale is {divisor.item():g}, not above 0")
+        params = Fp4Params(scale, divisor.expand_as(scale))
+        return QuantizedWeight(NvFp4Grid(), _codes(tensors), params)

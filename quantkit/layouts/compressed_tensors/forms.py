@@ -1,0 +1,117 @@
+"""Forms: how compressed-tensors lays a linear out, by the `format` of its config group.
+
+Here is what all have in common; `integers.py` and `floats.py` have what llm-compressor's presets make. torch
+is imported where tensors are made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quantkit.layouts import LinearSpec, Table, Width, refuse_incomplete, sized
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.grids.grid import Grid, QuantizedWeight
+
+Tensors = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How weights or activations become numbers of `bits` bits. kind: `int`, or `float` (e4m3 or e2m1).
+
+    group_size: columns of one group; None unless strategy is `group` or `tensor_group`, which has a scale of
+    the tensor besides. block: rows and columns of strategy `block`. dynamic: scales follow from the values at
+    run time, instead of being stored.
+    """
+
+    bits: int
+    kind: str
+    symmetric: bool
+    strategy: str
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    dynamic: bool = False
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether they are NVFP4 or MXFP4."""
+        return (self.bits, self.kind) == (4, "float")
+
+
+def described(
+    bits: int, kind: str, strategy: str, group_size: int | None = None, dynamic: bool | str = False,
+    observer: str | None = "minmax", symmetric: bool = True, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Return `weights`, `input_activations` or `kv_cache_scheme` as a configuration spells them."""
+    numbers = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
+    return numbers | {"group_size": group_size, **more, "dynamic": dynamic, "observer": observer}
+
+
+class Form(Protocol):
+    """What is written of a linear, and said of it. A frozen dataclass, with the options of its method.
+
+    NAME: the `format` of a config group. SUFFIXES: the tensors of a linear that it may store. CODES: the one
+    that holds codes, and its type. optional: those that may be there. common: the setting of most linears,
+    which target `Linear`; a setting is what tells one config group of this form from another, such as bits
+    and group size. floats: of the suffixes, those that hold what is stored in floating point. needs: which
+    statistics of a linear's inputs it writes something of (see SiteStatistics); `peak` comes as
+    `QuantizedWeight.input_peak`.
+    """
+
+    NAME: str
+    SUFFIXES: tuple[str, ...]
+    CODES: tuple[str, str]
+    optional: tuple[str, ...] = ()
+    common: Hashable = ()
+    floats: tuple[str, ...] = ("weight_scale",)
+    needs: frozenset[str] = frozenset()
+    no_experts: str | None = None  # why no client reads experts in it
+    REQUIRED = ("like", "holds", "check", "tensors", "encode", "decode", "weights")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refuse_incomplete(cls, Form)
+
+    @classmethod
+    def like(cls, weights: Numbers, inputs: Numbers | None) -> Form | None:
+        """The form of a config group that says this; None where it holds no such numbers."""
+
+    def holds(self, grid: Grid | Width) -> bool:
+        """Whether weights on this grid are written so: with several forms the first that says so counts."""
+
+    def setting(self, spec: LinearSpec) -> Hashable:
+        """That of one linear."""
+        return self.common
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Why this form cannot hold `spec`, with the fix; None when it can."""
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Return the tensors stored for one linear, by suffix."""
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Suffix -> tensor, as clients want it."""
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Inverse of `encode`, of tensors that are as `tensors(spec)` has them."""
+
+    def weights(self, setting: Any) -> dict[str, Any]:
+        """`weights` of the config group of a setting."""
+
+    def activations(self, setting: Any) -> dict[str, Any] | None:
+        """`input_activations` of it; None where inputs stay as they are."""
+        return None
+
+    def fitting(self, tensors: Tensors) -> Form:
+        """With what a configuration would say of a linear just encoded."""
+        return self
+
+    def sizes(self, tensors: Tensors) -> LinearSpec:
+        """What a linear's stored tensors say of it."""
+        rows, columns = tensors[self.CODES[0]].shape
+        return sized(rows, columns, Width(8, columns))

@@ -1,0 +1,193 @@
+"""Forms of integers: packed in words, weights alone; or a byte each, with inputs rounded to such, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quantkit.layouts import LinearSpec, Table, Width, damaged, sized
+from quantkit.layouts._headers import words
+from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack, unpack
+from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.grids.grid import Grid, QuantizedWeight
+
+WIDTHS = range(2, 9)  # bits of packed integers
+HALF = 128  # integers of 8 bits are stored without a sign in memory, with one on disk
+
+
+@dataclass(frozen=True)
+class PackQuantized(Form):
+    """pack-quantized: integers of 2 to 8 bits in 32-bit words (W4A16, W8A16).
+
+    `weight_packed` int32 `[out, in * bits / 32]`, a little-endian bit stream of `q + 2^(bits-1)` along in;
+    `weight_scale` float16 `[out, groups]`; `weight_shape` int64 `[2]`; where zero points vary,
+    `weight_zero_point` int32 `[out * bits / 32, groups]`, the same stream along out. Read besides:
+    `weight_g_idx` int32 `[in]`.
+
+    bits, group_size (-1: whole rows) and symmetric are what most linears have; those with other bits or
+    groups become further config groups.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    NAME = "pack-quantized"
+    SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+    CODES = ("weight_packed", "I32")
+    optional = ("weight_g_idx",)
+
+    @classmethod
+    def like(cls, weights: Numbers, inputs: Numbers | None) -> PackQuantized | None:
+        """Integers by rows or groups."""
+        known = weights.kind == "int" and weights.bits in WIDTHS and weights.strategy in ("channel", "group")
+        return cls(weights.bits, weights.group_size or -1, weights.symmetric) if known else None
+
+    @property
+    def common(self) -> tuple[int, int]:
+        return self.bits, self.group_size
+
+    def holds(self, grid: Grid | Width) -> bool:
+        """Any that the method makes."""
+        return True
+
+    def setting(self, spec: LinearSpec) -> tuple[int, int]:
+        """Bits and group size as the configuration names them."""
+        whole = spec.grid.group_size == spec.in_features and self.group_size == -1
+        return spec.grid.bits, -1 if whole else spec.grid.group_size
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Rows must fill whole words, columns too where zeros are packed."""
+        return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """The three or four tensors of one linear."""
+        rows, bits, groups = spec.out_features, spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
+        table: Table = {
+            "weight_packed": ("I32", (rows, words(spec.in_features, bits))),
+            "weight_scale": ("F16", (rows, groups)),
+            "weight_shape": ("I64", (2,)),
+        }
+        return table | ({} if self.symmetric else {"weight_zero_point": ("I32", (words(rows, bits), groups))})
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The three or four tensors of one linear."""
+        import torch
+
+        bits = weight.grid.bits
+        tensors = {
+            "weight_packed": pack(weight.codes.t(), bits).t().contiguous(),
+            "weight_scale": weight.params.scale.half().contiguous(),
+            "weight_shape": torch.tensor(weight.codes.shape),
+        }
+        if not weight.grid.symmetric:
+            tensors["weight_zero_point"] = pack(weight.params.zero, bits)
+        return tensors
+
+    def fitting(self, tensors: Tensors) -> PackQuantized:
+        """With the bits, the groups and the kind of zero points that shapes show."""
+        columns, groups = int(tensors["weight_shape"][1]), tensors["weight_scale"].shape[1]
+        bits = tensors["weight_packed"].shape[1] * WORD // columns
+        return replace(
+            self, bits=bits, group_size=-(-columns // groups), symmetric="weight_zero_point" not in tensors
+        )
+
+    def sizes(self, tensors: Tensors) -> LinearSpec:
+        """What `weight_shape` holds. Raises QuantkitError where that is no shape."""
+        told = tensors["weight_shape"]
+        shape = told.flatten().tolist()
+        if len(shape) != 2 or told.is_floating_point() or min(shape) < 1:
+            raise damaged(tensors, f"weight_shape is {shape}, no shape")
+        size = shape[1] if self.group_size == -1 else min(self.group_size, shape[1])
+        return sized(*shape, Width(self.bits, size, self.symmetric))
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Codes, scales and zero points."""
+        import torch
+
+        from quantkit.grids.affine import AffineGrid, AffineParams
+        from quantkit.grids.grid import QuantizedWeight
+
+        bits, size, scale = self.bits, spec.grid.group_size, tensors["weight_scale"].float()
+        group = tensors.get("weight_g_idx")
+        if group is not None and (group == -1).all():  # how compressed-tensors writes that there is no order
+            group = None
+        group = column_groups(tensors, "weight_g_idx", group, spec, scale.device)
+        zero = torch.full_like(scale, 2 ** (bits - 1))
+        if not self.symmetric:
+            zero = unpack(tensors["weight_zero_point"], bits, spec.out_features).float()
+        codes = unpack(tensors["weight_packed"].t(), bits, spec.in_features).t().contiguous()
+        grid = AffineGrid(bits, size, self.symmetric)
+        return QuantizedWeight(grid, codes, AffineParams(scale, zero), group)
+
+    def weights(self, setting: tuple[int, int]) -> dict:
+        """`weights` of the config group of these bits and this group size."""
+        bits, size = setting
+        by = ("channel", None) if size == -1 else ("group", size)
+        return described(bits, "int", *by, symmetric=self.symmetric)
+
+
+@dataclass(frozen=True)
+class IntQuantized(Form):
+    """int-quantized: symmetric integers, a byte each, a scale for each row; each token of the inputs is
+    scaled by itself (W8A8). `weight` int8 `[out, in]`; `weight_scale` float16 `[out, 1]`."""
+
+    static: bool = False
+    NAME = "int-quantized"
+    SUFFIXES = ("weight", "weight_scale", "input_scale")
+    CODES = ("weight", "I8")
+
+    @classmethod
+    def like(cls, weights: Numbers, inputs: Numbers | None) -> IntQuantized | None:
+        """8 bits by rows."""
+        known = (weights.bits, weights.kind, weights.symmetric, weights.strategy) == (
+            8,
+            "int",
+            True,
+            "channel",
+        )
+        return cls(bool(inputs) and not inputs.dynamic) if known else None
+
+    def holds(self, grid: Grid | Width) -> bool:
+        """Whether it is a symmetric grid of 8 bits, which has to have whole rows: see `check`."""
+        return type(grid).__name__ in ("AffineGrid", "Width") and grid.bits == 8 and grid.symmetric
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Rows must be whole."""
+        whole = spec.grid.group_size == spec.in_features
+        return None if whole else "int8 engines take one scale for each row: leave out the group size"
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Both tensors of one linear; where others store a scale of its inputs, this, too."""
+        shape = spec.out_features, spec.in_features
+        table: Table = {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
+        return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The two tensors of one linear."""
+        import torch
+
+        scale = weight.params.scale.half().contiguous()
+        return {"weight": (weight.codes ^ HALF).view(torch.int8).contiguous(), "weight_scale": scale}
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Codes and scales."""
+        import torch
+
+        from quantkit.grids.affine import AffineGrid, AffineParams
+        from quantkit.grids.grid import QuantizedWeight
+
+        codes, scale = tensors["weight"].view(torch.uint8) ^ HALF, tensors["weight_scale"].float()
+        grid = AffineGrid(8, spec.in_features)
+        return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, HALF)))
+
+    def weights(self, setting: tuple) -> dict:
+        """`weights` of the config group."""
+        return described(8, "int", "channel")
+
+    def activations(self, setting: tuple) -> dict:
+        """`input_activations` of the config group."""
+        return described(8, "int", "token", dynamic=True, observer=None)
