@@ -10,8 +10,8 @@ from published import CONFIGS, PARAMETERS
 
 from quantkit.capacity import formats, gguf, source
 from quantkit.models.gguf import architectures, mixtures, tensors
-from quantkit.models.gguf.architecture import kv_heads
 from quantkit.models.gguf.file_types import Model
+from quantkit.models.gguf.variants import kv_heads
 
 GIB = 1 << 30
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

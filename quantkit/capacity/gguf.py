@@ -12,7 +12,7 @@ from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor, from_
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError, first_line
 from quantkit.models.gguf import architectures, mixtures
-from quantkit.models.gguf.architecture import Architecture
+from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
 from quantkit.models.gguf.file_types import Model
 

@@ -1,40 +1,127 @@
-"""The architectures that llama.cpp runs and quantkit writes and reads: one row of data each.
+"""The architectures that llama.cpp runs and quantkit writes and reads: one row of architectures.yaml each.
 
 A row relates llama.cpp's metadata to fields of transformers' configuration, in both directions, and says
-what llama.cpp takes for granted. Sources: the loaders of llama.cpp (src/models) for keys and for what is
-computed whatever the file says, transformers' configurations for the fields.
+what llama.cpp takes for granted. Nothing here imports torch: plans and inspections ask, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.models.gguf.architecture import GATE, Architecture
-from quantkit.models.gguf.dense import DENSE
-from quantkit.models.gguf.sparse import SPARSE, UNLIKE
+from quantkit.models.gguf import variants
+from quantkit.models.gguf.variants import ROPE_SECTIONS, SHARED_LENGTH, head_dim, kv_heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TABLE = (*DENSE, *SPARSE)
+GATE = "expert_gating_func"
+Computed = Mapping[str, Callable[["PretrainedConfig"], Any]]
+DEFAULTS: Computed = {  # where the field is absent or None
+    "context_length": lambda config: 2048,
+    "feed_forward_length": lambda config: 4 * config.hidden_size,
+    "attention.head_count_kv": kv_heads,
+    "attention.key_length": head_dim,
+    "attention.value_length": head_dim,
+    SHARED_LENGTH: lambda config: config.moe_intermediate_size * config.moe_num_shared_experts or None,
+    "ssm.inner_size": lambda config: config.linear_num_value_heads * config.linear_value_head_dim,
+    "full_attention_interval": lambda config: config.layer_types.index("full_attention") + 1,
+    ROPE_SECTIONS: variants.rope_sections,
+}
+LATENT: Computed = {  # of multi-head latent attention: of a token's vector, whatever the heads
+    "attention.key_length": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
+    "attention.value_length": lambda config: config.kv_lora_rank,
+    "attention.head_count_kv": lambda config: 1,
+    "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+    "attention.q_lora_rank": lambda config: config.q_lora_rank or 0,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What llama.cpp calls `name`; a mixture of experts may have the name of a dense one.
+
+    model_types: of transformers; a file is read as the first. fields: metadata key -> field, or fields, of
+    the configuration. fixed: field -> values that give what llama.cpp computes. flags: field -> tensor whose
+    presence says it is true ("not" before the name: absence). rows: GGUF tensor -> order of its rows (see
+    `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added to
+    norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary: heads
+    may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
+    attention, in all but the last of so many blocks unless told; window_depth: at this depth alone.
+    wide_blocks: at this depth it takes hidden size per head, not the head's size, for the scale of attention.
+    head: output.weight must exist ("always"), is left out when tied, or is never read. latent: keys and
+    values are made from one vector of each token (MLA). truncate: yarn has whole dimensions as bounds, which
+    llama.cpp takes for granted. refuse: of `variants`, further reasons against a configuration; restore:
+    further fields of the configuration that a file describes.
+    """
+
+    name: str
+    model_types: Sequence[str]
+    fields: Mapping[str, str | Sequence[str] | None]
+    fixed: Mapping[str, Sequence] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    norm_shift: float = 0.0
+    rope: Sequence[str] | None = ("linear", "yarn")
+    partial_rotary: bool = False
+    free_head_dim: bool = False
+    window: int | None = None
+    window_depth: int | None = None
+    wide_blocks: int | None = None
+    head: str = "tied"
+    latent: bool = False
+    truncate: bool = True
+    refuse: str | None = None
+    restore: str | None = None
+
+    def period(self, blocks: int) -> int | None:
+        """Of so many blocks the last attends to all tokens, unless the file says otherwise."""
+        return self.window if self.window_depth in (None, blocks) else 1
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some blocks keep a state instead of attending."""
+        return "ssm.state_size" in self.fields
+
+    @property
+    def mixture(self) -> bool:
+        """Whether blocks have experts."""
+        return "expert_count" in self.fields
+
+    def experts(self, config: PretrainedConfig) -> int:
+        """Of a layer, 0 of a dense model."""
+        return getattr(config, self.fields["expert_count"]) if self.mixture else 0
+
+    def inexpressible(self, what: str) -> QuantkitError:
+        """The error for a model that llama.cpp would compute otherwise."""
+        return QuantkitError(f"llama.cpp's {self.name} does not know {what}", ALIKE, UNSUPPORTED)
+
+
+ALIKE = "only models that it computes as transformers does are written"
+_loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
+_stored = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _loader)
+COMMON = _stored["groups"]["common"]
+TABLE = tuple(Architecture(**row) for row in _stored["architectures"])
 
 
 def of_config(config: PretrainedConfig) -> Architecture:
     """The row of a configuration's model_type. Raises QuantkitError (exit code 4) when there is none."""
+    kind = config.model_type
     for row in TABLE:
-        if config.model_type in row.model_types:
+        if kind in row.model_types:
             return row
-    if otherwise := UNLIKE.get(config.model_type):
-        raise QuantkitError(
-            f"GGUF of {config.model_type} is not supported: llama.cpp computes {otherwise}",
-            hint="only models that it computes as transformers does are written",
-            exit_code=UNSUPPORTED,
-        )
+    if otherwise := _stored["unlike"].get(kind):
+        what = f"GGUF of {kind} is not supported: llama.cpp computes {otherwise}"
+        raise QuantkitError(what, ALIKE, UNSUPPORTED)
     known = sorted(kind for row in TABLE for kind in row.model_types)
     raise QuantkitError(
-        f"GGUF of {config.model_type} is not supported",
+        f"GGUF of {kind} is not supported",
         hint=f"quantkit knows what llama.cpp expects of: {', '.join(known)}",
         exit_code=UNSUPPORTED,
     )
@@ -43,21 +130,16 @@ def of_config(config: PretrainedConfig) -> Architecture:
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
     name = metadata.get("general.architecture")
-    experts = metadata.get(f"{name}.expert_count")
     keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     if row := named(str(name), keys):
         return row
-    if experts and named(str(name), {}):
-        raise QuantkitError(
-            f"the GGUF file holds a mixture of {experts} experts",
-            hint=f"quantkit reads mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}",
-            exit_code=UNSUPPORTED,
-        )
-    raise QuantkitError(
-        f"GGUF files of {name or 'no architecture'} are not read",
-        hint=f"quantkit reads: {', '.join(sorted(row.name for row in TABLE))}",
-        exit_code=UNSUPPORTED,
-    )
+    if named(str(name), {}):
+        what = f"the GGUF file holds a mixture of {keys['expert_count']} experts"
+        known = f"mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}"
+    else:
+        what = f"GGUF files of {name or 'no architecture'} are not read"
+        known = ", ".join(sorted({row.name for row in TABLE}))
+    raise QuantkitError(what, f"quantkit reads {known}", UNSUPPORTED)
 
 
 def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:

@@ -14,9 +14,10 @@ from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.gguf import architectures, file_config, rope
-from quantkit.models.gguf.architecture import DEFAULTS, Architecture, head_dim, inexpressible
+from quantkit.models.gguf import architectures, file_config, rope, variants
+from quantkit.models.gguf.architectures import DEFAULTS, LATENT, Architecture
 from quantkit.models.gguf.file_config import PATTERN, SLIDING, layer_types, pattern
+from quantkit.models.gguf.variants import head_dim
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
 EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
@@ -38,7 +39,7 @@ def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
     row = architectures.of_config(config)
     _refuse_others(row, config)
     keys = {key: _value(config, key, names) for key, names in row.fields.items()}
-    keys |= {key: compute(config) for key, compute in row.computed.items()}
+    keys |= {key: compute(config) for key, compute in LATENT.items()} if row.latent else {}
     keys |= _window(row, config) | rope.metadata(row, config) | dict(row.constants)
     given = {f"{row.name}.{key}": value for key, value in keys.items() if value is not None}
     return {"general.architecture": row.name} | given
@@ -64,10 +65,10 @@ def _refuse_others(row: Architecture, config: PretrainedConfig) -> None:
     scalar = getattr(config, "query_pre_attn_scalar", None)
     if scalar is not None and scalar != _attention_scalar(row, config):
         why.append(f"query_pre_attn_scalar {scalar} (only {_attention_scalar(row, config)})")
-    if (further := row.refuse(config)) is not None:
+    if row.refuse and (further := getattr(variants, row.refuse)(config)) is not None:
         why.append(further)
     if why:
-        raise inexpressible(row, name_all(why))
+        raise row.inexpressible(name_all(why))
 
 
 def _attention_scalar(row: Architecture, config: PretrainedConfig) -> int:
@@ -87,7 +88,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     for period in (usual, *others):
         if kinds == pattern(period, len(kinds)):
             return {} if period == usual else {PATTERN: period}
-    raise inexpressible(row, "sliding attention other than in all but every nth block")
+    raise row.inexpressible("sliding attention other than in all but every nth block")
 
 
 def notes(config: PretrainedConfig) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.gguf.architecture import COMMON, Architecture
-from quantkit.models.gguf.architectures import named
+from quantkit.models.gguf import variants
+from quantkit.models.gguf.architectures import COMMON, Architecture, named
 
 Infos = Mapping[str, TensorInfo]
 # Architectures that are no row of the table, whose caches are those of a family that is known.
@@ -79,7 +79,7 @@ def fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str
     for name, tensor in row.flags.items():
         found[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
     if row.restore:
-        found |= row.restore(keys, infos.keys())
+        found |= getattr(variants, row.restore)(keys, infos.keys())
     return found
 
 

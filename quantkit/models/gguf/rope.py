@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantkit.errors import name_all
-from quantkit.models.gguf.architecture import ROPE_SECTIONS, Architecture, head_dim, inexpressible
+from quantkit.models.gguf.architectures import Architecture
+from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
@@ -38,18 +39,18 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     partial = rope.get("partial_rotary_factor") or 1.0
     dimensions = int(head_dim(config) * partial)
     if kind not in ("default", "dynamic", *row.rope):
-        raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
+        raise row.inexpressible(f"rotary embeddings scaled by {kind!r}")
     if odd := _odd(rope, kind, dimensions, row.truncate):
-        raise inexpressible(row, f"{kind} with {name_all(odd)}")
+        raise row.inexpressible(f"{kind} with {name_all(odd)}")
     if partial != 1.0 and not row.partial_rotary:
-        raise inexpressible(row, f"rotating {partial:g} of each head")
+        raise row.inexpressible(f"rotating {partial:g} of each head")
     keys: dict[str, Any] = {
         "rope.dimension_count": dimensions,
         "rope.freq_base": float(rope["rope_theta"]),
     }
     if sliding is not None:
         if sliding["rope_type"] != "default":
-            raise inexpressible(row, "scaled rotary embeddings in blocks with sliding attention")
+            raise row.inexpressible("scaled rotary embeddings in blocks with sliding attention")
         keys["rope.freq_base_swa"] = float(sliding["rope_theta"])
     if row.latent and kind == "yarn":
         return keys | _latent_yarn(row, rope, config)
@@ -96,7 +97,7 @@ def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dic
     """Of multi-head latent attention: what is rotated keeps its size, the scores grow by `mscale_all_dim`."""
     share = rope.get("mscale_all_dim")
     if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
-        raise inexpressible(row, "yarn with an attention_factor, or without mscale equal to mscale_all_dim")
+        raise row.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")
     return {key: value for key, value in _scaling(config, rope, "yarn").items() if key != ATTENTION} | {
         LOG_MULTIPLIER: 0.1 * share
     }
@@ -189,7 +190,7 @@ def _unscaled(
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * keys.get(LOG_MULTIPLIER, 0.0), 6)
         return rope
     if kind not in ("none", "longrope"):
-        raise inexpressible(row, f"rotary embeddings scaled by {kind!r}")
+        raise row.inexpressible(f"rotary embeddings scaled by {kind!r}")
     return {"rope_type": "default"}
 
 

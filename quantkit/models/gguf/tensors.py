@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models.files import reading
 from quantkit.models.gguf import architectures, rope
-from quantkit.models.gguf.architecture import Architecture, inexpressible, kv_heads
+from quantkit.models.gguf.architectures import Architecture
+from quantkit.models.gguf.variants import kv_heads
 from quantkit.models.skeleton import meta_model
 from quantkit.models.skeleton.experts import Experts, take_apart
 from quantkit.models.skeleton.loading import checked
@@ -237,8 +238,8 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
         shape = shape[::2] if single else shape
         shape = (len(parameters), *shape) if parameters != [stack] else shape
         leaf = name.split(".")[-2]
-        if leaf in row.splits:
-            for other, view in SPLITS[row.splits[leaf]](config).items():
+        if row.latent and leaf == "attn_kv_b":
+            for other, view in _latent(config).items():
                 part = name.replace(leaf, other)
                 held = tuple(view(torch.empty(shape, device="meta")).shape)
                 found[part] = Target(part, tuple(parameters), held, part=Part(shape, view))
@@ -254,7 +255,7 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
             single=single,
         )
     if lost:
-        raise inexpressible(row, f"tensors such as {name_all(lost)}")
+        raise row.inexpressible(f"tensors such as {name_all(lost)}")
     for name, values in rope.factors(row, config).items():
         found[name] = Target(name, (), tuple(values.shape), values=values.float())
     return sorted(found.values(), key=lambda target: _order(target.name))
@@ -338,6 +339,3 @@ def _latent(config: PretrainedConfig) -> dict[str, Callable[[Tensor], Tensor]]:
         "attn_k_b": lambda weight: weight.unflatten(0, (heads, -1))[:, :size].transpose(1, 2),
         "attn_v_b": lambda weight: weight.unflatten(0, (heads, -1))[:, size:],
     }
-
-
-SPLITS = {"latent": _latent}

@@ -1,32 +1,45 @@
-"""Variants of dense architectures: which of them llama.cpp does not compute, and what a file says of them."""
+"""Variants of architectures: which of them llama.cpp does not compute, and what a whole file says of one.
+
+Rows of architectures.yaml name the functions. One that refuses takes a configuration, and returns what about
+it llama.cpp does not know, or None. One that restores takes the keys of a file below the architecture's name
+and the names of its tensors, and returns further fields of the configuration.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantkit.models.gguf.architecture import DEFAULTS, ROPE_SECTIONS
+from quantkit.errors import name_all
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-
-def falcon(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
-    heads = kv_heads(keys)
-    two_norms = "blk.0.attn_norm_2.weight" in names
-    if heads == 1 and not two_norms:
-        return {"multi_query": True}
-    return {
-        "new_decoder_architecture": True,
-        "num_kv_heads": heads,
-        "num_ln_in_parallel_attn": 2 if two_norms else 1,
-    }
+Keys = Mapping[str, Any]
+SHARED_LENGTH = "expert_shared_feed_forward_length"
+ROPE_SECTIONS = "rope.dimension_sections"  # of heads, by time, height and width: one position for text
+UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a model with so many
 
 
-def kv_heads(keys: Mapping[str, Any]) -> int:
-    """Of a file."""
-    return keys.get("attention.head_count_kv", keys.get("attention.head_count"))
+def kv_heads(config: PretrainedConfig) -> int:
+    """Key/value heads of attention, whatever the configuration calls them."""
+    if getattr(config, "new_decoder_architecture", False):
+        return config.num_kv_heads
+    if hasattr(config, "multi_query"):  # GPTBigCode's num_key_value_heads may be wrong
+        return 1 if config.multi_query else config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_sections(config: PretrainedConfig) -> list[int]:
+    return [*config.rope_parameters.get("mrope_section", (11, 11, 10)), 0]
+
+
+# ---- refusing
 
 
 def without_capping(config: PretrainedConfig) -> str | None:
@@ -45,24 +58,22 @@ def heads_of_other_width(config: PretrainedConfig) -> str | None:
     return f"head_dim {config.head_dim}" if config.head_dim * heads != config.hidden_size else None
 
 
+def grouped_heads(config: PretrainedConfig) -> str | None:
+    """Its loader wants as many keys as queries, or numbers in the norm of the keys."""
+    few = kv_heads(config) < config.num_attention_heads
+    return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
+
+
 def rope_by_depth(config: PretrainedConfig) -> str | None:
     """It has sliding windows, and no rotary embeddings between them, at one depth alone."""
     given = config.sliding_window
     return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
 
 
-def delta_net(keys: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Width of a value head, and which blocks attend."""
-    inner, heads = keys.get("ssm.inner_size"), keys.get("ssm.time_step_rank")
-    period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count")
-    sizes = inner, heads, period, blocks
-    if any(type(size) is not int or size < 1 for size in sizes) or blocks > len(names):
-        return {}
-    return {"linear_value_head_dim": inner // heads, "layer_types": _attending(period, blocks)}
-
-
-def _attending(period: int, blocks: int) -> list[str]:
-    return ["linear_attention" if (index + 1) % period else "full_attention" for index in range(blocks)]
+def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
+    rotary = [bool(rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
+    usual = [index % 4 != 3 for index in range(config.num_hidden_layers)]
+    return None if rotary == usual else "no_rope_layers other than every fourth"
 
 
 def unlike_delta_net(config: PretrainedConfig) -> str | None:
@@ -76,12 +87,101 @@ def unlike_delta_net(config: PretrainedConfig) -> str | None:
     period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
     if period < 2 or kinds != _attending(period, len(kinds)):
         return "linear attention other than in all but every nth block"
-    sections, angles = DEFAULTS[ROPE_SECTIONS](config), config.head_dim * rope["partial_rotary_factor"] / 2
+    sections, angles = rope_sections(config), config.head_dim * rope["partial_rotary_factor"] / 2
     whole = all(angle < 3 * sections[angle % 3] for angle in range(int(angles)))
     return None if whole else f"mrope_section {sections[:3]} for {angles:g} angles"
 
 
-def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
-    rotary = [bool(rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
-    usual = [index % 4 != 3 for index in range(config.num_hidden_layers)]
-    return None if rotary == usual else "no_rope_layers other than every fourth"
+def query_rank_of_lite(config: PretrainedConfig) -> str | None:
+    """Its loader takes models of that depth for DeepSeek-V2-Lite."""
+    lite = config.num_hidden_layers in (26, 27) and config.q_lora_rank
+    return f"q_lora_rank {config.q_lora_rank} in {config.num_hidden_layers} blocks" if lite else None
+
+
+def grouped_experts(config: PretrainedConfig) -> str | None:
+    """Its loader stops where all groups are used."""
+    groups = config.n_group, config.topk_group
+    return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
+
+
+def dense_at_the_end(config: PretrainedConfig) -> str | None:
+    last = config.moe_layer_end_index
+    return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
+
+
+def other_blocks(config: PretrainedConfig) -> str | None:
+    """Which blocks know positions, have experts and norms is not told: every fourth, every nth, and all but
+    those of the largest model."""
+    blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
+    rotated = [int(index % 4 != 3) for index in range(blocks)]
+    kinds = ["chunked_attention" if rotates else "full_attention" for rotates in rotated]
+    usual = {
+        "no_rope_layers": rotated,
+        "layer_types": kinds,
+        "moe_layers": list(range(step - 1, blocks, step)),
+        "use_qk_norm": config.num_local_experts != UNNORMED,
+    }
+    odd = [f"{name} {getattr(config, name)}" for name in usual if getattr(config, name) != usual[name]]
+    odd += [f"{blocks} blocks (it stops where none is without positions)"] if blocks < 4 else []
+    return name_all(odd) if odd else None
+
+
+# ---- restoring
+
+
+def falcon(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    two_norms = "blk.0.attn_norm_2.weight" in names
+    if multi_query(keys, names)["multi_query"] and not two_norms:
+        return {"multi_query": True}
+    return {
+        "new_decoder_architecture": True,
+        "num_kv_heads": keys.get("attention.head_count_kv", keys.get("attention.head_count")),
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+    }
+
+
+def multi_query(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    return {"multi_query": keys.get("attention.head_count_kv", keys.get("attention.head_count")) == 1}
+
+
+def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """Width of a value head, and which blocks attend."""
+    inner, heads = keys.get("ssm.inner_size"), keys.get("ssm.time_step_rank")
+    period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count")
+    sizes = inner, heads, period, blocks
+    if any(type(size) is not int or size < 1 for size in sizes) or blocks > len(names):
+        return {}
+    return {"linear_value_head_dim": inner // heads, "layer_types": _attending(period, blocks)}
+
+
+def _attending(period: int, blocks: int) -> list[str]:
+    return ["linear_attention" if (index + 1) % period else "full_attention" for index in range(blocks)]
+
+
+def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    return {"norm_topk_prob": True}
+
+
+def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """Shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
+    if type(shared) is not int or type(width) is not int or width < 1:
+        return {}
+    return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
+
+
+def latent(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """What the sizes of multi-head latent attention say."""
+    rotated = keys.get("rope.dimension_count", 0)
+    return {
+        "num_key_value_heads": keys.get("attention.head_count"),
+        "head_dim": rotated,
+        "q_lora_rank": keys.get("attention.q_lora_rank") or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys.get("attention.key_length_mla", 0) - rotated,
+    }
+
+
+def llama4_norms(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    return {"use_qk_norm": keys.get("expert_count") != UNNORMED}

@@ -287,7 +287,7 @@ def chosen_types(
 ) -> list[Choice]:
     """The type of every target. Raises QuantkitError where --strict refuses what does not fit."""
     from quantkit.models.gguf import architectures
-    from quantkit.models.gguf.architecture import kv_heads
+    from quantkit.models.gguf.variants import kv_heads
 
     config = skeleton.checkpoint.text_config
     row = architectures.of_config(config)
