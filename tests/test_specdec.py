@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.specdec import assisted, printed, prompts, runs, sweep
-from quantkit.serving.specdec.pair import Footprint
-from quantkit.serving.specdec.runs import Run
+from quantkit.serving.specdec import job, measure, show
+from quantkit.serving.specdec import transformers as assisted
+from quantkit.serving.specdec.lossless import Greedy
+from quantkit.serving.specdec.measure import Best, Footprint, Run
 from quantkit.serving.specdec.theory import Step
 
 QUICK = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "8", "--repeats", "2", "--k", "3,1"]
@@ -81,29 +82,13 @@ def test_what_is_printed_begins_with_the_verdict(quantkit, target):
     assert "greedy text equals the target's own in all 4 texts, 32 tokens one by one" in done.out
 
 
-def measured(net: float, partings=()) -> sweep.Measured:
-    spread = runs.Spread(net, net - 0.1, net + 0.1)
-    row = runs.Swept(2, 1.5, 1.6, 2.0, 0.5, 0.1, 9, [3, 2, 1], 0.9, 1.1, 0.6, spread, spread, spread)
-    best = sweep.Best(2, net)
-    alone = runs.Alone(spread, spread, 1.0)
-    proof = sweep.Greedy(2, 2 - len(partings), 20, list(partings))
-    size = Footprint(10, 10, 10, "torch")
-    return sweep.Measured(
-        "draft",
-        "engine",
-        alone,
-        [row],
-        0.5,
-        0.9,
-        None,
-        sweep.Best(0, 1.0),
-        best,
-        0.5,
-        best,
-        proof,
-        size,
-        size,
-    )
+def measured(net: float, partings=()) -> measure.Measured:
+    spread = measure.Spread(net, net - 0.1, net + 0.1)
+    row = measure.Swept(2, 1.5, 1.6, 2.0, 0.5, 0.1, 9, [3, 2, 1], 0.9, 1.1, 0.6, spread, spread, spread)
+    best, size = Best(2, net), Footprint(10, 10, 10, "torch")
+    alone, proof = measure.Alone(spread, spread, 1.0), Greedy(2, 2 - len(partings), 20, list(partings))
+    found = [row], 0.5, 0.9, None, Best(0, 1.0), best, 0.5, best
+    return measure.Measured("draft", "engine", alone, *found, proof, size, size)
 
 
 @pytest.mark.parametrize(
@@ -115,15 +100,15 @@ def measured(net: float, partings=()) -> sweep.Measured:
     ],
 )
 def test_the_verdict(net, said):
-    assert printed.verdict(measured(net)) == said
+    assert show.verdict(measured(net)) == said
 
 
 def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target, monkeypatch):
     """As if the rule that accepts were broken: a token of a drafted text is another."""
     whole = assisted.generate
 
-    def broken(model, prompt, sampling, seed, k=0, guess=None):
-        made = whole(model, prompt, sampling, seed, k, guess)
+    def broken(model, prompt, sampling, ends, seed, k=0, guess=None):
+        made = whole(model, prompt, sampling, ends, seed, k, guess)
         if k == 3:
             made.ids[4] = (made.ids[4] + 1) % 512
         return made
@@ -146,14 +131,13 @@ def test_a_sweep_is_summed_up_from_what_runs_say():
     steps = [Step(2, 1, 2), Step(2, 2, 3), Step(2, 0, 1), Step(1, 1, 2)]
 
     def run(scale: float) -> Run:
-        return Run(8, 9 * scale, 1.0, 2, 4, 7, 4, 8 * scale, list(range(8)), "", steps, 2 * scale, 6 * scale)
+        return Run(8, 9 * scale, 8 * scale, 2, 4, 7, 4, list(range(8)), "", steps, 2 * scale, 6 * scale)
 
     def plain(scale: float) -> Run:
-        return Run(
-            8, 8.0 * scale, 1.0, 1, 8, 0, 0, 7 * scale, list(range(8)), "", [Step(0, 0, 1)] * 8, 0, 7 * scale
-        )
+        steps = [Step(0, 0, 1)] * 8
+        return Run(8, 8.0 * scale, 7 * scale, 1, 8, 0, 0, list(range(8)), "", steps, 0, 7 * scale)
 
-    found = runs.sweep_of(2, [[run(1)], [run(2)]], [[plain(1)], [plain(1)]])
+    found = measure.sweep(2, [[run(1)], [run(2)]], [[plain(1)], [plain(1)]])
     assert found.tokens_per_step == 2 and found.drafted_per_step == 7 / 4
     assert (found.alpha, found.judged) == (4 / 6, 12)  # two refused
     assert found.histogram == [2, 4, 2]
@@ -165,13 +149,19 @@ def test_a_sweep_is_summed_up_from_what_runs_say():
     assert (found.net.high, found.net.low) == pytest.approx((8 / 9, 4 / 9))
 
 
+def test_the_histogram_leaves_out_steps_with_nothing_to_check():
+    steps = [Step(0, 0, 1), Step(2, 0, 1), Step(2, 2, 3), Step(1, 1, 2)]
+    run = Run(7, 9.0, 8.0, 1, 4, 5, 3, steps=steps, drafting=1.0, checking=1.0)
+    assert measure.sweep(2, [[run]], [[run]]).histogram == [1, 1, 1]
+
+
 def test_totals_give_the_same_alpha_as_steps():
     """Where every draft has k tokens, the mean of a pass says as much: that is what llama.cpp tells."""
     steps = [Step(3, a, a + 1) for a in (3, 3, 0, 1, 3, 2, 0, 3)]
     accepted = sum(step.accepted for step in steps)
-    totals = Run(1 + accepted + 8, 9.0, 1.0, 1, 8, 24, accepted, 8.0, text="a")
-    plain = Run(10, 10.0, 1.0, 1, 9, 0, 0, 9.0, text="a")
-    found = runs.sweep_of(3, [[totals]], [[plain]], cost=0.25)
+    totals = Run(1 + accepted + 8, 9.0, 8.0, 1, 8, 24, accepted, text="a")
+    plain = Run(10, 10.0, 9.0, 1, 9, 0, 0, text="a")
+    found = measure.sweep(3, [[totals]], [[plain]], cost=0.25)
     mean = (accepted + 8) / 8
     assert found.tokens_per_step == mean == pytest.approx(found.expected_tokens)
     assert 1 + found.alpha + found.alpha**2 + found.alpha**3 == pytest.approx(mean)
@@ -187,7 +177,7 @@ def test_texts_are_cut_evenly(make, target, tmp_path):
     opened = open_checkpoint(str(target))
     ids = opened.tokenizer(text.read_text(), add_special_tokens=False)["input_ids"]
     wanted = torch.tensor([ids[:8], ids[len(ids) - 8 :]])
-    assert torch.equal(prompts.load(opened, text, 2, 8, seed=5).ids, wanted)
+    assert torch.equal(job.cut(opened, text, 2, 8), wanted)
     digest = hashlib.sha256(wanted.numpy().tobytes()).hexdigest()
     assert found["settings"]["prompts_sha256"] == digest
 

@@ -8,8 +8,11 @@ import transformers
 
 pytest.importorskip("xllamacpp")
 
+from quantkit.evaluation.sampling import Sampling  # noqa: E402
+from quantkit.models.files.open import open_checkpoint  # noqa: E402
 from quantkit.serving.engines import llamacpp  # noqa: E402
-from quantkit.serving.specdec import assisted, gguf  # noqa: E402
+from quantkit.serving.specdec import llamacpp as gguf  # noqa: E402
+from quantkit.serving.specdec import transformers as assisted  # noqa: E402
 from quantkit.serving.specdec.settings import Settings  # noqa: E402
 
 QUICK = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "12", "--repeats", "1", "--k", "1,3"]
@@ -82,13 +85,15 @@ def test_where_texts_part_the_logits_are_the_targets(files, tiny_model, quantkit
             k: stack.enter_context(llamacpp.Session(llamacpp.parameters(path, 64, threads=1)))
             for k, path in ((0, files[0]), (3, tmp_path / "o.gguf"))
         }
-        made = gguf.Speculation(lambda k: (sessions[k], None), [prompt], settings)
+        target = open_checkpoint(str(files[0]))
+        made = gguf.Speculation(target, torch.tensor([prompt]), settings, torch.device("cpu"))
+        monkeypatch.setattr(made, "_servers", lambda k: [sessions[k]])
         own, drafted = made.run(0, 0, 0), made.run(0, 3, 0)
         assert own.text != drafted.text
         assert made.part(0, 3, own, own) is None
         found = made.part(0, 3, own, drafted)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
-    ids = assisted.generate(model, torch.tensor([prompt]), assisted.Sampling(6, 0.0, ()), 0).ids
+    ids = assisted.generate(model, torch.tensor([prompt]), Sampling(6), [], 0).ids
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + ids[: found.index]])).logits[0, -1]
     assert found.expected == ids[found.index] == logits.argmax() != found.token

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity import parameters
+from quantkit.capacity import kv_cache, parameters
+from quantkit.capacity.attention import Unsupported, layer_caches
 from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
 from quantkit.layouts import quantization_of
+from quantkit.models import kv_types
 from quantkit.models.files import safetensors_folder, untrusted
 from quantkit.models.files.headers import Contents, open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
@@ -81,6 +83,17 @@ def read(
             f"the headers of {source} say how many parameters it has", "leave out --params", USAGE
         )
     return _of_headers(contents)
+
+
+def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
+    """Return the bytes of keys and values of one text, by a checkpoint's headers; None where its cache is not
+    known. dtype: of a value, by `kv_types`."""
+    try:
+        found = read(str(path))
+        caches = layer_caches(found.settings, found.parameters)
+    except (QuantkitError, Unsupported):
+        return None
+    return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes)
 
 
 def of_count(count: Count) -> Source:

@@ -112,6 +112,18 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
     return parameters
 
 
+def options(kind: type, values: dict[str, Any]) -> Any:
+    """The options of a dataclass, out of the values of a command's flags."""
+    found = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+
+
+def opening() -> list[inspect.Parameter]:
+    """The flags of commands that open checkpoints and print what they found."""
+    names = ("revision", "offline", "trust_remote_code", "as_json", "quiet")
+    return [parameter(name, *FIXED[name]) for name in names]
+
+
 def fixed(without: str = "") -> list[inspect.Parameter]:
     """The flags that are no options of the job itself."""
     return [parameter(name, *described) for name, described in FIXED.items() if name != without]

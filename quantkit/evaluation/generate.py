@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config
+from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config, seeded
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
@@ -152,8 +152,7 @@ def continue_prompt(
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
     recorder = _Recorder(ids.shape[1], first.ids if first and alike else [])
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(settings.seed)
+    with seeded(settings.seed, device):
         out = model.generate(
             ids.to(device),
             attention_mask=torch.ones_like(ids).to(device),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import transformers
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
@@ -47,6 +50,14 @@ def generation_config(sampling: Sampling, ends: list[int]) -> transformers.Gener
         use_cache=True,
         **(sampled if sampling.temperature else {}),
     )
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Generate within: with this seed, leaving torch's own random state as it is, and without gradients."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        yield
 
 
 def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | None:

@@ -13,7 +13,7 @@ counts in equal bins; works for any vocabulary, since no token needs to be drawn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,8 @@ class Parting:
     expected: the drafted text's and its own, None where one of the texts ends there.
 
     margin: by how much the target, asked token by token, prefers its own choice (logits), None where no
-    logits say it. noise: the largest
-    difference between its logits token by token and in one pass over the same text.
+    logits say it. noise: the largest difference between its logits token by token and in one pass over the
+    same text.
     """
 
     prompt: int
@@ -50,6 +50,23 @@ class Parting:
 
 
 @dataclass(frozen=True)
+class Greedy:
+    """Drafted texts against the target's own: how many of each, tokens compared and alike up to where texts
+    parted, and where they did."""
+
+    texts: int
+    equal: int
+    tokens: int
+    partings: list[Parting]
+    kind: str = "greedy"
+
+    @property
+    def alike(self) -> bool:
+        """Whether rounding explains every parting."""
+        return all(found.tie for found in self.partings)
+
+
+@dataclass(frozen=True)
 class Uniformity:
     """χ² of `tokens` in `bins`, and the probability of one as large. overlap: the mean of Σ min(p, q) over
     the vocabulary, which is α (Leviathan et al. 2023, theorem 3.5); None without a draft's distribution."""
@@ -59,9 +76,11 @@ class Uniformity:
     chi_square: float
     p_value: float
     overlap: float | None
+    kind: str = "sampled"
 
     @property
     def alike(self) -> bool:
+        """Whether the text may follow the target's distribution."""
         return self.p_value >= SIGNIFICANT
 
 
@@ -73,9 +92,8 @@ def parting(
     index = first_difference(own, drafted)
     if index is None:
         return None
-    whole = logits(target, prompt, own)
     single = _one_by_one(target, prompt, own)
-    noise = (whole - single).abs().max().item()
+    noise = (logits(target, prompt, own) - single).abs().max().item()
     if index >= min(len(own), len(drafted)):  # one ended: no choice of the target explains that
         return Parting(*place, index, None, None, None, noise)
     margin = (single[index, own[index]] - single[index, drafted[index]]).item()
@@ -108,12 +126,8 @@ def uniformity(
     draft: nn.Module | None,
     temperature: float,
     seed: int,
-    step: Callable[[], None] = lambda: None,
 ) -> Uniformity:
-    """Whether sampled texts, (prompt, new ids) each, follow the target's distribution at that temperature.
-
-    step: called after every text.
-    """
+    """Whether sampled texts, (prompt, new ids) each, follow the target's distribution at that temperature."""
     generator = torch.Generator().manual_seed(seed)
     places: list[Tensor] = []
     overlaps: list[Tensor] = []
@@ -122,13 +136,10 @@ def uniformity(
         q = p if draft is None else (logits(draft, prompt, ids).double() / temperature).softmax(-1)
         places.append(place(p, q, torch.tensor(list(ids)), generator))
         overlaps.append(torch.minimum(p, q).sum(-1))
-        step()
     found = torch.cat(places)
     overlap = torch.cat(overlaps).mean().item() if draft is not None else None
     bins = max(2, min(BINS, len(found) // PER_BIN))
-    counts = torch.histc(found, bins, 0, 1)
-    statistic, p_value = chi_square(counts, torch.full((bins,), len(found) / bins, dtype=torch.float64))
-    return Uniformity(len(found), bins, statistic, p_value, overlap)
+    return Uniformity(len(found), bins, *chi_square(torch.histc(found, bins, 0, 1)), overlap)
 
 
 def place(p: Tensor, q: Tensor, ids: Tensor, generator: torch.Generator) -> Tensor:
@@ -144,8 +155,10 @@ def place(p: Tensor, q: Tensor, ids: Tensor, generator: torch.Generator) -> Tens
     return (below + torch.rand(len(ids), generator=generator, dtype=torch.float64) * own).clamp(0, 1 - 1e-12)
 
 
-def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Pearson's χ² and the probability of one as large, Q((n − 1) / 2, χ² / 2): the regularized gamma."""
+def chi_square(counts: Tensor) -> tuple[float, float]:
+    """Pearson's χ² of counts in equal bins and the probability of one as large, Q((n − 1) / 2, χ² / 2): the
+    regularized gamma function."""
+    expected = counts.double().mean()
     statistic = ((counts.double() - expected) ** 2 / expected).sum()
     freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
     return statistic.item(), torch.special.gammaincc(freedom, statistic / 2).item()

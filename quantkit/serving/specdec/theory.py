@@ -13,11 +13,10 @@ k c + v stands for k c + 1. With α > c some k gains, at least (1 + α) / (1 + c
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-MOST = 64  # tokens drafted at once, that a best k is looked for up to
+from quantkit.serving.specdec.settings import MOST
 
 
 @dataclass(frozen=True)
@@ -30,38 +29,27 @@ class Step:
     tokens: int
 
     @property
-    def rejected(self) -> bool:
-        """Whether a drafted token was refused: not where all were taken, nor where the text ended first."""
-        return self.accepted < self.drafted and self.tokens > self.accepted
-
-    @property
     def judged(self) -> int:
-        """Drafted tokens that were looked at: what comes after a refused one never is."""
-        return self.accepted + self.rejected
+        """Drafted tokens that were looked at: what comes after a refused one never is. None is refused where
+        all were taken, nor where the text ended first."""
+        return self.accepted + (self.accepted < self.drafted and self.tokens > self.accepted)
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """rate: α; error: its standard error. judged: the drafted tokens it is estimated from."""
-
-    rate: float
-    error: float
-    judged: int
-
-
-def acceptance(steps: Iterable[Step]) -> Acceptance | None:
-    """α by maximum likelihood; None where nothing was drafted.
+def acceptance(steps: Iterable[Step]) -> tuple[float | None, int]:
+    """α by maximum likelihood, None where nothing was drafted, and the tokens that it is estimated from.
 
     A step accepts a < d of d drafted tokens with probability α^a (1 − α), and all with α^d: a geometric
     distribution cut at d. The likelihood is α^A (1 − α)^R with A tokens accepted and R steps that refused
     one, so its maximum is A / (A + R), whatever the d were.
     """
     steps = list(steps)
-    accepted, judged = sum(s.accepted for s in steps), sum(s.judged for s in steps)
-    if not judged:
-        return None
-    rate = accepted / judged
-    return Acceptance(rate, math.sqrt(rate * (1 - rate) / judged), judged)
+    judged = sum(step.judged for step in steps)
+    return (sum(step.accepted for step in steps) / judged if judged else None), judged
+
+
+def standard_error(rate: float, judged: int) -> float:
+    """Of an α estimated from so many tokens."""
+    return (rate * (1 - rate) / judged) ** 0.5
 
 
 def acceptance_of_mean(tokens_per_step: float, k: int) -> float:
@@ -69,10 +57,8 @@ def acceptance_of_mean(tokens_per_step: float, k: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        if tokens_of_step(middle, k) < tokens_per_step:
-            low = middle
-        else:
-            high = middle
+        below = tokens_of_step(middle, k) < tokens_per_step
+        low, high = (middle, high) if below else (low, middle)
     return (low + high) / 2
 
 
@@ -81,27 +67,11 @@ def tokens_of_step(alpha: float, k: int) -> float:
     return sum(alpha**j for j in range(k + 1))
 
 
-def speedup(alpha: float, cost: float, k: int, check: float = 1.0) -> float:
-    """Expected speed-up of decoding (theorem 3.8). check: v, what checking k + 1 tokens takes in steps of the
-    target alone."""
-    return tokens_of_step(alpha, k) / (k * cost + check)
+def speedup(alpha: float, cost: float, k: int) -> float:
+    """Expected speed-up of decoding (theorem 3.8)."""
+    return tokens_of_step(alpha, k) / (k * cost + 1)
 
 
-def best_k(alpha: float, cost: float, most: int = MOST) -> int:
+def best_k(alpha: float, cost: float) -> int:
     """k of the largest expected speed-up; 0, do not draft, where none is above 1."""
-    return max(range(most + 1), key=lambda k: speedup(alpha, cost, k))
-
-
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope of least squares through (x, y) with two different x at least."""
-    x0, y0 = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope = sum((x - x0) * (y - y0) for x, y in points) / sum((x - x0) ** 2 for x, _ in points)
-    return y0 - slope * x0, slope
-
-
-def histogram(steps: Iterable[Step], k: int) -> list[int]:
-    """Steps in which 0, 1, … k drafted tokens were accepted, of those that had any to check."""
-    counts = [0] * (k + 1)
-    for step in steps:
-        counts[step.accepted] += step.drafted > 0
-    return counts
+    return max(range(MOST + 1), key=lambda k: speedup(alpha, cost, k))

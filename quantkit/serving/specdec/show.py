@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console
 
 from quantkit.errors import count
-from quantkit.serving.specdec.compare import Comparison
-from quantkit.serving.specdec.lossless import Parting, Uniformity
-from quantkit.serving.specdec.runs import Swept
-from quantkit.serving.specdec.sweep import Greedy, Measured
-from quantkit.serving.specdec.theory import MOST
+from quantkit.serving.specdec import theory
+from quantkit.serving.specdec.job import Comparison
+from quantkit.serving.specdec.lossless import Greedy, Parting, Uniformity
+from quantkit.serving.specdec.measure import Footprint, Measured, Swept
+from quantkit.serving.specdec.settings import MOST
 from quantkit.tables import make_table, megabytes, print_line
 
 BAR = 8  # columns of the longest bar; four histograms stand side by side on 80
 SHOWN = 3  # partings that are told one by one
+LEGEND = (
+    "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
+    "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
+    "theory: tokens / (k c + 1), as if v were 1. decode: measured, after the first tokens; net: the whole "
+    "call, both prompts included; ± half the range of the repeats. Bars: steps by accepted tokens."
+)
 
 
 def show(made: Comparison, tokenizer: Any, quiet: bool = False) -> None:
@@ -28,19 +32,21 @@ def show(made: Comparison, tokenizer: Any, quiet: bool = False) -> None:
         print_line(console, verdict(draft), "bold yellow" if draft.slows else "bold green")
     for draft in made.drafts:
         console.print()
-        _show_draft(console, draft, made, tokenizer)
+        print_line(console, f"{draft.draft} drafts for {made.target}", "bold")
+        table = make_table("k", "tokens", "by α", "α", "c", "v", "theory", "decode", "net", "seconds")
+        table.padding = (0, 1, 0, 0)  # ten columns on a narrow terminal
+        seconds = f"{draft.alone.seconds.median:.2f}"
+        table.add_row("alone", "1.00", "", "", "", "1.00", "", "", "1.00x", seconds)
+        for row in draft.swept:
+            table.add_row(*_row(row))
+        console.print(table)
+        console.print(Columns([_histogram(row) for row in draft.swept if row.histogram], padding=(0, 2)))
+        for text in (*_theory(draft), _memory(draft), *_proof(draft, tokenizer)):
+            print_line(console, text)
     if not quiet:
         console.print()
         print_line(console, LEGEND, "dim")
         print_line(console, _conditions(made), "dim")
-
-
-LEGEND = (
-    "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
-    "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
-    "theory: tokens / (k c + 1), as if v were 1. decode: measured, after the first tokens; net: the whole "
-    "call, both prompts included; ± half the range of the repeats. Bars: steps by accepted tokens."
-)
 
 
 def verdict(draft: Measured) -> str:
@@ -55,22 +61,9 @@ def verdict(draft: Measured) -> str:
     return f"{name}: drafting pays, {said}"
 
 
-def _show_draft(console: Console, draft: Measured, made: Comparison, tokenizer: Any) -> None:
-    print_line(console, f"{draft.draft} drafts for {made.target}", "bold")
-    table = make_table("k", "tokens", "by α", "α", "c", "v", "theory", "decode", "net", "seconds")
-    table.padding = (0, 1, 0, 0)  # ten columns on a narrow terminal
-    table.add_row("alone", "1.00", "", "", "", "1.00", "", "", "1.00x", f"{draft.alone.seconds.median:.2f}")
-    for row in draft.swept:
-        table.add_row(*_row(row))
-    console.print(table)
-    console.print(Columns([_histogram(row) for row in draft.swept if row.histogram], padding=(0, 2)))
-    for text in (*_theory(draft), _memory(draft), *_proof(draft, made, tokenizer)):
-        print_line(console, text)
-
-
-def _row(row: Swept) -> Sequence[str]:
+def _row(row: Swept) -> list[str]:
     spread = (row.net.high - row.net.low) / 2  # of one repeat, nothing is known
-    return (
+    return [
         str(row.k),
         f"{row.tokens_per_step:.2f}",
         f"{row.expected_tokens:.2f}",
@@ -81,7 +74,7 @@ def _row(row: Swept) -> Sequence[str]:
         f"{row.decode.median:.2f}x",
         f"{row.net.median:.2f}x " + (f"±{spread:.2f}" if spread else "±?"),
         f"{row.seconds.median:.2f}",
-    )
+    ]
 
 
 def _histogram(row: Swept) -> str:
@@ -97,23 +90,20 @@ def _histogram(row: Swept) -> str:
 def _theory(draft: Measured) -> list[str]:
     if draft.alpha is None:
         return ["nothing was found to draft: the texts say nothing twice"]
-    best, judged = draft.in_theory, sum(row.judged for row in draft.swept)
-    error = math.sqrt(draft.alpha * (1 - draft.alpha) / judged)
+    best, measured, known = draft.in_theory, draft.measured, draft.by_bytes
+    error = theory.standard_error(draft.alpha, sum(row.judged for row in draft.swept))
     told = f"α = {draft.alpha:.2f} ±{error:.2f}, c = {draft.cost:.2f}"
-    if best.k:
-        first = f"best k by theory: {_many(best.k)} ({told}: {best.speedup:.2f}x)"
-    else:
-        first = f"best k by theory: none ({told}: no k gains anything)"
-    measured = draft.measured
-    lines = [f"{first}; best measured: {measured.k} ({measured.speedup:.2f}x net)"]
+    gain = f"{best.speedup:.2f}x" if best.k else "no k gains anything"
+    k = _many(best.k) if best.k else "none"
+    lines = [
+        f"best k by theory: {k} ({told}: {gain}); best measured: {measured.k} ({measured.speedup:.2f}x net)"
+    ]
     if draft.drafting is not None:
-        fixed, each = draft.drafting.fixed, draft.drafting.per_token
         lines.append(
-            f"drafting k tokens takes {fixed:.2f} + {each:.2f} k steps of the target: the first part is the "
-            "engine's own, once a pass"
+            f"drafting k tokens takes {draft.drafting['fixed']:.2f} + {draft.drafting['per_token']:.2f} k "
+            "steps of the target: the first part is the engine's own, once a pass"
         )
     if draft.draft_memory is not None:
-        known = draft.by_bytes
         gain = f"{known.speedup:.2f}x at k = {_many(known.k)}" if known.k else "no k gains anything"
         lines.append(
             "where a step takes as long as its stored weights take to be read, as on a GPU with one text "
@@ -128,46 +118,41 @@ def _many(k: int) -> str:
 
 def _memory(draft: Measured) -> str:
     big, small = draft.target_memory, draft.draft_memory
-    parts = [f"target {_bytes(big.weights, big.kv)}"]
-    total = [big.weights, big.kv]
+    parts, known = [f"target {_bytes(big)}"], big.weights + (big.kv or 0)
     if small is not None:
-        packed = ", decoded" if small.note else ""
-        parts.append(f"draft {_bytes(small.weights, small.kv)}{packed}")
-        total += [small.weights, small.kv]
-    known = sum(filter(None, total))
+        parts.append(f"draft {_bytes(small)}{', decoded' if small.note else ''}")
+        known += small.weights + (small.kv or 0)
     return f"memory: {'; '.join(parts)}; together {megabytes(known)}"
 
 
-def _bytes(weights: int, kv: int | None) -> str:
-    return f"{megabytes(weights)} weights + " + (
-        "a KV cache of unknown size" if kv is None else f"{megabytes(kv)} KV"
-    )
+def _bytes(size: Footprint) -> str:
+    cache = "a KV cache of unknown size" if size.kv is None else f"{megabytes(size.kv)} KV"
+    return f"{megabytes(size.weights)} weights + {cache}"
 
 
-def _proof(draft: Measured, made: Comparison, tokenizer: Any) -> list[str]:
+def _proof(draft: Measured, tokenizer: Any) -> list[str]:
     proof = draft.proof
+    if proof is None:
+        return ["proof: none; llama.cpp does not tell the distributions that it samples from"]
     if isinstance(proof, Uniformity):
         return _sampled(proof, draft)
-    if not isinstance(proof, Greedy):
-        return ["proof: none; llama.cpp does not tell the distributions that it samples from"]
-    if not proof.partings:
-        return [
-            f"proof: greedy text equals the target's own in {_all_of(proof.texts)}, "
-            f"{count(proof.tokens, 'token')} one by one"
-        ]
-    head = (
-        f"proof: greedy text equals the target's own in {proof.equal} of {count(proof.texts, 'text')} "
-        f"({count(proof.tokens, 'token')} one by one); "
-    )
-    ties = sum(parted.tie for parted in proof.partings)
-    head += (
-        f"{ties} part at a tie"
-        if ties == len(proof.partings)
-        else (f"{len(proof.partings) - ties} DIFFER, {ties} part at a tie")
-    )
-    worst = sorted(proof.partings, key=lambda parted: (parted.tie, -(parted.margin or 0.0)))
-    lines = [head, *(_parted(parted, tokenizer) for parted in worst[:SHOWN])]
-    return lines if len(worst) <= SHOWN else [*lines, f"  … and {len(worst) - SHOWN} more (--json has all)"]
+    return _greedy(proof, tokenizer)
+
+
+def _greedy(proof: Greedy, tokenizer: Any) -> list[str]:
+    tokens, parted = f"{count(proof.tokens, 'token')} one by one", len(proof.partings)
+    equal = "proof: greedy text equals the target's own in"
+    if not parted:
+        texts = f"all {proof.texts:,} texts" if proof.texts > 1 else "the text"
+        return [f"{equal} {texts}, {tokens}"]
+    ties = sum(found.tie for found in proof.partings)
+    said = f"{ties} part at a tie" if ties == parted else f"{parted - ties} DIFFER, {ties} part at a tie"
+    worst = sorted(proof.partings, key=lambda found: (found.tie, -(found.margin or 0.0)))
+    return [
+        f"{equal} {proof.equal} of {count(proof.texts, 'text')} ({tokens}); {said}",
+        *(_parted(found, tokenizer) for found in worst[:SHOWN]),
+        *([f"  … and {parted - SHOWN} more (--json has all)"] if parted > SHOWN else []),
+    ]
 
 
 def _parted(parted: Parting, tokenizer: Any) -> str:
@@ -177,14 +162,11 @@ def _parted(parted: Parting, tokenizer: Any) -> str:
     found, own = (repr(tokenizer.decode([token])) for token in (parted.token, parted.expected))
     if parted.margin is None:
         return f"{where}{found}, which is not among the likeliest, instead of {own}"
+    cause = "rounding" if parted.tie else "more than rounding explains"
     return (
-        f"{where}{found} instead of {own}, whose logit is {parted.margin:.4f} higher; {_cause(parted.tie)} "
+        f"{where}{found} instead of {own}, whose logit is {parted.margin:.4f} higher; {cause} "
         f"(passes of one token and of many differ by up to {parted.noise:.4f} here)"
     )
-
-
-def _cause(tie: bool) -> str:
-    return "rounding" if tie else "more than rounding explains"
 
 
 def _sampled(proof: Uniformity, draft: Measured) -> list[str]:
@@ -200,15 +182,11 @@ def _sampled(proof: Uniformity, draft: Measured) -> list[str]:
     return lines
 
 
-def _all_of(texts: int) -> str:
-    return f"all {texts:,} texts" if texts > 1 else "the text"
-
-
 def _conditions(made: Comparison) -> str:
     asked = made.settings
     how = f"sampled at temperature {asked.temperature:g}" if asked.temperature else "greedy"
     return (
         f"{made.drafts[0].engine}, {made.dtype} on {made.device}, {count(made.threads, 'thread')}; "
-        f"{count(asked.prompts, 'prompt')} of {asked.prompt_tokens} tokens ({made.prompts.source}) and up to "
+        f"{count(asked.prompts, 'prompt')} of {asked.prompt_tokens} tokens ({made.text}) and up to "
         f"{asked.tokens} new ones each, {how}, {count(asked.repeats, 'repeat')} after a warm-up, interleaved"
     )

@@ -1,0 +1,351 @@
+"""A draft measured: every k beside the target alone, on the same prompts, interleaved; then the proof."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.serving.specdec import theory
+from quantkit.serving.specdec.lossless import Greedy, Parting, Uniformity
+from quantkit.serving.specdec.settings import LOOKUP, MOST, Settings
+from quantkit.serving.specdec.theory import Step
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes: of the weights in memory, of keys and values of one text (None where they are not known), and of
+    the tensors as they lie on disk. kernels: what multiplies; note: why weights are not packed in memory."""
+
+    weights: int
+    kv: int | None
+    stored: int
+    kernels: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One text of so many new tokens, as ids or text, whatever the engine tells.
+
+    passes: of the target, for drafted tokens of which so many were accepted. steps: each pass by itself; none
+    where the engine tells totals only, which then leave out what the prompt's pass yielded. seconds: the
+    whole call; decode_seconds: after the `first_tokens`. drafting, checking: what these are made of, between
+    passes of the target, and from the start of a pass until its tokens are chosen; None where not told.
+    """
+
+    tokens: int
+    seconds: float
+    decode_seconds: float
+    first_tokens: int
+    passes: int
+    drafted: int
+    accepted: int
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    steps: list[Step] = field(default_factory=list)
+    drafting: float | None = None
+    checking: float | None = None
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that came after the first ones."""
+        return self.tokens - self.first_tokens
+
+
+class Engine(Protocol):
+    """A loaded target, for one draft after the other: see transformers.py and llamacpp.py.
+
+    name: with its version; precision: of both models; reloads: whether another k than before is loaded anew.
+    """
+
+    name: str
+    precision: str
+    reloads: bool
+
+    def load(self, draft: Checkpoint | None) -> tuple[Footprint, Footprint | None]:
+        """Take this draft (None: prompt-lookup) from now on; return what target and draft take."""
+
+    def run(self, prompt: int, k: int, seed: int) -> Run:
+        """Continue a prompt, by its number; k = 0: the target alone."""
+
+    def draft_step(self) -> float | None:
+        """Return the seconds of a drafted token, where runs do not tell them."""
+
+    def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
+        """Return where a drafted text leaves the target's own."""
+
+    def uniformity(self, texts: Sequence[tuple[int, list[int]]], seed: int) -> Uniformity | None:
+        """Return whether sampled texts, (prompt, ids) each, follow the target's distribution."""
+
+    def close(self) -> None:
+        """Free what is loaded."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median over repeats, and the least and the largest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        return Spread(*np.quantile(list(values), (0.5, 0, 1)).tolist())
+
+
+Repeats = Sequence[Sequence[Run]]  # by repeat, then by prompt
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The target without a draft: seconds of all texts, those of a token once decoding, tokens per second."""
+
+    seconds: Spread
+    step_seconds: Spread
+    tokens_per_second: float
+
+    @staticmethod
+    def of(repeats: Repeats) -> Alone:
+        steps = Spread.of(map(_decoding, repeats))
+        return Alone(Spread.of(_sum(runs, "seconds") for runs in repeats), steps, 1 / steps.median)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """One k of one draft. tokens_per_step: mean; expected_tokens: by α (equation 1), for as many tokens as
+    each step was really given. histogram: steps with 0 to k accepted tokens, None where only totals are told.
+
+    cost: c; check: v (see theory.py). expected, decode: speed-up by theory and as measured, after the first
+    tokens. net: speed-up of the whole call, both models' prompts included; seconds: of all texts.
+    """
+
+    k: int
+    tokens_per_step: float
+    expected_tokens: float
+    drafted_per_step: float
+    alpha: float | None
+    alpha_error: float | None
+    judged: int
+    histogram: list[int] | None
+    cost: float
+    check: float
+    expected: float
+    decode: Spread
+    net: Spread
+    seconds: Spread
+
+
+@dataclass(frozen=True)
+class Best:
+    """k: 0 where not drafting is best. speedup: expected, or measured."""
+
+    k: int
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A draft. alpha, cost: of all k together. drafting: what c is made of, where runs tell it: drafting k
+    tokens takes fixed + per_token · k steps of the target, and the first is the engine's own.
+
+    in_theory: the best k that α and c give, of any up to MOST; measured: of those that were tried, by net
+    speed-up; by_bytes: in theory where a step takes as long as its weights, as stored, take to be read,
+    which is c = cost_by_bytes.
+    """
+
+    draft: str
+    engine: str
+    alone: Alone
+    swept: list[Swept]
+    alpha: float | None
+    cost: float
+    drafting: dict[str, float] | None
+    in_theory: Best
+    measured: Best
+    cost_by_bytes: float
+    by_bytes: Best
+    proof: Greedy | Uniformity | None
+    target_memory: Footprint
+    draft_memory: Footprint | None
+
+    @property
+    def slows(self) -> bool:
+        """Whether no k that was tried gains anything."""
+        return self.measured.speedup <= 1
+
+
+def runs_of(settings: Settings) -> int:
+    """Return how many runs a draft takes, for progress."""
+    return (1 + len(settings.ks)) * (settings.prompts * settings.repeats + 1)
+
+
+def measure(
+    draft: Checkpoint | None,
+    engine: Engine,
+    settings: Settings,
+    sizes: tuple[Footprint, Footprint | None],
+    tick: Callable[[], None],
+) -> Measured:
+    """Warm up, run everything `settings.repeats` times, sum up, prove. tick: called after every run."""
+
+    def run(prompt: int, k: int, repeat: int) -> Run:
+        made = engine.run(prompt, k, _seed(settings, repeat, prompt, k))
+        tick()
+        return made
+
+    variants = (0, *settings.ks)
+    for k in variants:
+        run(0, k, 0)
+    found: dict[int, list[list[Run]]] = {k: [] for k in variants}
+    for repeat in range(settings.repeats):
+        for runs in found.values():
+            runs.append([])
+        for prompt, k in _order(variants, repeat, settings.prompts, engine.reloads):
+            found[k][repeat].append(run(prompt, k, repeat))
+    alone, step, (target, small) = Alone.of(found[0]), engine.draft_step(), sizes
+    cost = None if step is None else step / alone.step_seconds.median
+    swept = [sweep(k, found[k], found[0], cost) for k in settings.ks]
+    judged = sum(row.judged for row in swept)  # each k weighs as much as it has judged tokens
+    alpha = sum((row.alpha or 0.0) * row.judged for row in swept) / judged if judged else None
+    whole = float(np.median([row.cost for row in swept])) if cost is None else cost
+    by_bytes = small.stored / target.stored if small else 0.0
+    best = max(swept, key=lambda row: row.net.median)
+    return Measured(
+        draft=draft.source if draft else LOOKUP,
+        engine=engine.name,
+        alone=alone,
+        swept=swept,
+        alpha=alpha,
+        cost=whole,
+        drafting=_drafting(swept) if cost is None and draft else None,
+        in_theory=_in_theory(swept, alpha, whole, draft is not None),
+        measured=Best(best.k, best.net.median),
+        cost_by_bytes=by_bytes,
+        by_bytes=_in_theory(swept, alpha, by_bytes, draft is not None),
+        proof=_prove(engine, found, settings, run),
+        target_memory=target,
+        draft_memory=small,
+    )
+
+
+def _order(ks: Sequence[int], repeat: int, prompts: int, reloads: bool) -> Iterator[tuple[int, int]]:
+    """Every (prompt, k) of a repeat: all k of a prompt, or, to load seldom, all prompts of a k. Each k is
+    the first in its turn."""
+    for place in range(1 if reloads else prompts):
+        by = (repeat if reloads else repeat * prompts + place) % len(ks)
+        for k in (*ks[by:], *ks[:by]):
+            yield from ((prompt, k) for prompt in (range(prompts) if reloads else (place,)))
+
+
+def _seed(settings: Settings, repeat: int, prompt: int, k: int) -> int:
+    """One for each run: a proof of a distribution takes every text for another draw."""
+    place = (repeat * settings.prompts + prompt) * (MOST + 1) + k
+    return (settings.seed * 1_000_003 + place) % 2**31
+
+
+def sweep(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None) -> Swept:
+    """Sum up one k. alone: runs of the target in the same repeats; cost: c where runs do not tell it."""
+    runs = list(itertools.chain(*repeats))
+    step = float(np.median([_decoding(plain) for plain in alone]))
+    passes, drafted = _sum(runs, "passes"), _sum(runs, "drafted")
+    each = drafted / passes if passes else 0.0
+    steps, histogram, error = [step for run in runs for step in run.steps], None, None
+    if steps:
+        unit = step * max(1, passes - len(runs))  # the first pass of each text reads its prompt
+        cost = _sum(runs, "drafting") / unit / each if each else 0.0
+        check = _sum(runs, "checking") / unit
+        alpha, judged = theory.acceptance(steps)
+        error = None if alpha is None else theory.standard_error(alpha, judged)
+        tokens = _sum(runs, "tokens")
+        expected = float(np.mean([theory.tokens_of_step(alpha or 0.0, one.drafted) for one in steps]))
+        histogram = np.bincount([one.accepted for one in steps if one.drafted], minlength=k + 1).tolist()
+    else:
+        check = _sum(runs, "decode_seconds") / (step * max(1, passes)) - each * cost
+        full, judged = drafted / k, drafted  # passes, if each had k tokens to check
+        alpha = theory.acceptance_of_mean(1 + _sum(runs, "accepted") / full, k) if drafted else None
+        tokens = _sum(runs, "decoded")
+        expected = 1 + full / max(1, passes) * (theory.tokens_of_step(alpha or 0.0, k) - 1)
+    return Swept(
+        k=k,
+        tokens_per_step=tokens / max(1, passes),
+        expected_tokens=expected,
+        drafted_per_step=each,
+        alpha=alpha,
+        alpha_error=error,
+        judged=judged,
+        histogram=histogram,
+        cost=cost,
+        check=check,
+        expected=expected / (each * cost + 1),
+        decode=_gain(_decoding, alone, repeats),
+        net=_gain(lambda found: _sum(found, "seconds") / _sum(found, "tokens"), alone, repeats),
+        seconds=Spread.of(_sum(repeat, "seconds") for repeat in repeats),
+    )
+
+
+def _sum(runs: Iterable[Run], name: str) -> float:
+    return sum(getattr(run, name) for run in runs)
+
+
+def _decoding(runs: Sequence[Run]) -> float:
+    """Seconds of a token once decoding."""
+    return _sum(runs, "decode_seconds") / max(1, _sum(runs, "decoded"))
+
+
+def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Repeats) -> Spread:
+    """Repeat by repeat: what slows the machine down meanwhile slows both."""
+    pairs = zip(alone, repeats, strict=True)
+    return Spread.of(seconds(plain) / max(seconds(runs), 1e-12) for plain, runs in pairs)
+
+
+def _drafting(swept: Sequence[Swept]) -> dict[str, float] | None:
+    """None with a single k, which cannot tell the two apart."""
+    drafted = [row.drafted_per_step for row in swept]
+    if len(swept) < 2:
+        return None
+    per_token, fixed = np.polyfit(drafted, [row.drafted_per_step * row.cost for row in swept], 1).tolist()
+    return {"fixed": fixed, "per_token": per_token}
+
+
+def _in_theory(swept: Sequence[Swept], alpha: float | None, cost: float, model: bool) -> Best:
+    """By α and c; for a look-up, which often finds nothing to draft, of the k that were tried."""
+    if alpha is None:
+        return Best(0, 1.0)
+    if model:
+        k = theory.best_k(alpha, cost)
+        return Best(k, theory.speedup(alpha, cost, k))
+    tried = [Best(row.k, row.expected_tokens / (row.drafted_per_step * cost + 1)) for row in swept]
+    return max([Best(0, 1.0), *tried], key=lambda best: best.speedup)
+
+
+def _prove(
+    engine: Engine,
+    found: dict[int, list[list[Run]]],
+    settings: Settings,
+    run: Callable[[int, int, int], Run],
+) -> Greedy | Uniformity | None:
+    """Compare greedy texts with the target's own; test sampled ones, of at least `settings.proof` tokens."""
+    first = found[0][0]  # the target's own texts
+    if not settings.temperature:
+        partings, texts, tokens = [], 0, 0
+        for k, prompt in itertools.product(settings.ks, range(len(first))):
+            own = first[prompt]
+            for one in {(*runs[prompt].ids, runs[prompt].text): runs[prompt] for runs in found[k]}.values():
+                texts += 1  # one of each prompt and k: the same each time, one hopes
+                parted = engine.part(prompt, k, own, one)
+                tokens += own.tokens if parted is None else parted.index
+                partings += [] if parted is None else [parted]
+        return Greedy(texts, texts - len(partings), tokens, partings)
+    drawn = [(prompt, one.ids) for k in settings.ks for runs in found[k] for prompt, one in enumerate(runs)]
+    for turn in itertools.count():
+        if sum(len(ids) for _, ids in drawn) >= (settings.proof or 0):
+            return engine.uniformity(drawn, settings.seed)
+        again, prompt = divmod(turn, len(first))
+        k = settings.ks[again % len(settings.ks)]
+        drawn.append((prompt, run(prompt, k, settings.repeats + again).ids))
