@@ -389,8 +389,8 @@ def test_auto_measures_what_it_measures_on_the_cpu(source, text, tmp_path):
     found = {}
     for device in ("cpu", "far"):
         typed = {"run.device": device, "run.threads": 1, "calibration.samples": 4, "calibration.seqlen": 32}
-        options = AutoOptions(bpw=4.5, engine="vllm", search_tokens=32)
-        request = AutoRequest(str(source), options, typed, tmp_path / "out", text=text, ctx=32)
+        options = AutoOptions(bpw=4.5, engine="vllm", search_tokens=32, text=text, ctx=32)
+        request = AutoRequest(str(source), options, typed, tmp_path / "out")
         with far_device.present():
             prepared = budget_job.prepare(request, Progress(), dry_run=True)
             found[device] = measuring.measure(prepared, Progress())

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.auto import allocation, curve, engines, streams
+from quantkit.auto import allocation, curve, streams
 from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto.engines import ENGINES
 from quantkit.auto.options import AutoOptions
 from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.solving import Pace, Solving
@@ -129,7 +130,7 @@ def test_anchors_are_far_apart_and_fewer_where_time_is_short():
 )
 def test_what_an_engine_fuses_is_one_unit(tiny_model, tmp_path, engine, names):
     source = tiny_model("llama", tokenizer=True, hidden_size=128, intermediate_size=128)
-    space = engines.load(engine)
+    space = ENGINES[engine]
     prepared = prepared_for(space, source, tmp_path)
     units = space.units(prepared)
     assert sorted({unit.name.split(".", 3)[3] for unit in units}) == names
@@ -174,14 +175,14 @@ def options_of(values: dict) -> dict:
 
 def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projection(tiny_model, tmp_path):
     source = tiny_model("qwen3_moe", tokenizer=True, norm_topk_prob=True)
-    space = engines.load("vllm")
+    space = ENGINES["vllm"]
     units = space.units(prepared_for(space, source, tmp_path))
     experts = [unit for unit in units if unit.name.endswith("experts")]
     assert experts and all(len({row.local.split(".")[-1] for row in unit.rows}) == 3 for unit in experts)
     choice = {unit.name: unit.candidates[unit is experts[0]].name for unit in units}
     (pattern,) = space.values(units, choice)["run.override"]
     assert r"layers\.0\.mlp\.experts\.\d+\.(" in pattern
-    space = engines.load("llama.cpp")
+    space = ENGINES["llama.cpp"]
     names = {unit.name: len(unit.rows) for unit in space.units(prepared_for(space, source, tmp_path))}
     count = len(experts[0].rows) // 3
     assert {names[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")} == {count}
@@ -224,7 +225,7 @@ class Noisy:
 def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, room):
     """However many walks they take."""
     source = tiny_model("llama", tokenizer=True, num_hidden_layers=3)
-    space = engines.load("vllm")
+    space = ENGINES["vllm"]
     row = (Candidate("small", 1), Candidate("large", 9))
     units = [
         Unit(unit.name, unit.block, unit.rows, unit.weights, row)
@@ -283,7 +284,7 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
             tensor[:, [3, 40]] /= 32
 
     source = jobs.rewrite(folder, spread)
-    space = engines.load("transformers")
+    space = ENGINES["transformers"]
     prepared = prepared_for(space, source, tmp_path)
     units = space.units(prepared)
     unit = next(one for one in units if one.name.endswith("q_proj"))
@@ -319,7 +320,7 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
 def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_model, tmp_path):
     """Tied, as llama.cpp's files hold it."""
     source = tiny_model("llama", tokenizer=True, tie_word_embeddings=True, hidden_size=64)
-    space = engines.load("llama.cpp")
+    space = ENGINES["llama.cpp"]
     prepared = prepared_for(space, source, tmp_path)
     skeleton = prepared.skeleton
     skeleton.load_rest()
@@ -364,5 +365,5 @@ def test_a_budget_is_one_and_makes_sense(options, message):
 def test_engines_that_do_not_read_zero_points_say_so():
     for engine in ("vllm", "transformers", "llama.cpp"):
         with pytest.raises(QuantkitError, match="--no-sym"):
-            engines.load(engine).asymmetric()
-    assert engines.load("any").asymmetric().options.sym is False
+            ENGINES[engine].asymmetric()
+    assert ENGINES["any"].asymmetric().options.sym is False

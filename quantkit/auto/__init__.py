@@ -1,13 +1,13 @@
 """A budget: how many bits each linear gets, so that the model loses least (`quantkit auto`).
 
 options.py      the command's flags
-engines/        what each engine loads: candidates for every unit; folder.py what folders of integers share
+engines.py      what each engine loads: folder.py spaces of folders of integers, gguf.py of ggml's types
 units.py        unit, candidate, choice, preset
 streams.py      <- what one unit changes in the divergence at the output, one block in memory at a time
 solving.py      a unit's candidates as the job's solver makes them; scaling.py behind the job's transform
 curve.py        <- from the measured candidates of a unit to all of them
 allocation.py   <- the integer program
 sensitivities.py  the table of all that, which is saved; measuring.py fills it
-job.py          from options to a prepared search; run.py: search, make, measure, keep the better
-made.py         the recipe of a choice, and the job of a recipe; printed.py: what people read
+job.py          from options to a prepared search, its recipes and needs; run.py: search, make, measure, keep
+                the better; printed.py: what people read
 """

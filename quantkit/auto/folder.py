@@ -1,6 +1,6 @@
 """Folders of integers: every unit in bits and a group size of its own, as the layout's overrides say it.
 
-What an engine takes of them is data: see `engines/`."""
+What an engine takes of them is data: see `engines.py`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 @dataclass(frozen=True)
 class FolderSpace:
-    """See `engines.Space`. widths: bits that the engine's kernels take; groups: group sizes, of which those
-    count that divide; fuses: q/k/v and gate/up become one linear there, so they are stored alike.
-    zero_points: it reads several widths with a zero point per group; symmetric: without them."""
+    """Everything that may be chosen for an engine.
+
+    widths: bits that the engine's kernels take; groups: group sizes, of which those count that divide; fuses:
+    q/k/v and gate/up become one linear there, so they are stored alike. zero_points: it reads several widths
+    with a zero point per group; symmetric: without them.
+    """
 
     layout: str
     widths: tuple[int, ...]
@@ -37,7 +40,7 @@ class FolderSpace:
 
     @property
     def options(self) -> gptq.Options:
-        """The job whose linears are asked for, whatever their bits: what the smallest groups fit."""
+        """Of the job whose linears are asked for, whatever their bits: what the smallest groups fit."""
         return gptq.Options(group_size=min(self.groups), layout=self.layout, sym=self.symmetric)
 
     def asymmetric(self) -> FolderSpace:
@@ -79,7 +82,7 @@ class FolderSpace:
         return gptq.build(self.options).make_grid(row.name, row.out_features, row.in_features, override)
 
     def outside(self, job: Job, batches: Sequence[Any]) -> None:
-        """Embedding and head keep their 16 bits in these layouts."""
+        """What replaces units without a block: nothing does, embedding and head keep their 16 bits."""
         return None
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:

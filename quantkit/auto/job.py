@@ -4,7 +4,8 @@ loaded."""
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.auto import allocation, engines, made
-from quantkit.auto.engines import Space
+from quantkit.auto import allocation
+from quantkit.auto.engines import ENGINES, Space
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.auto.units import Preset, Unit, nbytes
+from quantkit.auto.solving import KEPT_IN
+from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
+from quantkit.models.machine.device import free_memory
 from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
+from quantkit.quantize.prepare import recipe
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
 from quantkit.text.calibration import hold_out
@@ -31,6 +35,7 @@ STATISTICS_TOKENS = 32768  # of second moments
 # Rounding hidden states to 16 bit has a divergence by itself, which every unit would have on top of its own:
 # on the demo model as much as 4 bit weights, so that searches saw little in more bits.
 MEASURED_IN = "float32"
+STREAMS_SHARE = 0.25  # of the free memory that streams may take
 
 
 @dataclass(frozen=True)
@@ -64,22 +69,66 @@ class Auto:
     def fixed_bytes(self) -> int:
         """Of all tensors that are not chosen, and of the files beside them, as far as the source tells."""
         preset = self.presets[0]
-        written = made.text(self.typed, self.space.method, preset.values, "")
-        planned = job.prepare(made.request_of(self.typed, written, self.output), Progress(), dry_run=True)
+        planned = job.prepare(
+            self.job_of(self.recipe(preset.values, ""), self.output), Progress(), dry_run=True
+        )
         source = self.job.checkpoint
         companions = source.disk_bytes - sum(info.nbytes for info in source.infos.values())
         return planned.plan.output_bytes - nbytes(self.units, preset.choice) + max(0, companions)
 
-    @cached_property
-    def typed(self) -> AutoRequest:
-        """The request, as its recipes say it: with the solver, and of the calibration text, what is held out
-        is left out."""
-        options = self.request.options
-        said = {"quant.solver": options.solver, "quant.target": options.target}
-        added = {key: value for key, value in said.items() if value != DEFAULTS[key]}
+    def recipe(self, values: Mapping[str, Any], description: str) -> str:
+        """The YAML of a choice's `values`, by dotted keys: with the solver, and of the calibration text, what
+        is held out is left out."""
+        import yaml
+
+        asked = self.request.options
+        said = {"quant.solver": asked.solver, "quant.target": asked.target}
+        said = {key: value for key, value in said.items() if value != DEFAULTS[key]}
         if self.held_out:
-            added["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
-        return replace(self.request, typed=self.request.typed | added)
+            said["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
+        content: dict[str, Any] = {
+            "method": self.space.method, "description": description, "model": self.request.source,
+        }  # fmt: skip
+        for key, value in {**self.request.typed, **said, **values}.items():
+            section, _, name = key.partition(".")
+            content.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+        head = "# Made by quantkit auto; repeat it with: quantkit run FILE\n"
+        return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
+
+    def job_of(self, written: str, output: Path) -> job.Request:
+        """The job of a recipe's text: what `quantkit run` makes of the file, to the byte."""
+        choice, asked = recipe.merge(recipe.parse("", "the recipe", written), (), {}), self.request
+        return job.Request(
+            choice.model, choice.method, choice.options, choice.calibration, choice.run, output=output,
+            revision=asked.revision, offline=asked.offline, trust_remote_code=asked.trust_remote_code,
+            resume=output.with_name(f"{output.name}.partial").exists(), overwrite=True,
+        )  # fmt: skip
+
+    @cached_property
+    def streams(self) -> int:
+        """How many streams of hidden states are in memory at a time, at most."""
+        fit = int(STREAMS_SHARE * free_memory(self.job.skeleton.device) / self._stream_bytes)
+        return max(1, min(self.request.options.search_streams, fit))
+
+    @property
+    def _stream_bytes(self) -> int:
+        skeleton = self.job.skeleton
+        return self.tokens.numel() * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
+
+    def needs(self) -> dict[str, int]:
+        """Predicted peaks in bytes: where it computes, on the host, which is the same for a CPU, and on the
+        disk beside the output."""
+        plan, streams = self.job.plan, self.streams * self._stream_bytes
+        waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
+        budget = self.budget_bytes()
+        if budget is None:  # the smallest within a divergence is not known yet
+            budget = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
+        one_result_beside_another = 2 * (budget + self.fixed_bytes) + budget
+        return {
+            "memory_bytes": plan.memory_bytes + streams,
+            "host_bytes": plan.host_bytes + (streams if plan.execution.device == "cpu" else 0),
+            "disk_bytes": max(waiting, one_result_beside_another),
+        }
 
     def budget_bytes(self) -> int | None:
         """Of all units; None where the divergence is given."""
@@ -113,7 +162,7 @@ class Auto:
 def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> Auto:
     """Open and check. Raises QuantkitError for all that would fail later."""
     request.options.check()
-    space = engines.load(request.options.engine)
+    space = ENGINES[request.options.engine]
     space = space if request.options.sym else space.asymmetric()
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"
@@ -174,8 +223,9 @@ def _name(request: AutoRequest, space: Space) -> str:
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     """What results are measured on, and how many calibration sequences are held out for that."""
     checkpoint = prepared.checkpoint
-    if request.text is not None:
-        return windows_of.load(checkpoint, request.text, request.ctx, None, request.limit), 0
+    asked = request.options
+    if asked.text is not None:
+        return windows_of.load(checkpoint, asked.text, asked.ctx, None, asked.limit), 0
     calibrated = prepared.calibration
     _, held = hold_out(calibrated.tokens)
     return windows_of.held_out(checkpoint, held, calibrated.provenance), len(held)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -15,12 +14,10 @@ from quantkit.auto.job import Auto
 from quantkit.auto.sensitivities import Sensitivities
 from quantkit.auto.solving import Pace, Solving
 from quantkit.auto.units import Unit
-from quantkit.models.machine.device import free_memory
 from quantkit.quantize.progress import Progress
 
 USUAL = "usual"  # folder of blocks as they are while units are replaced
 Save = Callable[[Sensitivities], None]
-STREAMS_SHARE = 0.25  # of the free memory that streams may take
 
 
 def measure(
@@ -64,7 +61,7 @@ def measure(
     try:
         with torch.no_grad():
             found = streams.measure(
-                skeleton, missing, tokens, statistics, solving, room(auto).streams, heard,
+                skeleton, missing, tokens, statistics, solving, auto.streams, heard,
                 lambda found: save(table(found)),
             )  # fmt: skip
     finally:
@@ -73,21 +70,3 @@ def measure(
     if pace.short:
         progress.warn("--search-time: fewer widths were measured of some units than of others")
     return table(found)
-
-
-@dataclass(frozen=True)
-class Room:
-    """streams: how many are in memory at a time, at most; nbytes: what their hidden states take."""
-
-    streams: int
-    nbytes: int
-
-
-def room(auto: Auto) -> Room:
-    """What fits."""
-    skeleton = auto.job.skeleton
-    width = skeleton.checkpoint.text_config.hidden_size
-    each = auto.tokens.numel() * width * skeleton.dtype.itemsize
-    fit = int(STREAMS_SHARE * free_memory(skeleton.device) / each)
-    streams = max(1, min(auto.request.options.search_streams, fit))
-    return Room(streams, streams * each)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import option, size_bytes
 from quantkit.quantize.prepare import composing
 
@@ -16,7 +16,7 @@ SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What the search is to find."""
+    """What the search is to find, and how its results are measured."""
 
     bpw: float | None = option(
         None,
@@ -48,6 +48,20 @@ class AutoOptions:
     )
     search_streams: int = option(64, "Streams of hidden states in memory at a time, at most.")
 
+    text: Path | None = option(
+        None,
+        "Text on which the results are measured. (default: an eighth of the calibration text, which is held "
+        "out of it)",
+    )
+    ctx: int | None = option(None, "Tokens of a window of --text.")
+    limit: int | None = option(None, "First tokens of --text that are used.")
+    sensitivities: Path | None = option(
+        None, "Table of sensitivities: read where it is there, else written, for further budgets."
+    )
+    recipe_out: Path | None = option(
+        None, "Write the result as a recipe, too: quantkit run FILE makes the same bytes without a search."
+    )
+
     def check(self) -> None:
         """Raise QuantkitError unless there is one budget, and all make sense."""
         budgets = [name for name in ("bpw", "max_size", "max_kld") if getattr(self, name) is not None]
@@ -66,22 +80,20 @@ class AutoOptions:
                 raise QuantkitError(what, f"choose {' or '.join(names)}", USAGE)
         if self.max_size is not None:
             size_bytes(self.max_size, "--max-size")
+        if self.text and not self.text.is_file():
+            raise QuantkitError(
+                f"text {self.text} cannot be read: no such file", "check the path given to --text", NOT_FOUND
+            )
 
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """What the user asked for, as typed. typed: calibration and run options by dotted key, which go into the
-    recipe. text: to measure the results on; None: what is held out of the calibration text."""
+    """What the user asked for. typed: calibration and run options by dotted key, which go into the recipe."""
 
     source: str
     options: AutoOptions
-    typed: dict
+    typed: dict[str, Any]
     output: Path | None = None
-    text: Path | None = None
-    ctx: int | None = None
-    limit: int | None = None
-    sensitivities: Path | None = None
-    recipe_out: Path | None = None
     revision: str | None = None
     offline: bool = False
     trust_remote_code: bool = False

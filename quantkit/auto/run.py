@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantkit.auto import allocation, made, needs, sensitivities
+from quantkit.auto import allocation, sensitivities
 from quantkit.auto.job import Auto
 from quantkit.auto.measuring import USUAL, measure
 from quantkit.auto.sensitivities import Sensitivities
@@ -21,6 +21,7 @@ from quantkit.evaluation import evaluate
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import job, loop
 from quantkit.quantize.prepare import finished
+from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
 from quantkit.quantize.staging.folder import disk_errors
@@ -28,6 +29,7 @@ from quantkit.quantize.staging.folder import disk_errors
 SCHEMA = "quantkit.auto/1"
 TABLE = "sensitivities.json"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
+FEW_TOKENS = 1000  # measured on fewer, which of two results is better may be chance
 TRIES = 3  # of the search for the smallest model within a divergence
 SIZES = 6  # of that for one whose files fit: a tiny model's configuration weighs as much as its choices
 CLOSE = 0.9  # share of the divergence asked for above which a result is not made smaller
@@ -66,9 +68,12 @@ class Made:
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     """The whole search; its record. What was measured survives an error, in the folder beside the output."""
     began = time.monotonic()
-    if warning := needs.few_tokens(auto):
-        progress.warn(warning)
-    needs.check_disk(auto)
+    if (measured_on := auto.windows.protocol.tokens) < FEW_TOKENS:
+        more = "a longer text" if auto.request.options.text else "a text with --text"
+        progress.warn(
+            f"{measured_on} tokens to measure on are few: which result is better may be chance; give {more}"
+        )
+    check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
     known = _open(auto, progress)
     with disk_errors(auto.folder, "run the same command with --resume"):
         table = _sensitivities(auto, known, progress)
@@ -77,7 +82,7 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         searched = tried[-1] if tried else _within_bytes(auto, losses, auto.budget_bytes(), progress)
         uniform = _uniform(auto, losses, searched, progress)
         kept = searched if uniform is None or searched.kld < uniform.kld else uniform
-        if recipe := auto.request.recipe_out:
+        if recipe := auto.request.options.recipe_out:
             recipe.write_text(kept.written, encoding="utf-8")
         _publish(auto, kept)
     record = plan_record(auto) | {
@@ -120,7 +125,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "statistics_tokens": auto.statistics.numel(),
         "held_out_sequences": auto.held_out,
         "measured_on": vars(auto.windows.protocol),
-        "needs": vars(needs.of(auto)),
+        "needs": auto.needs(),
         "device": auto.job.plan.execution.device,
     }
 
@@ -155,7 +160,7 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
         raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
     progress.phase("hashing the source")
     own = [folder / TABLE] if request.resume else []
-    places = [place for place in (*own, request.sensitivities) if place and place.exists()]
+    places = [place for place in (*own, request.options.sensitivities) if place and place.exists()]
     tables = [sensitivities.load(place, auto.identity, auto.units) for place in places]
     if not request.resume:
         _clear(folder)
@@ -165,7 +170,7 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
 
 def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
     """The known table with the missing units measured; it is saved after each walk through the model."""
-    tables = [auto.folder / TABLE, *filter(None, [auto.request.sensitivities])]
+    tables = [auto.folder / TABLE, *filter(None, [auto.request.options.sensitivities])]
 
     def save(table: Sensitivities) -> None:
         for place in tables:
@@ -252,9 +257,9 @@ def _made(
     """Make an output of a choice, unless it is there, and measure it."""
     size = bits_per_weight(auto.units, choice)
     described = f"{auto.request.source} at {size:.3f} bits per weight for {auto.request.options.engine}"
-    written = made.text(auto.typed, auto.space.method, values, described)
+    written = auto.recipe(values, described)
     place = auto.folder / what / auto.output.name
-    request = made.request_of(auto.typed, written, place)
+    request = auto.job_of(written, place)
     if not (auto.request.resume and finished.is_done(request)):
         place.parent.mkdir(exist_ok=True)
         progress.phase(f"making {what if name == 'searched' else name}")

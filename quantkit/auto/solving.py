@@ -18,7 +18,8 @@ from torch import Tensor
 
 from quantkit.auto import scaling
 from quantkit.auto.curve import TINY, Errors
-from quantkit.auto.engines import Outside, Space
+from quantkit.auto.engines import Space
+from quantkit.auto.gguf import GgufOutside
 from quantkit.auto.scaling import Scales
 from quantkit.auto.streams import States, Values
 from quantkit.auto.units import ANCHORS, Candidate, Unit, anchors, usual
@@ -72,7 +73,13 @@ class Solving:
     values of blocks wait. `errors` of units that are replaced fill on the way."""
 
     def __init__(
-        self, job: Job, space: Space, units: Sequence[Unit], outside: Outside | None, pace: Pace, folder: Path
+        self,
+        job: Job,
+        space: Space,
+        units: Sequence[Unit],
+        outside: GgufOutside | None,
+        pace: Pace,
+        folder: Path,
     ):
         self._job, self._space, self._outside, self._pace = job, space, outside, pace
         self._units, self._folder = units, folder

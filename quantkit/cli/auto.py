@@ -11,7 +11,6 @@ import typer
 
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.cli import flags, manners
-from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -28,33 +27,6 @@ EPILOG = """Examples:
 
 Never worse: what does not beat the best uniform preset of its size on held-out text is not kept."""
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
-TEXT = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Text on which the results are measured. (default: an eighth of the calibration text, which is "
-        "held out of it)",
-        rich_help_panel="Budget",
-    ),
-]
-CONTEXT = Annotated[int | None, typer.Option(help="Tokens of a window of --text.")]
-LIMIT = Annotated[int | None, typer.Option(help="First tokens of --text that are used.")]
-SENSITIVITIES = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Table of sensitivities: read where it is there, else written, for further budgets.",
-        rich_help_panel="Budget",
-    ),
-]
-RECIPE_OUT = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write the result as a recipe, too: quantkit run FILE makes the same bytes without a search.",
-        rich_help_panel="Budget",
-    ),
-]
 OUTPUT = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"),
@@ -75,10 +47,6 @@ def _command() -> Callable[..., None]:
     def invoke(context: typer.Context, **values: Any) -> None:
         request = _request(flags.typed(context, values), values)
         request.options.check()
-        if (text := request.text) and not text.is_file():
-            raise QuantkitError(
-                f"text {text} cannot be read: no such file", "check the path given to --text", NOT_FOUND
-            )
         from quantkit.cli.progress import listener, uncollected
 
         with listener(values["quiet"]) as progress:
@@ -97,10 +65,6 @@ def _command() -> Callable[..., None]:
             printed.print_record(record)
 
     parameters = [flags.parameter("model", MODEL), *flags.of("budget", AutoOptions)]
-    parameters += [flags.parameter("text", TEXT, None), flags.parameter("ctx", CONTEXT, None)]
-    parameters += [flags.parameter("limit", LIMIT, None)]
-    parameters += [flags.parameter("sensitivities", SENSITIVITIES, None)]
-    parameters += [flags.parameter("recipe_out", RECIPE_OUT, None)]
     parameters += [flags.parameter("output", OUTPUT, None)]
     parameters += flags.of("calibration", CalibrationOptions)
     parameters += flags.of("run", RunOptions, RUN)
@@ -109,7 +73,6 @@ def _command() -> Callable[..., None]:
 
 
 def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
-    options = {name: typed[name] for name in AutoOptions.__dataclass_fields__ if name in typed}
     sections = {"calibration": CalibrationOptions, "run": RunOptions}
     shared = {
         f"{section}.{name}": typed[name]
@@ -117,12 +80,9 @@ def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
         for name in kind.__dataclass_fields__
         if name in typed
     }
-    return AutoRequest(
-        source=values["model"],
-        options=AutoOptions(**options),
-        typed=shared,
-        **{key: values[key] for key in ("text", "ctx", "limit", "sensitivities", "recipe_out", *ASKED)},
-    )
+    options = {name: typed[name] for name in AutoOptions.__dataclass_fields__ if name in typed}
+    asked = {name: values[name] for name in ASKED}
+    return AutoRequest(values["model"], AutoOptions(**options), shared, **asked)
 
 
 command = _command()

@@ -105,7 +105,11 @@ def load(name: str, method: str | None = None) -> Recipe:
     Raises QuantkitError for a missing file, a recipe of another method than `method`, and keys or
     values that no option takes; unknown keys are answered with the valid ones.
     """
-    path, text = read(name)
+    return parse(name, *read(name), method)
+
+
+def parse(name: str, path: Path | str, text: str, method: str | None = None) -> Recipe:
+    """`load` of a text; path: what messages call it."""
     content, lines = _parse(str(path), text)
     if not isinstance(content, dict) or "method" not in content:
         raise QuantkitError(f"{path} names no method", "begin it with 'method: gptq'", USAGE)
@@ -166,7 +170,7 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
     return QuantkitError(f"{origin} is not YAML: {why}", "see quantkit recipes init", USAGE)
 
 
-def _flatten(path: Path, content: dict) -> dict[str, Any]:
+def _flatten(path: Path | str, content: dict) -> dict[str, Any]:
     """`{"quant": {"bits": 3}}` as `{"quant.bits": 3}`; a section may be empty."""
     flat = {}
     for name, value in content.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,6 @@ from quantkit.layouts import LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES
 from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, nbytes, stays_float
-from quantkit.models.gguf.tensors import Target
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
 from quantkit.quantize.methods import gguf
@@ -32,7 +32,7 @@ from quantkit.quantize.solvers import loss, rtn
 
 @dataclass(frozen=True)
 class GgufSpace:
-    """See `engines.Space`. llama.cpp fuses nothing but the experts of a projection, which are one tensor."""
+    """See `folder.FolderSpace`. llama.cpp fuses only the experts of a projection, which are one tensor."""
 
     method = "gguf"
     options = gguf.Options()
@@ -54,7 +54,7 @@ class GgufSpace:
                     (Candidate(name, nbytes(name, target.shape)) for name in fits),
                     key=lambda one: one.nbytes,
                 )
-                block, weights = (members[0].block if members else None), _weights(target)
+                block, weights = (members[0].block if members else None), math.prod(target.shape)
                 units += [Unit(target.name, block, members, weights, tuple(found))] if found else []
         return units
 
@@ -96,13 +96,6 @@ class GgufSpace:
         return {"quant.type": (_file_type(weights),), "quant.tensor_type": tuple(patterns)}
 
 
-def _weights(target: Target) -> int:
-    count = 1
-    for size in target.shape:
-        count *= size
-    return count
-
-
 def _file_type(weights: Counter[str]) -> str:
     """A file type whose base is the commonest of the types, or the nearest in size."""
     common = max(sorted(weights), key=weights.__getitem__)
@@ -123,7 +116,7 @@ class GgufOutside:
         self._values: dict[tuple[str, str], Tensor] = {}
 
     def solve(self, unit: Unit, wanted: Sequence[Candidate]) -> Errors:
-        """See `engines.Outside`."""
+        """The errors of a unit; what is wanted can be replaced from now on."""
         job, target = self._job, self._targets[unit.name]
         head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
         if head and self._statistics is None:
@@ -157,7 +150,7 @@ class GgufOutside:
 
     @contextmanager
     def replaced(self, unit: Unit, candidate: Candidate) -> Iterator[None]:
-        """See `engines.Outside`."""
+        """As long as it is open, the model computes with the candidate."""
         model, target = self._job.skeleton.model, self._targets[unit.name]
         own = {name for other in self._targets.values() for name in other.parameters}
         (name,) = target.parameters
@@ -174,6 +167,3 @@ class GgufOutside:
         finally:
             for (module, leaf), parameter in zip(places, before, strict=True):
                 setattr(module, leaf, parameter)
-
-
-SPACE = GgufSpace()
