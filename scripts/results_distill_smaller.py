@@ -77,7 +77,7 @@ def rows(
     for name, change in LOSSES.items():
         found[f"loss: {name}"] = Options(blocks=4, **change), shipped, False
     if more:
-        enough = samples + judge.MOST  # which are held out
+        enough = samples + MOST_HELD_OUT  # which are held out
         text = CalibrationOptions(calibration=head(more, enough, folder), samples=enough, seqlen=SEQLEN)
         found["4 blocks, more text"] = Options(blocks=4, epochs=1), text, False
     return found

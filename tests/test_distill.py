@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.cli import distill_report
 from quantkit.distillation import job, run
-from quantkit.distillation.descent import Descent
+from quantkit.distillation.descent import Descent, Shares
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.student import Student, vectors
 from quantkit.grids import ggml
@@ -156,7 +156,7 @@ def test_norms_and_biases_are_trained_and_nothing_else_of_one_dimension(tiny_mod
 
 def test_steps_are_shares_of_a_size():
     start = {"scale": torch.tensor([1e-3, 0.0, -4.0]), "norm": torch.tensor([3.0, 0.0, 4.0, 0.0])}
-    descent = Descent(start, {"scale"}, lr=0.1, steps=1)
+    descent = Shares(start, {"scale"}, lr=0.1, steps=1)
     sum(value.sum() for value in descent.values().values()).backward()
     descent.step()  # Adam's first step is the rate itself, against the gradient; an eighth of it, rising
     rate = 0.1 / 8

@@ -293,7 +293,7 @@ def test_a_student_that_training_made_worse_is_not_published(tiny_model, distill
 
 
 def test_a_student_whose_training_diverged_is_published_as_cut(tiny_model, distill, monkeypatch):
-    monkeypatch.setattr(training, "held_out", lambda student, data: math.nan)
+    monkeypatch.setattr(training.Learner, "divergence", lambda self: math.nan)
     made = distill(tiny_model("llama", tokenizer=True), blocks=2, steps=4)
     assert made["published"] == "cut" and "diverged" in made["warnings"][0]
     assert made["trained"]["curve"] == [{"step": 1, "kld": None}]
@@ -327,7 +327,7 @@ class Kill(jobs.Listener):
         self.at = what, done
 
     def counting(self, what: str, done: int, total: int) -> None:
-        if self.at == (what, done):
+        if what.startswith(self.at[0]) and done == self.at[1]:
             raise Killed
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.distillation.descent import Descent, order
+from quantkit.distillation.descent import Shares, order
 from quantkit.distillation.student import Floats, Student, TracedBlock
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import States, embedded
@@ -110,7 +110,7 @@ def _improved(
     teacher on text held out. train, held_out: what enters the block, and what is to leave it."""
     inputs, targets = train
     steps = plan.epochs * len(inputs)
-    descent = Descent(block.floats, block.floats.keys() - block.dtypes.keys(), plan.lr, steps)
+    descent = Shares(block.floats, block.floats.keys() - block.dtypes.keys(), plan.lr, steps)
     for epoch in range(plan.epochs):
         for batch in order(len(inputs), plan.seed, block.index, epoch):
             with torch.enable_grad():

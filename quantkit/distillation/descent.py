@@ -1,14 +1,12 @@
-"""Gradient descent on floats of very unlike sizes: Adam on what each has moved by, as a share of its size.
+"""Gradient descent by Adam (Kingma and Ba 2015, arXiv:1412.6980), whose state can be stored and restored.
 
-A scale of 1e-4 and a norm's weight of 3 take the same steps in relative terms, so one learning rate serves
-scales of all layouts, norms and biases. Kingma and Ba 2015, arXiv:1412.6980; the rate rises for WARM_UP steps
-and then follows half a cosine to 0 (Loshchilov and Hutter 2017, arXiv:1608.03983).
+The rate rises and then follows half a cosine to 0 (Loshchilov and Hutter 2017, arXiv:1608.03983).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 
 import torch
@@ -20,49 +18,66 @@ EMPTY = 0.01  # size of a tensor of zeros, such as a bias that was never needed
 
 
 class Descent:
-    """`steps` steps from `start`, each a backward pass from `values`. coded: names of what is measured number
-    by number; the others, norms and biases, by the root mean square of their tensor."""
+    """Steps of `adam` on `parameters`, by name. rate: the learning rate, by the steps that were made."""
 
-    def __init__(self, start: Mapping[str, Tensor], coded: set[str], lr: float, steps: int):
-        self._start = dict(start)
-        self._size = {name: _size(value, name in coded) for name, value in start.items()}
-        self._moved = {name: nn.Parameter(torch.zeros_like(value)) for name, value in start.items()}
-        self._adam = torch.optim.Adam(self._moved.values(), lr=lr, betas=BETAS, foreach=False)
-        self._lr, self._steps, self.done = lr, steps, 0
-
-    def values(self) -> dict[str, Tensor]:
-        """The floats as they are now; autograd follows."""
-        return {name: start + self._size[name] * self._moved[name] for name, start in self._start.items()}
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], adam: torch.optim.Optimizer, rate: Callable[[int], float]
+    ):
+        self._parameters, self._adam, self._rate, self.done = parameters, adam, rate, 0
 
     def step(self) -> None:
         """Along the gradients that have gathered, which are gone then."""
-        rise = min(1.0, (self.done + 1) / WARM_UP)
-        fall = 0.5 * (1 + math.cos(math.pi * self.done / self._steps))
         for group in self._adam.param_groups:
-            group["lr"] = self._lr * rise * fall
+            group["lr"] = self._rate(self.done)
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self.done += 1
 
     def state(self) -> dict[str, Tensor]:
         """All that the steps to come depend on, on the host."""
-        found = {f"moved.{name}": part.detach() for name, part in self._moved.items()}
-        for name, part in self._moved.items():
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                if part in self._adam.state:
-                    found[f"{key}.{name}"] = self._adam.state[part][key]
-        done = torch.tensor(self.done)
-        return {name: part.cpu().clone().contiguous() for name, part in found.items()} | {"done": done}
+        found = {f"parameter.{name}": part.detach() for name, part in self._parameters.items()}
+        for number, moments in self._adam.state_dict()["state"].items():
+            found |= {f"moment.{number}.{key}": value for key, value in moments.items()}
+        found["done"] = torch.tensor(self.done)
+        return {name: part.cpu().contiguous() for name, part in found.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a `state`."""
         self.done = int(state["done"])
         with torch.no_grad():
-            for name, part in self._moved.items():
-                part.copy_(state[f"moved.{name}"].to(part.device))
-                if f"step.{name}" in state:
-                    kept = {key: state[f"{key}.{name}"].to(part.device) for key in ("exp_avg", "exp_avg_sq")}
-                    self._adam.state[part] = kept | {"step": state[f"step.{name}"].clone()}
+            for name, part in self._parameters.items():
+                part.copy_(state[f"parameter.{name}"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, value in state.items():
+            if name.startswith("moment."):
+                _, number, key = name.split(".")
+                moments.setdefault(int(number), {})[key] = value
+        self._adam.load_state_dict(self._adam.state_dict() | {"state": moments})
+
+
+class Shares(Descent):
+    """Descent on floats of very unlike sizes: Adam on what each has moved by, as a share of its size.
+
+    A scale of 1e-4 and a norm's weight of 3 take the same steps in relative terms, so one learning rate
+    serves scales of all layouts, norms and biases. coded: names of what is measured number by number; the
+    others, norms and biases, by the root mean square of their tensor. steps: in all; the rate rises for
+    WARM_UP of them.
+    """
+
+    def __init__(self, start: Mapping[str, Tensor], coded: set[str], lr: float, steps: int):
+        self._start = dict(start)
+        self._size = {name: _size(value, name in coded) for name, value in start.items()}
+        self._moved = {name: nn.Parameter(torch.zeros_like(value)) for name, value in start.items()}
+
+        def rate(done: int) -> float:
+            return lr * min(1.0, (done + 1) / WARM_UP) * (0.5 * (1 + math.cos(math.pi * done / steps)))
+
+        adam = torch.optim.Adam(self._moved.values(), lr=lr, betas=BETAS, foreach=False)
+        super().__init__(self._moved, adam, rate)
+
+    def values(self) -> dict[str, Tensor]:
+        """The floats as they are now; autograd follows."""
+        return {name: start + self._size[name] * self._moved[name] for name, start in self._start.items()}
 
 
 def _size(value: Tensor, coded: bool) -> Tensor:

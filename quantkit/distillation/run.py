@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from quantkit.distillation import blocks, divergence, publish, whole
+from quantkit.distillation import blocks, divergence, publish, training, whole
 from quantkit.distillation.blocks import Final
 from quantkit.distillation.job import Job
 from quantkit.distillation.student import Floats
@@ -69,16 +69,16 @@ class _Run:
                 best, floats = after, self._named(final.floats) | rest
         if options.epochs:
             start = floats or self._named(self._stored_floats()) | rest
-            learned = self._end_to_end(final, start, best)
-            told = learned.divergences
-            reached = min(told)
-            stages.append(self._stage("end to end", best, reached) | {"epochs": told, "epoch": learned.epoch})
-            if learned.epoch:
-                best, floats = reached, learned.floats
+            curve = self._end_to_end(final, start, best)
+            told, step = list(curve.values()), training.best_step(curve, best)
+            reached, epoch = min(told), step // len(text.train)
+            stages.append(self._stage("end to end", best, reached) | {"epochs": told, "epoch": epoch})
+            if step:
+                best, floats = reached, training.best(self.staging)
         return self._publish(floats, stages, before, best)
 
-    def _end_to_end(self, final: Final, start: Floats, best: float) -> whole.Learned:
-        options = self.job.request.options
+    def _end_to_end(self, final: Final, start: Floats, best: float) -> training.Curve:
+        options, text = self.job.request.options, self.job.text
         plan = whole.Plan(
             options.epochs,
             options.lr,
@@ -86,9 +86,11 @@ class _Run:
             self.job.request.calibration.seed,
             self.job.memory.hold,
         )
-        trainer = whole.EndToEnd(self.teacher, self.student, final, start, plan)
+        learner = whole.EndToEnd(self.teacher, self.student, final, start, plan, text)
         with self.timings("end to end"):
-            return trainer.run(self.job.text, best, self.staging, self.progress)
+            return training.train(
+                learner, learner.steps, len(text.train), best, self.staging, self.progress, "end to end"
+            )
 
     def _divergence(self, final: Final, states: States) -> float:
         """Of a student's final hidden states of the held-out text."""

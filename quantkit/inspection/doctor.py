@@ -31,7 +31,6 @@ OPTIONAL = {  # package -> what it enables
     "vllm": "serves gptq, awq and compressed-tensors checkpoints",
     "xllamacpp": "llama.cpp in Python: runs GGUF files",
     "fastapi": "with uvicorn and openai (quantkit[serve]): transformers serves checkpoints",
-    "accelerate": "quantkit distill --blocks and --width",
     "lm-eval": "quantkit eval --tasks",
     "sentencepiece": "tokenizers that come as tokenizer.model alone",
 }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from quantkit import __version__
 from quantkit.distillation.smaller import shape, targets, training
 from quantkit.distillation.smaller.options import Options
 from quantkit.distillation.smaller.shape import Axis, Shape
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files import headers, untrusted
@@ -148,12 +147,6 @@ def prepare(
     """
     request.options.check()
     check_run(request.run)
-    if find_spec("accelerate") is None:
-        raise QuantkitError(
-            "accelerate is not installed, without which transformers' Trainer does not run",
-            hint="pip install 'quantkit[train]'",
-            exit_code=UNSUPPORTED,
-        )
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     staging = _staging(request, checkpoint, dry_run)
     staged = staging.stored_fingerprint() if request.resume else None

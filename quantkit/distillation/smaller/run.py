@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from quantkit.distillation.smaller import (
     training,
 )
 from quantkit.distillation.smaller.job import Job
+from quantkit.distillation.training import best, best_step, train
 from quantkit.evaluation import self_text, windows
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files import unchanged
@@ -150,34 +152,41 @@ def _self_text(job: Job, progress: Progress) -> Tensor:
 def _train(
     job: Job, student: Checkpoint, data: training.Data, progress: Progress
 ) -> tuple[dict[str, Tensor], dict]:
-    """The trained tensors by their stored names, as they are stored, and a record."""
+    """The trained tensors by their stored names, as they are stored, and a record; none where all that was
+    tried had diverged."""
     skeleton = Skeleton(student, torch.float32, job.skeleton.device)
     model, names = whole(skeleton), skeleton.names
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names.stored and parameter.is_floating_point())
+    every = model.named_parameters(remove_duplicate=False)  # a tied one may be stored twice
+    trained = {name: part for name, part in every if part.requires_grad and name in names.stored}
+
+    def stored() -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in trained.items():
+            tensor = parameter.detach().t() if name in names.transposed else parameter.detach()
+            dtype = TORCH_DTYPES[student.infos[names.stored[name]].dtype]
+            found[names.stored[name]] = tensor.to("cpu", dtype).contiguous()
+        return found
+
     stored_as = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(job.skeleton.dtype, "F32")
-    state, record = training.train(
-        model,
-        data,
-        job.options,
-        job.schedule,
-        job.staging.folder / "training",
-        job.request.calibration.seed,
-        choose_dtype("auto", stored_as, skeleton.device) == "bfloat16",
-        job.request.resume,
-        _counting(progress, "training"),
-    )
-    if not state:
+    bfloat16 = choose_dtype("auto", stored_as, skeleton.device) == "bfloat16"
+    seed, schedule = job.request.calibration.seed, job.schedule
+    learner = training.Learner(model, stored, data, job.options, schedule, seed, bfloat16)
+    with training.deterministic(skeleton.device):
+        curve = train(learner, schedule.steps, schedule.every, math.inf, job.staging, progress, "training")
+    step = best_step(curve, math.inf)
+    if not step:
         progress.warn("training diverged from the start: try a smaller --lr")
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one may be stored twice
-        tensor = state.get(first[id(parameter)])
-        if tensor is not None and name in names.stored:
-            stored = names.stored[name]
-            tensor = tensor.t() if name in names.transposed else tensor
-            found[stored] = tensor.to(TORCH_DTYPES[student.infos[stored].dtype]).contiguous()
-    return found, record | {"parameters": skeleton.parameters, "tensors": len(found)}
+    record = {
+        "best": {"kld": curve.get(step), "step": step},
+        "curve": [
+            {"step": at, "kld": found if math.isfinite(found) else None} for at, found in curve.items()
+        ],
+        "parameters": skeleton.parameters,
+        "tensors": len(trained) if step else 0,
+    }
+    return best(job.staging) if step else {}, record
 
 
 def whole(skeleton: Skeleton) -> torch.nn.Module:

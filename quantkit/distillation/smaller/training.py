@@ -1,38 +1,32 @@
-"""Training the student on the teacher's predictions, by transformers' Trainer: its loop, checkpoints, resume.
+"""A smaller student learns the teacher's predictions, as a whole model in memory.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
 section 2), over all tokens; beside it the squared distance of what enters the heads, relative to its size,
 and with `lm_weight` the usual loss on the text's next token. The student is trained in float32, whatever it
-is stored in. Of what was tried on held-out text along the way, the best is kept.
+is stored in.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.modules.module import _IncompatibleKeys
-from transformers.trainer_callback import PrinterCallback
 
+from quantkit.distillation.descent import Descent
 from quantkit.distillation.smaller.blocks import kl
 from quantkit.distillation.smaller.options import Options
-from quantkit.distillation.smaller.targets import Prediction, Targets, entering, write_json
+from quantkit.distillation.smaller.targets import Prediction, Targets, entering
 
 BETAS = 0.9, 0.95
 CLIP = 1.0  # largest norm of a gradient
 WARMUP = 0.1  # of the steps
-STOPS = 10  # in a run, at which held-out text is tried and a checkpoint is made
+STOPS = 10  # in a run, at which held-out text is tried and the state is saved
 LOGITS_BYTES = 1 << 28  # float32 logits of a forward pass: more sequences are added up over several
 STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
 
@@ -70,66 +64,70 @@ class Schedule:
         steps = options.steps or options.epochs * (trained // batch)
         return Schedule(steps, batch, together, max(1, math.ceil(steps / STOPS)))
 
-
-class Student(nn.Module):
-    """The model as the Trainer sees it: ids in, predictions out. Its state is what is trained, tied tensors
-    once."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Prediction:
-        """What it predicts for ids `[batch, tokens]`."""
-        with entering(self.model) as found:
-            logits = self.model(input_ids=ids, use_cache=False).logits
-        return logits, found[0]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.named_parameters() if p.requires_grad}
-
-    def load_state_dict(self, state: Mapping[str, Tensor], *_: Any, **__: Any) -> _IncompatibleKeys:
-        """The inverse: nothing is missing that is tied to something else, or not trained."""
-        own = dict(self.named_parameters())
-        with torch.no_grad():
-            for name, tensor in state.items():
-                own[name].copy_(tensor)
-        return _IncompatibleKeys([], [])
+    def rows(self, number: int, trained: int, seed: int) -> list[Tensor]:
+        """The sequences of step `number`, those of each forward pass. An epoch's last step may have fewer."""
+        passes, each = trained // self.together, self.batch // self.together
+        epoch, place = divmod(number, -(-passes // each))
+        order = torch.randperm(trained, generator=torch.Generator().manual_seed(seed + epoch))
+        whole = order[: passes * self.together].split(self.together)
+        return list(whole[place * each : (place + 1) * each])
 
 
-class Distiller(transformers.Trainer):
-    """The Trainer, with the loss of distillation. best: the state that did best on held-out text, and where
-    that is told."""
+class Learner:
+    """A model in memory, trained in place: those of its parameters that require gradients.
+
+    stored: gives these as they will be stored. bfloat16: the precision of the forward passes.
+    """
 
     def __init__(
-        self, student: Student, data: Data, options: Options, arguments: transformers.TrainingArguments
-    ):
-        sequences = [{"index": index, "ids": data.ids[index]} for index in range(data.trained)]
-        super().__init__(student, arguments, train_dataset=sequences, eval_dataset=sequences[:0])
-        self.remove_callback(PrinterCallback)
-        self.data, self.options = data, options
-        self.best = Path(arguments.output_dir) / "best.safetensors"
+        self, model: nn.Module, stored: Callable[[], dict[str, Tensor]], data: Data, options: Options,
+        schedule: Schedule, seed: int, bfloat16: bool,
+    ):  # fmt: skip
+        self.model, self.data, self.options, self.schedule = model, data, options, schedule
+        self.stored = stored
+        self._seed, self._bfloat16 = seed, bfloat16
+        trained = {name: part for name, part in model.named_parameters() if part.requires_grad}
+        self._parameters = list(trained.values())
+        self._device = self._parameters[0].device
+        up = math.ceil(WARMUP * schedule.steps)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any
-    ) -> Tensor:
-        """Of a batch {ids `[batch, tokens]`, index `[batch]`}, in nats a token."""
-        ids, index = inputs["ids"], inputs["index"].cpu()
-        expected = tuple(part.to(ids.device) for part in self.data.targets.predictions(index))
-        return loss(model(ids), expected, ids, self.options)
+        def rate(done: int) -> float:
+            if done < up:
+                return options.lr * (done / up)
+            share = (done - up) / max(1, schedule.steps - up)
+            return options.lr * (0.5 * (1 + math.cos(math.pi * share)))
 
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The divergence on held-out text; a state that did better than all before is kept in a file."""
-        found = held_out(self.model, self.data)
-        told, finite = self.best.with_suffix(".json"), math.isfinite(found)
-        if finite and (not told.exists() or found < _best(told)["kld"]):
-            _save(self.best, self.model.state_dict())
-            write_json(told, {"kld": found, "step": self.state.global_step})
-        metrics = {"eval_kld": found if finite else None}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.control.should_training_stop |= not finite  # nothing comes back from there
-        return metrics
+        adam = torch.optim.AdamW(self._parameters, lr=options.lr, betas=BETAS, weight_decay=0.0, fused=True)
+        self.descent = Descent(trained, adam, rate)
+
+    def predictions(self, ids: Tensor) -> Prediction:
+        """What the student predicts for ids `[batch, tokens]`, in float32."""
+        with torch.autocast(self._device.type, torch.bfloat16, self._bfloat16), entering(self.model) as found:
+            logits = self.model(input_ids=ids.to(self._device), use_cache=False).logits
+        return logits.float(), found[0].float()
+
+    def step(self, number: int) -> None:
+        """One batch, in as many forward passes as its logits need; the order is another in each epoch."""
+        self.model.train()
+        torch.manual_seed(self._seed + number)  # of dropout, where a model has it
+        passes = self.schedule.rows(number, self.data.trained, self._seed)
+        for rows in passes:
+            ids = self.data.ids[rows]
+            expected = tuple(part.to(self._device) for part in self.data.targets.predictions(rows))
+            found = loss(self.predictions(ids), expected, ids.to(self._device), self.options)
+            (found / len(passes)).backward()
+        nn.utils.clip_grad_norm_(self._parameters, CLIP)
+        self.descent.step()
+
+    @torch.no_grad()
+    def divergence(self) -> float:
+        """Mean over the sequences that are not trained on."""
+        self.model.eval()
+        total = 0.0
+        for index in range(self.data.trained, len(self.data.ids)):
+            expected = self.data.targets.predictions(torch.tensor([index]))[0].to(self._device)
+            total += kl(expected, self.predictions(self.data.ids[index : index + 1])[0]).mean().item()
+        return total / self.data.held_out
 
 
 def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: Options) -> Tensor:
@@ -146,94 +144,6 @@ def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: Options
     return found
 
 
-@torch.no_grad()
-def held_out(student: nn.Module, data: Data) -> float:
-    """Mean KL divergence from the teacher on the sequences that are not trained on, in nats."""
-    student.eval()
-    device, total = next(student.parameters()).device, 0.0
-    for index in range(data.trained, len(data.ids)):
-        expected = data.targets.predictions(torch.tensor([index]))[0].to(device)
-        total += kl(expected, student(data.ids[index : index + 1].to(device))[0]).mean().item()
-    student.train()
-    return total / data.held_out
-
-
-def train(
-    model: nn.Module,
-    data: Data,
-    options: Options,
-    schedule: Schedule,
-    folder: Path,
-    seed: int,
-    bfloat16: bool,
-    resume: bool,
-    listen: Callable[[int, int], None],
-) -> tuple[dict[str, Tensor], dict]:
-    """Train in place what requires gradients. Returns the best state, by name in
-    the model, and a record; an empty one where all that was tried had diverged.
-
-    folder: of the Trainer's checkpoints, from the last of which `resume` goes on. bfloat16: the precision of
-    the student's forward passes.
-    """
-    student = Student(model)
-    device = next(student.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # where the Trainer goes
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=schedule.steps,
-        per_device_train_batch_size=schedule.together,
-        gradient_accumulation_steps=schedule.batch // schedule.together,
-        dataloader_drop_last=True,
-        learning_rate=options.lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(WARMUP * schedule.steps),
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
-        weight_decay=0.0,
-        max_grad_norm=CLIP,
-        eval_strategy="steps",
-        save_strategy="steps",
-        logging_strategy="steps",
-        eval_steps=schedule.every,
-        save_steps=schedule.every,
-        logging_steps=schedule.every,
-        save_total_limit=1,
-        bf16=bfloat16,
-        use_cpu=device.type == "cpu",
-        seed=seed,
-        data_seed=seed,
-        remove_unused_columns=False,
-        dataloader_pin_memory=device.type == "cuda",
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
-    )
-    arguments._n_gpu = 1  # one process, one device
-    with deterministic(device):
-        trainer = Distiller(student, data, options, arguments)
-        trainer.add_callback(_Steps(listen))
-        checkpoint = last_checkpoint(folder) if resume else None
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    told = trainer.best.with_suffix(".json")
-    record = {
-        "best": _best(told) if told.exists() else {"kld": None, "step": 0},
-        "curve": [
-            {"step": row["step"], "kld": row["eval_kld"]}
-            for row in trainer.state.log_history
-            if "eval_kld" in row
-        ],
-    }
-    state = load_file(trainer.best) if told.exists() else {}
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}, record
-
-
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest of the Trainer's checkpoints that is whole: its state is written last."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-
-
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
     """Operations that give the same result twice, where there are such; the random state comes back."""
@@ -248,26 +158,3 @@ def deterministic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
-
-
-class _Steps(transformers.TrainerCallback):
-    """Tells of every step."""
-
-    def __init__(self, listen: Callable[[int, int], None]):
-        self._listen = listen
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._listen(state.global_step, state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._listen(state.global_step, state.max_steps)
-
-
-def _best(path: Path) -> dict:
-    return json.loads(path.read_text())
-
-
-def _save(path: Path, state: dict[str, Tensor]) -> None:
-    temporary = path.with_suffix(".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
-    os.replace(temporary, path)

@@ -1,0 +1,90 @@
+"""The one loop of training: steps, a look at held-out text at every stop, and the best student kept.
+
+A learner knows how a step is made and how far its student then is from the teacher; the loop knows when to
+stop, what to keep and how to go on after an interruption. The best student lies in a file, not in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.distillation.descent import Descent
+from quantkit.models.files import safetensors_folder
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.blocks import save
+from quantkit.quantize.staging.folder import Staging, load
+
+SAVE_SECONDS = 60.0  # between two states that --resume could go on from; when they are saved changes no byte
+SAVE_SHARE = 20  # of a run at most a twentieth goes into saving
+BEST = "best.safetensors"
+
+Curve = dict[int, float]  # divergence on held-out text, by the steps before it
+
+
+class Learner(Protocol):
+    """A student that is trained."""
+
+    descent: Descent
+
+    def step(self, number: int) -> None:
+        """Make step `number`, from 0."""
+
+    def divergence(self) -> float:
+        """Mean KL divergence from the teacher on held-out text, in nats."""
+
+    def stored(self) -> dict[str, Tensor]:
+        """What was trained, as it will be stored."""
+
+
+def train(
+    learner: Learner, steps: int, every: int, begun: float, staging: Staging, progress: Progress, what: str
+) -> Curve:
+    """Train for `steps` steps. Each `every` of them and at the end the student is measured, and kept where it
+    is the best so far and below `begun`. Ends early where the first look is no better, or training diverged.
+    """
+    curve: Curve = {}
+    state = {name: load(info) for name, info in staging.rest().items()}
+    if "done" in state:
+        learner.descent.restore(state)
+        curve = dict(zip(state["stops"].tolist(), state["divergences"].tolist(), strict=True))
+    saved, took = time.monotonic(), 0.0
+    while (done := learner.descent.done) < steps and not _is_over(curve, begun):
+        progress.counting(_told(what, curve), done, steps)
+        learner.step(done)
+        done += 1
+        if stops := done % every == 0 or done == steps:
+            found, least = learner.divergence(), min([begun, *curve.values()])
+            curve[done] = found
+            if found < least:
+                save(staging.folder / BEST, learner.stored())
+        if stops or time.monotonic() - saved > max(SAVE_SECONDS, SAVE_SHARE * took):
+            began = time.monotonic()
+            looks = torch.tensor(list(curve)), torch.tensor(list(curve.values()), dtype=torch.float64)
+            staging.write_rest(learner.descent.state() | {"stops": looks[0].long(), "divergences": looks[1]})
+            saved, took = time.monotonic(), time.monotonic() - began
+    progress.counting(_told(what, curve), learner.descent.done, steps)
+    return curve
+
+
+def best_step(curve: Curve, begun: float) -> int:
+    """The steps before the least divergence; 0 where none is below `begun`."""
+    return min((step for step in curve if curve[step] < begun), key=curve.get, default=0)
+
+
+def best(staging: Staging) -> dict[str, Tensor]:
+    """What was stored of the best student."""
+    return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
+
+
+def _is_over(curve: Curve, begun: float) -> bool:
+    """Whether nothing comes back from there."""
+    return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
+
+
+def _told(what: str, curve: Curve) -> str:
+    return f"{what}, held-out KL {list(curve.values())[-1]:.5f}" if curve else what
