@@ -19,12 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from quantkit.distillation.smaller import blocks, job, judge, run
+from quantkit.distillation.smaller import blocks, job, run
 from quantkit.distillation.smaller.options import Options
 from quantkit.evaluation import windows
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import Request
 from quantkit.quantize.progress import Progress
+from quantkit.text.calibration import MOST_HELD_OUT
 
 MODEL = Path(__file__).parents[1] / "tests" / "data" / "demo-llama-6m"
 SEQLEN = 256
