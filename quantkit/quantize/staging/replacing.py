@@ -46,7 +46,7 @@ WEIGHTS = "*.safetensors", "pytorch_model*.bin"
 STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
     *(".tmp*", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*", "scratch.*"),
     *("output*", "replaced"),
-    *("curvature-*", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "training*"),
+    *("curvature-*", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "best.*"),
 )
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
