@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -13,6 +14,11 @@ from rich.table import Table
 from quantkit.errors import printable
 
 
+def stdout() -> Console:
+    """A console as wide as the terminal is; a file or pipe has no width."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 10_000)
+
+
 def megabytes(nbytes: float) -> str:
     """Decimal units, as disks and hubs count."""
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
@@ -21,6 +27,11 @@ def megabytes(nbytes: float) -> str:
 def size(nbytes: float) -> str:
     """The same, for what may be small."""
     return f"{nbytes / 1e3:,.2f} kB" if nbytes < 1e5 else megabytes(nbytes)
+
+
+def figure(value: float | None) -> str:
+    """Three digits, or as many as the whole part has: `0.08`, `4.20`, `17.0`, `1,234`; a dash for None."""
+    return "–" if value is None else f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def make_table(*columns: str) -> Table:

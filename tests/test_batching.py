@@ -2,25 +2,22 @@
 
 import importlib.resources
 import json
+import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import far_device
 import jsonschema
-import numpy as np
 import pytest
 import torch
 import transformers
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generate import first_difference
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.bench import batching
-from quantkit.serving.bench.batching import continuous, dynamic, measurement, padded, proof, static
-from quantkit.serving.bench.batching.accounting import Replay, Served, Step, figures, percentile
+from quantkit.serving.bench.batching import continuous, measure, padded, proof, show
+from quantkit.serving.bench.batching.accounting import Replay, Served, Step, figures
 from quantkit.serving.bench.batching.trace import Request, Trace
 
 # A is there first; B and C come together. On a clock that ticks once a step everything is known by hand.
@@ -55,21 +52,11 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def prompts(model):
-    return measurement.draw_prompts(REQUESTS, model.config.vocab_size, seed=0)
+    return measure.draw_prompts(REQUESTS, model.config.vocab_size, seed=0)
 
 
 def times(replay: Replay) -> list[tuple[float, float]]:
     return [(served.first, served.done) for served in replay.requests]
-
-
-def test_percentiles_are_numpys():
-    values = [5.0, 1.0, 4.0, 2.0]
-    assert [percentile(values, p) for p in (0, 50, 90, 100)] == pytest.approx([1.0, 3.0, 4.7, 5.0])
-    drawn = np.random.default_rng(0).exponential(size=101)
-    assert [percentile(list(drawn), p) for p in (1, 50, 99)] == pytest.approx(
-        list(np.percentile(drawn, [1, 50, 99]))
-    )
-    assert percentile([7.0], 99) == 7.0
 
 
 def test_a_padded_batch_is_counted():
@@ -101,8 +88,7 @@ def test_one_request_alone_wastes_nothing():
 
 def test_static_batches_on_the_clock(model, prompts):
     """A and B start when B is there and end with A's third token; then C, alone."""
-    form = partial(static.next_batch, size=2)
-    replay = padded.serve(model, REQUESTS, prompts, form, Ticks())
+    replay = padded.serve(model, REQUESTS, prompts, 2, math.inf, Ticks())
     assert times(replay) == [(1.5, 3.5), (1.5, 3.5), (4.5, 4.5)]
     assert [step.seconds for step in replay.steps] == [1.0] * 4
     assert figures(replay).idle == 0.25  # the last token of two in the two steps of two sequences
@@ -110,8 +96,7 @@ def test_static_batches_on_the_clock(model, prompts):
 
 def test_dynamic_batches_on_the_clock(model, prompts):
     """A waits a quarter of a second for nobody; B and C are together when it is done."""
-    form = partial(dynamic.next_batch, size=2, wait=0.25)
-    replay = padded.serve(model, REQUESTS, prompts, form, Ticks())
+    replay = padded.serve(model, REQUESTS, prompts, 2, 0.25, Ticks())
     assert times(replay) == [(1.25, 3.25), (4.25, 5.25), (4.25, 5.25)]
 
 
@@ -136,13 +121,12 @@ def test_nothing_is_computed_while_nobody_is_there(model, prompts):
 
 def test_all_three_write_what_each_request_alone_gets(model):
     requests = [Request(index * 0.3, 3 + 5 * index % 11, 1 + 7 * index % 9) for index in range(7)]
-    prompts = measurement.draw_prompts(requests, model.config.vocab_size, seed=1)
+    prompts = measure.draw_prompts(requests, model.config.vocab_size, seed=1)
     alone = [
         tuple(padded.run(model, [prompt], request.output, Ticks())[0][0])
         for prompt, request in zip(prompts, requests, strict=True)
     ]
-    forms = [partial(static.next_batch, size=3), partial(dynamic.next_batch, size=3, wait=0.1)]
-    replays = [padded.serve(model, requests, prompts, form, Ticks()) for form in forms]
+    replays = [padded.serve(model, requests, prompts, 3, wait, Ticks()) for wait in (math.inf, 0.1)]
     replays.append(continuous.serve(model, requests, prompts, 3, 4, Ticks()))
     for replay in replays:
         assert [served.tokens for served in replay.requests] == alone
@@ -150,7 +134,7 @@ def test_all_three_write_what_each_request_alone_gets(model):
 
 def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
     requests = [Request(0.0, length, 6) for length in (3, 9, 5, 7)]
-    prompts = measurement.draw_prompts(requests, model.config.vocab_size, seed=2)
+    prompts = measure.draw_prompts(requests, model.config.vocab_size, seed=2)
     ours = continuous.serve(model, requests, prompts, 2, 4, Ticks())
     settings = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=64)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
@@ -194,9 +178,9 @@ def test_a_tie_is_no_difference():
 def result(folder):
     """In bfloat16, so that the proof has to serve everything once more."""
     checkpoint = open_checkpoint(str(folder), None, True, False)
-    settings = batching.Settings(size=2, repeats=2, page=4)
+    settings = measure.Settings(size=2, repeats=2, page=4)
     made = Trace(REQUESTS, "by hand")
-    return batching.measure(checkpoint, made, settings, torch.bfloat16, torch.device("cpu"))
+    return measure.measure(checkpoint, made, settings, torch.bfloat16, torch.device("cpu"))
 
 
 def test_a_result_has_every_strategy_and_its_proof(result):
@@ -214,7 +198,7 @@ def test_a_result_has_every_strategy_and_its_proof(result):
 def test_the_record_is_what_its_schema_says(result):
     place = importlib.resources.files("quantkit").joinpath("serving/bench/batching/bench-batching-1.json")
     schema = json.loads(place.read_text(encoding="utf-8"))
-    record = json.loads(json.dumps(batching.record(result), allow_nan=False))
+    record = json.loads(json.dumps(show.record(result), allow_nan=False))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(record, schema)
     assert record["trace"]["requests"][1] == {"arrival": 0.5, "prompt": 2, "output": 2}
@@ -222,23 +206,19 @@ def test_the_record_is_what_its_schema_says(result):
 
 
 def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
-    batching.show(result, Console(width=80, force_terminal=True, color_system=None))
+    show.report(result).show(Console(width=80, force_terminal=True, color_system=None))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "continuous wrote what static wrote: 3 of 3 (float32)" in shown
     assert "3 requests in 0.5 s; prompts 2 to 4 tokens" in " ".join(shown.split())
 
 
-def test_plots_show_latencies_and_slots(result):
-    batching.draw(result, canvas := Figure())
-    left, right = canvas.axes
-    curves = {line.get_label(): line for line in left.lines if not line.get_label().startswith("_")}
-    assert list(curves) == ["static", "dynamic", "continuous"]
+def test_the_plot_shows_latencies(result):
+    (figure,) = show.report(result).figures
+    assert [series.label for series in figure.series] == ["static", "dynamic", "continuous"]
     latencies = sorted(s.done - s.arrival for s in result.outcomes[2].replay.requests)
-    assert list(curves["continuous"].get_xdata()[1:]) == latencies
-    assert [bar.get_width() for bar in right.patches[:3]] == [
-        getattr(result.outcomes[0].figures, name) for name in ("reserved", "held", "used")
-    ]
+    assert [point.x for point in figure.series[2].points] == latencies
+    assert figure.series[2].points[-1].y == 100
 
 
 def test_a_strategy_that_cannot_serve_is_an_outcome(folder, monkeypatch):
@@ -247,13 +227,13 @@ def test_a_strategy_that_cannot_serve_is_an_outcome(folder, monkeypatch):
 
     monkeypatch.setattr(continuous, "serve", no)
     checkpoint = open_checkpoint(str(folder), None, True, False)
-    settings = batching.Settings(("static", "continuous"), size=2, repeats=1)
-    made = batching.measure(
+    settings = measure.Settings(("static", "continuous"), size=2, repeats=1)
+    made = measure.measure(
         checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, torch.device("cpu")
     )
     assert made.outcomes[1].refused == "Invalid layer type: mamba" and made.outcomes[0].figures is not None
     assert made.proofs == () and made.unproven == "fewer than two strategies ran"
-    json.dumps(batching.record(made), allow_nan=False)
+    json.dumps(show.record(made), allow_nan=False)
 
 
 def test_where_nothing_serves_the_reasons_are_the_error(folder, monkeypatch):
@@ -262,9 +242,9 @@ def test_where_nothing_serves_the_reasons_are_the_error(folder, monkeypatch):
 
     monkeypatch.setattr(continuous, "serve", no)
     checkpoint = open_checkpoint(str(folder), None, True, False)
-    settings = batching.Settings(("continuous",), size=2, repeats=1)
+    settings = measure.Settings(("continuous",), size=2, repeats=1)
     with pytest.raises(QuantkitError, match="no batching ran: continuous: Invalid layer type") as error:
-        batching.measure(checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, torch.device("cpu"))
+        measure.measure(checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, torch.device("cpu"))
     assert error.value.exit_code == 4
 
 
@@ -280,8 +260,8 @@ def test_a_strategy_that_fails_midway_is_an_outcome(folder, monkeypatch):
 
     monkeypatch.setattr(continuous, "serve", once)
     checkpoint = open_checkpoint(str(folder), None, True, False)
-    settings = batching.Settings(("continuous", "static"), size=2, repeats=2)
-    made = batching.measure(
+    settings = measure.Settings(("continuous", "static"), size=2, repeats=2)
+    made = measure.measure(
         checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, torch.device("cpu")
     )
     assert made.outcomes[0].refused == "out of memory" and made.outcomes[1].ratio == 1.0
@@ -294,7 +274,7 @@ def test_a_strategy_that_fails_midway_is_an_outcome(folder, monkeypatch):
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(values):
     with pytest.raises(QuantkitError) as error:
-        batching.Settings(**values).check()
+        measure.Settings(**values).check()
     assert error.value.exit_code == 2
 
 
@@ -302,11 +282,11 @@ def test_it_runs_on_an_accelerator(folder, monkeypatch):
     """On the double without streams: transformers' own order of streams is not ours to prove."""
     monkeypatch.setattr(torch.far, "__name__", "torch.far", raising=False)
     checkpoint = open_checkpoint(str(folder), None, True, False)
-    settings = batching.Settings(size=2, repeats=1, page=4)
+    settings = measure.Settings(size=2, repeats=1, page=4)
     torch.get_device_module.cache_clear()  # torch remembers that there was none
     with far_device.present() as device:
         device.streams = False
-        made = batching.measure(
+        made = measure.measure(
             checkpoint, Trace(REQUESTS, "by hand"), settings, torch.float32, far_device.FAR
         )
         assert device.launches

@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.serving.bench.batching import dynamic, static, trace
-from quantkit.serving.bench.batching.padded import Batch
+from quantkit.serving.bench.batching import trace
+from quantkit.serving.bench.batching.padded import Batch, next_batch
 from quantkit.serving.bench.batching.trace import Lengths, Request, Trace
 
 PROMPTS, OUTPUTS = Lengths.parse("lognormal:64,0.8"), Lengths.parse("geometric:32")
@@ -119,17 +119,17 @@ ARRIVALS = [0.0, 1.0, 2.0, 5.0, 5.5]
 
 
 def test_a_static_batch_waits_until_it_is_full_or_nobody_comes():
-    assert static.next_batch(ARRIVALS, 0, 0.0, size=3) == Batch((0, 1, 2), 2.0)
-    assert static.next_batch(ARRIVALS, 0, 9.0, size=3) == Batch((0, 1, 2), 9.0)
-    assert static.next_batch(ARRIVALS, 3, 4.0, size=3) == Batch((3, 4), 5.5)
+    assert next_batch(ARRIVALS, 0, 0.0, size=3, wait=math.inf) == Batch((0, 1, 2), 2.0)
+    assert next_batch(ARRIVALS, 0, 9.0, size=3, wait=math.inf) == Batch((0, 1, 2), 9.0)
+    assert next_batch(ARRIVALS, 3, 4.0, size=3, wait=math.inf) == Batch((3, 4), 5.5)
 
 
 def test_a_dynamic_batch_waits_for_its_time_or_until_it_is_full():
-    assert dynamic.next_batch(ARRIVALS, 0, 0.0, size=3, wait=0.5) == Batch((0,), 0.5)
-    assert dynamic.next_batch(ARRIVALS, 0, 0.0, size=2, wait=3.0) == Batch((0, 1), 1.0)
-    assert dynamic.next_batch(ARRIVALS, 0, 1.5, size=3, wait=0.5) == Batch((0, 1), 1.5)
-    assert dynamic.next_batch(ARRIVALS, 0, 9.0, size=4, wait=0.5) == Batch((0, 1, 2, 3), 9.0)
-    assert dynamic.next_batch(ARRIVALS, 3, 4.0, size=3, wait=1.0) == Batch((3, 4), 6.0)
+    assert next_batch(ARRIVALS, 0, 0.0, size=3, wait=0.5) == Batch((0,), 0.5)
+    assert next_batch(ARRIVALS, 0, 0.0, size=2, wait=3.0) == Batch((0, 1), 1.0)
+    assert next_batch(ARRIVALS, 0, 1.5, size=3, wait=0.5) == Batch((0, 1), 1.5)
+    assert next_batch(ARRIVALS, 0, 9.0, size=4, wait=0.5) == Batch((0, 1, 2, 3), 9.0)
+    assert next_batch(ARRIVALS, 3, 4.0, size=3, wait=1.0) == Batch((3, 4), 6.0)
 
 
 @pytest.mark.parametrize("values", [{"count": 0}, {"rate": 0.0}, {"rate": math.nan}])

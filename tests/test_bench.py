@@ -2,10 +2,12 @@
 
 import json
 import os
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import bench_runs
 import far_device
@@ -16,24 +18,18 @@ import torch
 import transformers
 from bench_runs import SMALL, checked, measured, subject
 
-from quantkit.cli import bench_modes, commands
+from quantkit.cli import bench as bench_command
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import processor
-from quantkit.serving.bench import (
-    columns,
-    job,
-    machine,
-    measure,
-    memory,
-    run,
-    runners,
-    subjects,
-    worker,
-)
+from quantkit.serving.bench import machine, measure, memory, runners, show, subjects, worker
+from quantkit.serving.bench.attention.settings import Settings as Attention
+from quantkit.serving.bench.batching.measure import Settings as Batching
 from quantkit.serving.bench.record import record
 from quantkit.serving.bench.runners import llama_bench, llamacpp, vllm
 from quantkit.serving.bench.settings import Point, Settings, parse_list, usual_threads
+from quantkit.serving.bench.subjects import Job
+from quantkit.serving.endpoint.load import Settings as Load
 from quantkit.serving.engines import choose
 from quantkit.serving.engines import transformers as engine
 
@@ -43,8 +39,8 @@ QUICK = ["--tokens", "3", "--prompt", "4", "--repeats", "1", "--rounds", "1", "-
 def told(folder: Path, settings: Settings = SMALL, engine: str = "transformers", **asked) -> list[dict]:
     """Events of a worker that runs in this process."""
     heard: list[dict] = []
-    made = job.Job(subjects.open_subject(str(folder)), engine, settings, settings.points, **asked)
-    worker.measure(job.Job.load(made.dump()), heard.append)
+    made = Job(subjects.open_subject(str(folder)), engine, settings, settings.points, **asked)
+    worker.measure(pickle.loads(pickle.dumps(made)), heard.append)
     return heard
 
 
@@ -140,8 +136,8 @@ def test_on_an_accelerator(tiny_model):
 def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
     pytest.importorskip("xllamacpp")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
-    row = run.rows([str(path)], "auto", SMALL)[0]
-    heard = list(measure.events(job.Job(row.subject, row.engine, SMALL, SMALL.points)))
+    row = measure.rows([str(path)], "auto", SMALL)[0]
+    heard = list(measure.events(Job(row.subject, row.engine, SMALL, SMALL.points)))
     runs = [event for event in heard if event["event"] == "run"]
     assert [found["prefill_tokens"] for found in runs] == [5] * 3 + [15] * 3
     assert [found["decode_tokens"] for found in runs if found["batch"] == 1] == [3] * 3
@@ -193,7 +189,7 @@ def test_llama_bench_on_the_path(tmp_path, tiny_model, monkeypatch):
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     known = subjects.open_subject(str(path))
-    asked = job.Job(known, "llama-bench", SMALL, SMALL.points)
+    asked = Job(known, "llama-bench", SMALL, SMALL.points)
     found = llama_bench.start(asked).run([[1] * 5], 4)
     assert (found.prefill_tokens, found.prefill_seconds) == (5, 0.01)
     assert (found.decode_tokens, found.decode_seconds) == (3, 0.045)  # 3 tokens of 10 + 5 ms
@@ -202,7 +198,7 @@ def test_llama_bench_on_the_path(tmp_path, tiny_model, monkeypatch):
     path.rename(tmp_path / "broken.gguf")
     broken = subjects.open_subject(str(tmp_path / "broken.gguf"))
     with pytest.raises(QuantkitError, match="failed to load model"):
-        llama_bench.start(job.Job(broken, "llama-bench", SMALL, SMALL.points)).run([[1] * 5], 4)
+        llama_bench.start(Job(broken, "llama-bench", SMALL, SMALL.points)).run([[1] * 5], 4)
 
 
 def test_a_device_of_the_data_sheets_is_not_measured(monkeypatch):
@@ -298,7 +294,7 @@ def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, 
     made = checked(record([well, dead], SMALL))
     assert [point["error"] for point in made["models"][1]["points"]] == [dead.error] * 2
     assert made["models"][0]["points"][0]["decode"]["tokens_per_second"]["median"] == pytest.approx(100)
-    assert columns.failures(made) == [f"dead: {dead.error}"]
+    assert show.failures(made) == [f"dead: {dead.error}"]
 
 
 def test_the_machines_rates_are_the_most_of_all_rounds():
@@ -311,13 +307,13 @@ def test_the_machines_rates_are_the_most_of_all_rounds():
 
 def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
-    rows = run.rows([str(folder)], "transformers,llama.cpp", SMALL)
+    rows = measure.rows([str(folder)], "transformers,llama.cpp", SMALL)
     assert [row.engine for row in rows] == ["transformers", "llama.cpp"]
-    assert len(run.rows([str(folder)], "auto,transformers", SMALL)) == 1
+    assert len(measure.rows([str(folder)], "auto,transformers", SMALL)) == 1
     assert rows[0].error is None and "llama.cpp runs GGUF files" in rows[1].error
     measure.measure(rows[1:], SMALL)
     with pytest.raises(QuantkitError, match="nothing ran: .*GGUF") as raised:
-        run.refuse_empty(record(rows[1:], SMALL))
+        measure.refuse_empty(record(rows[1:], SMALL))
     checked(raised.value.record())
 
 
@@ -325,11 +321,11 @@ def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, m
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     monkeypatch.setattr(choose, "installed", lambda name: False)
     monkeypatch.setattr(choose.shutil, "which", lambda name: None)
-    auto, *others = run.rows([str(path)], "auto,llama.cpp,llama-bench,vllm", SMALL)
+    auto, *others = measure.rows([str(path)], "auto,llama.cpp,llama-bench,vllm", SMALL)
     assert auto.engine == "transformers" and "llama.cpp is not installed" in auto.note
     assert all("not installed" in row.error for row in others)
     monkeypatch.setattr(choose.shutil, "which", lambda name: "/bin/llama-bench")
-    assert run.rows([str(path)], "llama.cpp", SMALL)[0].engine == "llama-bench"
+    assert measure.rows([str(path)], "llama.cpp", SMALL)[0].engine == "llama-bench"
 
 
 # ---- the command
@@ -402,6 +398,9 @@ def test_lists_and_threads(monkeypatch):
     assert bench_runs.FACTS["how"] == memory.Meter().how
 
 
-def test_every_flag_that_a_question_heeds_exists():
-    known = {parameter.name for parameter in commands.build("bench").params}
-    assert bench_modes.HEEDED.keys() <= known
+def test_every_flag_sets_a_field_of_its_question():
+    kinds = {bench_command.PLAIN: Settings, bench_command.ATTN: Attention, bench_command.BATCHING: Batching,
+             bench_command.URL: Load}  # fmt: skip
+    for name, flag in bench_command.FLAGS.items():
+        for question, field in flag.fields.items():
+            assert not field or field in get_type_hints(kinds[question]), name

@@ -10,19 +10,18 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from quantkit.errors import QuantkitError, first_line
+from quantkit.evaluation.comparison import drawing
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.bench import attention
 from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
-from quantkit.serving.bench.attention.measurement import Row, allocations
-from quantkit.serving.bench.attention.report import verdict
+from quantkit.serving.bench.attention.measure import Row, allocations, measure
 from quantkit.serving.bench.attention.settings import Settings
+from quantkit.serving.bench.attention.show import record, report, verdict
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
@@ -51,7 +50,7 @@ def result(checkpoint):
 
 def measured(checkpoint, lengths=LENGTHS):
     settings = Settings(("eager", "sdpa", "no_such_attention"), lengths, batch=BATCH, steps=2, repeats=2)
-    return attention.measure(checkpoint, settings, torch.float32, CPU)
+    return measure(checkpoint, settings, torch.float32, CPU)
 
 
 def test_a_parabola_is_found_as_it_is():
@@ -169,7 +168,7 @@ def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(check
 
     AttentionInterface.register("short_only", short)
     settings = Settings(("short_only",), (24, 48, 64), steps=1, repeats=1)
-    rows = attention.measure(checkpoint, settings, torch.float32, CPU).rows
+    rows = measure(checkpoint, settings, torch.float32, CPU).rows
     assert [row.refused for row in rows] == ["", *["headdim not supported"] * 2]
     assert [bool(row.kernel) for row in rows] == [True] * 3
 
@@ -181,13 +180,13 @@ def test_a_mistake_is_no_refusal(checkpoint, mistake):
 
     AttentionInterface.register("wrong", wrong)
     with pytest.raises(mistake, match="ours"):
-        attention.measure(checkpoint, Settings(("eager", "wrong"), (8,), steps=1), torch.float32, CPU)
+        measure(checkpoint, Settings(("eager", "wrong"), (8,), steps=1), torch.float32, CPU)
 
 
 def test_what_would_take_too_long_is_not_begun(checkpoint):
     settings = Settings(("sdpa",), (16, 1000), steps=1, repeats=1, limit=1e-6)
     with pytest.raises(QuantkitError, match="no attention ran: sdpa: would take up to") as error:
-        attention.measure(checkpoint, settings, torch.float32, CPU)
+        measure(checkpoint, settings, torch.float32, CPU)
     assert error.value.exit_code == 4
 
 
@@ -218,14 +217,14 @@ def test_settings_that_make_no_sense_are_refused(values):
 def test_the_record_is_what_its_schema_says(result):
     place = importlib.resources.files("quantkit").joinpath("serving/bench/attention/bench-attention-1.json")
     schema = json.loads(place.read_text(encoding="utf-8"))
-    record = json.loads(json.dumps(attention.record(result), allow_nan=False))
+    made = json.loads(json.dumps(record(result), allow_nan=False))
     jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(record, schema)
-    assert record["rows"][2]["refused"] and record["rows"][0]["length"] == 256
+    jsonschema.validate(made, schema)
+    assert made["rows"][2]["refused"] and made["rows"][0]["length"] == 256
 
 
 def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
-    attention.show(result, Console(width=80, force_terminal=True, color_system=None))
+    report(result).show(Console(width=80, force_terminal=True, color_system=None))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert re.search(r"no_such_attention +256 +refused", shown)  # on one line
@@ -236,27 +235,27 @@ def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
 def test_without_a_peak_there_is_no_fit_but_times(result, capsys):
     rows = tuple(replace(row, prefill_bytes=None, decode_bytes=None) for row in result.rows)
     blind = replace(result, rows=rows, fits={}, memory="not told by this device")
-    attention.show(blind, Console(width=80))
+    made = report(blind)
+    made.show(Console(width=80))
     assert "not told by this device" in (shown := capsys.readouterr().out) and "score matrices" not in shown
-    attention.draw(blind, canvas := Figure())
-    assert not canvas.axes[1].lines
+    assert [figure.key for figure in made.figures] == ["time"]
 
 
 def test_plots_show_times_and_memory(result):
-    attention.draw(result, canvas := Figure())
-    left, right = canvas.axes
-    assert [line.get_label() for line in left.lines] == ["eager", "sdpa"]
-    assert list(left.lines[0].get_xdata()) == list(LENGTHS)
-    if result.fits:
-        drawn = [row.prefill_bytes for row in result.rows if row.attention == "eager"]
-        assert list(right.lines[0].get_ydata()) == drawn and right.lines[1].get_linestyle() == "--"
+    times, memory = report(result).figures
+    assert [series.label for series in times.series] == ["eager", "sdpa"]
+    assert [point.x for point in times.series[0].points] == list(LENGTHS)
+    measured = [row.prefill_bytes for row in result.rows if row.attention == "eager"]
+    dots, curve = memory.series[:2]
+    assert [point.y for point in dots.points] == measured and curve.bare
+    assert drawing.document(memory).count("<title>") == 2 * len(LENGTHS)
 
 
 def test_it_runs_on_an_accelerator(checkpoint):
     """On the double, whose allocator tells no peak and which takes sdpa as one kernel."""
     with far_device.present():
         settings = Settings(("eager", "sdpa"), (8, 16), steps=1, repeats=1)
-        made = attention.measure(checkpoint, settings, torch.float32, far_device.FAR)
+        made = measure(checkpoint, settings, torch.float32, far_device.FAR)
     assert [row.refused for row in made.rows] == [""] * 4
     assert made.rows[0].kernel.startswith("scores written out") and made.rows[0].prefill_bytes is None
     assert made.memory == "not told by this device"

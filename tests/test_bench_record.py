@@ -7,28 +7,23 @@ import pytest
 import records
 from bench_runs import SMALL, checked, measured
 
+from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
 from quantkit.evaluation.comparison.files import Outputs
-from quantkit.serving.bench import figures, page, quality, roofline, statistics, table
-from quantkit.serving.bench.panels import Panels
-from quantkit.serving.bench.record import record
+from quantkit.evaluation.comparison.report import Report, Table
+from quantkit.serving.bench import roofline
+from quantkit.serving.bench.record import read_quality, record, summary
 from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.show import report
 
 # ---- numbers
 
 
 def test_a_summary_of_runs():
-    found = statistics.summary([4.0, 1.0, 2.0, 10.0])
+    found = summary([4.0, 1.0, 2.0, 10.0])
     assert found == {
         "count": 4, "median": 3.0, "p90": pytest.approx(8.2), "min": 1.0, "max": 10.0, "mad": 0.5,
     }  # fmt: skip
-    assert statistics.summary([7.0])["p90"] == 7.0
-
-
-def test_a_quantile_is_numpys():
-    values = np.random.default_rng(0).normal(size=23).tolist()
-    assert [statistics.quantile(values, q) for q in (0, 0.37, 0.9, 1)] == pytest.approx(
-        np.quantile(values, (0, 0.37, 0.9, 1)).tolist()
-    )
+    assert summary([7.0])["p90"] == 7.0
 
 
 @pytest.mark.parametrize("shape", ["max", "sum"])
@@ -103,7 +98,7 @@ def test_a_record_has_the_figures_of_its_runs(swept):
 
 
 def test_the_table(swept, capsys):
-    table.show(swept)
+    report(swept).show()
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
     assert lines[1][:6] == ["model", "engine", "size", "bits", "decode/s", "ratio"]
@@ -119,7 +114,7 @@ def test_every_figure_can_be_drawn(swept, tmp_path):
     pytest.importorskip("matplotlib")
     from quantkit.evaluation.comparison import drawing
 
-    found = figures.figures(swept)
+    found = report(swept).figures
     assert [figure.key for figure in found] == ["batch-8", "batch-16", "size", "prompt"]
     bare = [series for series in found[0].series if series.bare]
     assert [series.points[0].y for series in bare] == pytest.approx([1 / 0.0041] * 2)  # 4000 + 100 bytes
@@ -132,14 +127,14 @@ def test_every_figure_can_be_drawn(swept, tmp_path):
 def test_the_page():
     pytest.importorskip("matplotlib")
     rows = [measured(name, SMALL, lambda batch, number: 0.1) for name in ("a/one", "b/<two>")]
-    text = page.page(record(rows, SMALL))
-    assert "Batch 3, 5 prompt tokens" in text and text.count('<svg class="plot"') == 4  # each for phones, too
+    text = report(record(rows, SMALL)).page()
+    assert "3 × 5 tokens" in text and text.count('<svg class="plot"') == 4  # each for phones, too
     assert "<script" not in text and "&lt;two&gt;" in text and "<two>" not in text
 
 
 def test_one_model_has_both_knees_in_its_plot():
     row = measured("base", SWEEP, lambda batch, number: 0.004 + 0.001 * batch)
-    found = figures.figures(record([row], SWEEP))
+    found = report(record([row], SWEEP)).figures
     assert [line.label for line in found[0].lines] == ["measured b* 4.00", "predicted b* 8.00"]
 
 
@@ -165,7 +160,7 @@ def test_quality_is_found_by_source_or_name(tmp_path):
     )
     path = tmp_path / "result.json"
     path.write_text(json.dumps(evaluated))
-    told = quality.read([path])
+    told = read_quality([path])
     names = ("org/base", "/tmp/base-nf4/", "c", "other")
     rows = [measured(name, SMALL, lambda batch, number: 0.1) for name in names]
     made = checked(record(rows, SMALL, told))
@@ -179,21 +174,21 @@ def test_quality_is_found_by_source_or_name(tmp_path):
     notes = [model["quality_note"] for model in made["models"]]
     assert notes[2] == "c is another model in --quality: 7 bytes there, 2,000 here"
     assert notes[3] == "other is not among the models of --quality"
-    (figure,) = [figure for figure in figures.figures(made) if figure.key == "quality"]
+    (figure,) = [figure for figure in report(made).figures if figure.key == "quality"]
     assert [(series.label, series.points[0].y) for series in figure.series] == [("base-nf4", 0.02)]
-    assert quality.read([]) is None
+    assert read_quality([]) is None
 
 
-def test_what_prints_and_draws_itself_becomes_a_page_and_a_plot(tmp_path):
+def test_a_report_becomes_a_page_and_plots(tmp_path):
     pytest.importorskip("matplotlib")
-    panels = Panels(
-        "Attention of <it>",
-        lambda canvas: canvas.add_subplot().plot([1, 2], [3, 4]),
-        lambda console: (console.print("one   x"), console.print("  <two>", markup=False)),
+    series = (Series("<two>", (Point(1, 2), Point(2, 3)), 0, joined=True),)
+    figures = [Figure(key, "It", "", Axis("x"), Axis("y"), series) for key in ("first", "second")]
+    made = Report(
+        "It", [Table(("a", "b"), [("", [["one", "<two>"]])])], {"fact": "x"}, [("note", "")], figures
     )
     for suffix in (".svg", ".png"):
-        panels.write(Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}"))
+        Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}").write(figures, made.page)
     text = (tmp_path / "page.html").read_text()
-    assert "one   x<br>  &lt;two&gt;<br></pre>" in text and '<svg class="plot"' in text
+    assert "<td>&lt;two&gt;</td>" in text and text.count('<svg class="plot"') == 4 and "note" in text
     assert "prefers-color-scheme" in (tmp_path / "plot.svg").read_text()
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot-second.png").read_bytes().startswith(b"\x89PNG")

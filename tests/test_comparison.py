@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import records
 
-from quantkit.evaluation.comparison import columns, table
+from quantkit.evaluation.comparison import columns, report, table
 from quantkit.evaluation.comparison.record import pareto
 
 
@@ -191,11 +191,11 @@ def test_a_narrow_terminal_gets_several_tables(width):
     record = records.record()
     headers = ["model", *(column.header for column in columns.columns(record))]
     found = [row.cells for row in columns.rows(record)]
-    parts = table.split(headers, found, width)
+    parts = report.split(headers, found, width)
     assert [index for part in parts for index in part[1:]] == list(range(1, len(headers)))
     assert all(part[0] == 0 and len(part) > 1 for part in parts)
     widths = [
-        max(len(cells[index]) for cells in (headers, *found)) + table.GAP for index in range(len(headers))
+        max(len(cells[index]) for cells in (headers, *found)) + report.GAP for index in range(len(headers))
     ]
     for part, after in zip(parts, parts[1:] + [[0]], strict=True):
         assert sum(widths[index] for index in part) - 1 <= width or len(part) == 2

@@ -53,26 +53,18 @@ def test_one_model_alone_has_no_figures():
 
 
 @pytest.mark.parametrize(("width", "height"), [(350, 330), (590, 380), (900, 550)])
-def test_names_cover_neither_each_other_nor_dots(width, height):
+def test_all_names_are_in_the_legend_above_the_plot(width, height):
     quality = figures.quality(records.many())
     with drawing.theme():
         canvas = drawing.draw(quality, width, height, titled=False)
+        canvas.draw_without_rendering()
         (axes,), (legend,) = canvas.axes, canvas.legends
-        lines, names = axes.texts[: len(quality.lines)], axes.texts[len(quality.lines) :]
-        assert len(names) >= 5  # of 11
-        assert sorted(text.get_text() for text in (*names, *legend.get_texts())) == sorted(
+        assert [text.get_text() for text in axes.texts] == [line.label for line in quality.lines]
+        assert [text.get_text() for text in legend.get_texts()] == [
             drawing.shortened(series.label) for series in quality.series
-        )
-        plot, boxes = axes.bbox, [text.get_window_extent() for text in (*names, *lines)]
-        dots = [axes.transData.transform((s.points[0].x, s.points[0].y)) for s in quality.series]
-        for index, box in enumerate(boxes[: len(names)]):
-            assert plot.contains(*box.min) and plot.contains(*box.max)
-            assert not box.count_overlaps(boxes[index + 1 :])
-            assert not any(box.contains(*dot) for dot in dots)
-            for line in quality.lines:
-                x, y = axes.transData.transform((line.value, line.value))
-                assert not (box.x0 < x < box.x1 if line.axis == "x" else box.y0 < y < box.y1)
-        assert legend.get_window_extent().y0 > plot.y1 and legend.get_window_extent().x1 <= canvas.bbox.x1
+        ]
+        box, plot = legend.get_window_extent(), axes.bbox
+        assert box.y0 > plot.y1 and box.x1 <= canvas.bbox.x1 and plot.height > 0.6 * height
 
 
 def test_an_svg_is_xml_with_every_note_and_colours_of_both_schemes():
@@ -116,7 +108,7 @@ def test_png_plots(tmp_path):
     for figure in figures.figures(record):
         drawing.png(figure, path := tmp_path / f"{figure.key}.png")
         pixels = imread(path)
-        assert pixels.shape[:2] == (880, 1440)
+        assert pixels.shape[0] >= 880 and pixels.shape[1] == 1440
         for series in figure.series:
             near = abs(pixels[:, :, :3] - to_rgb(drawing.LIGHT[series.colour % 8])).max(2) < 0.01
             assert near.sum() > 20

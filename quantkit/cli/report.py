@@ -27,8 +27,10 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
 ) -> None:
     """The function behind `quantkit report`."""
+    from quantkit.evaluation.comparison.figures import figures
     from quantkit.evaluation.comparison.files import Outputs
     from quantkit.evaluation.comparison.merge import merge, read
+    from quantkit.evaluation.comparison.page import page
 
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):
@@ -36,7 +38,8 @@ def command(
             raise QuantkitError(f"{path} is no result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
-    written = outputs.write(merge([read(path) for path in results]))
+    result = merge([read(path) for path in results])
+    written = outputs.write(figures(result), lambda: page(result))
     if not quiet:
         for path in written:
             print(path)

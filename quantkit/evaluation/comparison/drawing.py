@@ -16,12 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.text import Text
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox
 
 from quantkit.evaluation.comparison import figures
-from quantkit.evaluation.comparison.figures import Figure, Line, Point, Series
+from quantkit.evaluation.comparison.figures import Figure, Point, Series
 
 SERIES = ("#1f6fb4", "#c2570c", "#0f7b5f", "#a8417e", "#6d5bb8", "#7a6a00", "#b3261e", "#3d7a8c")
 INK, MUTED, FAINT, PAPER = "#1b1f24", "#59636e", "#e3e6ea", "#ffffff"
@@ -42,10 +40,8 @@ PLOT_STYLE = (
 UNTOLD = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that SVG gets by default
 PIXELS = 72  # to an inch, as SVG counts: a point is a pixel
 LONGEST = 30  # characters of a name; the whole one is in the tooltip and in the table
-BESIDE = (  # places for a name around its dot, the best first: (dx, dy, anchor)
-    (8, 0, "left"), (-8, 0, "right"), (0, 12, "center"), (0, -12, "center"),
-    (8, 10, "left"), (8, -10, "left"), (-8, 10, "right"), (-8, -10, "right"),
-)  # fmt: skip
+NAME, ROW = 220, 17  # pixels of a name in a legend
+MARKS = "osD^"
 STYLE = {
     "figure.dpi": PIXELS, "font.size": 12, "axes.titlesize": 12, "axes.labelsize": 12, "xtick.labelsize": 12,
     "ytick.labelsize": 12, "text.color": INK, "axes.labelcolor": MUTED, "axes.titlecolor": MUTED,
@@ -61,19 +57,14 @@ STYLE = {
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
     """An `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids of their own beside other figures
-        text = element(draw(figure, width, height, titled), figure.title)
-    for name, point in _noted(figure):
-        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
-    return text
-
-
-def element(canvas: Canvas, title: str) -> str:
-    """Any canvas as such an element; to be called under `theme`."""
-    canvas.savefig(file := StringIO(), format="svg", metadata=UNTOLD)
+        draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.S)
     text = re.sub(r"<[^>]*>\s*", _tidy, text)
-    return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{_escape(title)}" ', 1)
+    for name, point in _noted(figure):
+        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
+    label = _escape(figure.title)
+    return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{label}" ', 1)
 
 
 def _tidy(tag: re.Match) -> str:
@@ -93,13 +84,8 @@ def theme(more: dict[str, str] | None = None) -> Iterator[None]:
 
 def document(figure: Figure, width: int = 720, height: int = 440) -> str:
     """A file of its own, with its title and both colour schemes in it."""
-    return standalone(svg(figure, width, height, titled=True))
-
-
-def standalone(drawn: str) -> str:
-    """A file of an `<svg>` element, with both colour schemes in it."""
     style = f"<style>.plot{LIGHT_PALETTE}{DARK_SCHEME}{{.plot{DARK_PALETTE}}}{PLOT_STYLE}</style>"
-    first, rest = drawn.split(">", 1)
+    first, rest = svg(figure, width, height, titled=True).split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}>{style}{rest}\n'
 
 
@@ -110,21 +96,18 @@ def png(figure: Figure, path: Path) -> None:
 
 
 def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
-    """A canvas of so many pixels. Dots for whose names there is no room are in the legend, as curves are."""
-    listed = [series for series in figure.series if series.joined and not series.bare]
-    while True:  # a legend takes room from the plot, which may leave more dots without a name
-        canvas = Canvas((width / PIXELS, height / PIXELS), layout="constrained")
-        axes = canvas.add_subplot()
-        _plot(axes, figure)
-        _legend(canvas, figure.title if titled else "", listed)
-        canvas.draw_without_rendering()
-        canvas.set_layout_engine("none")
-        unnamed = _name(
-            axes, figure, [series for series in figure.series if not (series.bare or series in listed)]
-        )
-        if not unnamed:
-            return canvas
-        listed += unnamed
+    """A canvas of so many pixels, and as many more in height as the legend above the plot takes."""
+    named = [series for series in figure.series if not series.bare]
+    columns = max(1, width // NAME)
+    tall = height + ROW * -(-len(named) // columns)
+    canvas = Canvas((width / PIXELS, tall / PIXELS), layout="constrained")
+    _plot(canvas.add_subplot(), figure)
+    handles = [
+        Line2D([], [], label=shortened(s.label), ls="-" if s.joined else "", **_mark(s)) for s in named
+    ]
+    title = figure.title if titled else ""
+    canvas.legend(handles=handles, title=title, loc="outside upper left", ncols=columns, alignment="left")
+    return canvas
 
 
 def _plot(axes: Axes, figure: Figure) -> None:
@@ -133,8 +116,14 @@ def _plot(axes: Axes, figure: Figure) -> None:
     for axis, own in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
         _scale(axes, axis, own)
     for line in figure.lines:
-        along = axes.axhline if line.axis == "y" else axes.axvline
-        along(line.value, color=MUTED, ls="--", lw=1)
+        if line.axis == "y":
+            axes.axhline(line.value, color=MUTED, ls="--", lw=1)
+            at, where, style = (0.01, line.value), ("axes fraction", "data"), {"va": "bottom"}
+        else:
+            axes.axvline(line.value, color=MUTED, ls="--", lw=1)
+            at, where = (line.value, 0.99), ("data", "axes fraction")
+            style = {"va": "top", "ha": "right", "rotation": 90}
+        axes.annotate(shortened(line.label), at, xycoords=where, color=MUTED, **style)
     if len(figure.front) > 1:  # steps: the best that can be had at a size or less
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
@@ -183,78 +172,12 @@ def _colour(series: Series) -> str:
 
 
 def _mark(series: Series) -> dict:
-    """A dot or a ring; curves differ without colour, too, and those of one colour by their marks."""
-    colour = _colour(series)
+    """A dot or a ring; series of one colour differ by their marks, and curves without colour, too."""
+    colour, again = _colour(series), series.colour // len(SERIES)
     if not series.joined:
-        return {"c": colour, "marker": "o", "ms": 9, "mew": 2, "mfc": PAPER if series.hollow else colour}
-    return {"c": colour, "marker": "osD^"[(series.colour + series.colour // len(SERIES)) % 4], "ms": 6}
-
-
-def _legend(canvas: Canvas, title: str, listed: Sequence[Series]) -> None:
-    """Above the plot, in as many columns as there is room for."""
-    handles = [
-        Line2D([], [], label=shortened(s.label), ls="-" if s.joined else "", **_mark(s)) for s in listed
-    ]
-    for columns in range(max(1, len(handles)), 0, -1):
-        legend = canvas.legend(
-            handles=handles, title=title, loc="outside upper left", ncols=columns, alignment="left"
-        )
-        if columns == 1 or legend.get_window_extent().width <= canvas.bbox.width:
-            return
-        legend.remove()
-
-
-def _name(axes: Axes, figure: Figure, dots: Sequence[Series]) -> list[Series]:
-    """Name dashed lines and dots where the names cover nothing; the dots for which there is no such place.
-
-    Those on the front choose first.
-    """
-    taken = [*_drawn(axes, figure), *(_name_line(axes, line).get_window_extent() for line in figure.lines)]
-    unnamed = []
-    for series in sorted(dots, key=lambda one: one.hollow):
-        (point,) = series.points
-        for dx, dy, anchor in BESIDE:
-            style = {"ha": anchor, "va": "center_baseline", "color": _colour(series)}
-            text = _text(axes, series.label, (point.x, point.y), (dx, dy), axes.transData, style)
-            box = text.get_window_extent()
-            inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
-            if inside and not box.count_overlaps(taken):
-                taken.append(box)
-                break
-            text.remove()
-        else:
-            unnamed.append(series)
-    return unnamed
-
-
-def _name_line(axes: Axes, line: Line) -> Text:
-    """At the left end of a dashed line, or at its top on the side with more room."""
-    x, y = axes.transAxes.inverted().transform(axes.transData.transform((line.value, line.value)))
-    if line.axis == "y":
-        above = y < 0.9
-        place, style = (4, 3 if above else -3), {"va": "bottom" if above else "top"}
-        return _text(axes, line.label, (0, y), place, axes.transAxes, style)
-    place, style = ((5, -3), {"ha": "left"}) if x < 0.5 else ((-5, -3), {"ha": "right"})
-    return _text(axes, line.label, (x, 1), place, axes.transAxes, {"va": "top", **style})
-
-
-def _text(axes: Axes, text: str, at: tuple, offset: tuple, coordinates, style: dict) -> Text:
-    style = {"color": MUTED, "xycoords": coordinates, "textcoords": "offset points", **style}
-    return axes.annotate(shortened(text), at, offset, annotation_clip=False, **style)
-
-
-def _drawn(axes: Axes, figure: Figure) -> Iterator[Bbox]:
-    """What a name must not cover: dots, dashed lines, the front."""
-    at, plot = axes.transData.transform, axes.bbox
-    for line in figure.lines:
-        x, y = at((line.value, line.value))
-        yield Bbox([(plot.x0, y), (plot.x1, y)] if line.axis == "y" else [(x, plot.y0), (x, plot.y1)])
-    for series in figure.series:
-        if not series.joined:
-            yield Bbox([at((series.points[0].x, series.points[0].y))] * 2).padded(5)
-    for (x, y), (beyond, below) in itertools.pairwise(map(at, figure.front)):
-        yield Bbox([(x, y), (beyond, y)]).padded(1)
-        yield Bbox([(beyond, below), (beyond, y)]).padded(1)
+        filled = PAPER if series.hollow else colour
+        return {"c": colour, "marker": MARKS[again % 4], "ms": 9, "mew": 2, "mfc": filled}
+    return {"c": colour, "marker": MARKS[(series.colour + again) % 4], "ms": 6}
 
 
 def shortened(text: str) -> str:

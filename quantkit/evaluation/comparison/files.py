@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.comparison import table
-from quantkit.evaluation.comparison.figures import Figure, figures
+from quantkit.evaluation.comparison.figures import Figure
 from quantkit.models.files import untrusted
 
 MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY has no ending
@@ -45,22 +44,18 @@ class Outputs:
             )
 
     def write(
-        self,
-        record: dict,
-        page: Callable[[dict], str] | None = None,
-        drawn: Callable[[dict], Sequence[Figure]] = figures,
+        self, figures: Sequence[Figure], page: Callable[[], str], summary: Callable[[], str] = str
     ) -> list[Path]:
-        """Write all that is wanted; the paths of page and plots. page, drawn: of a record that is no
-        comparison's."""
+        """Write all that is wanted; the paths of page and plots. summary: as Markdown."""
         written = []
         if self.summary:
             with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
-                file.write(table.markdown(record))
+                file.write(summary())
         if self.html:
             with writing(self.html):
-                self.html.write_text((page or _page)(record), encoding="utf-8")
+                self.html.write_text(page(), encoding="utf-8")
             written.append(self.html)
-        for position, figure in enumerate(drawn(record) if self.plot else ()):
+        for position, figure in enumerate(figures if self.plot else ()):
             from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
 
             path = self.plot
@@ -73,12 +68,6 @@ class Outputs:
                     path.write_text(drawing.document(figure), encoding="utf-8")
             written.append(path)
         return written
-
-
-def _page(record: dict) -> str:
-    from quantkit.evaluation.comparison import page
-
-    return page.page(record)
 
 
 def _refuse_other_than_text(path: Path) -> None:

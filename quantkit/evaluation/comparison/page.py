@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from quantkit.errors import count
-from quantkit.evaluation.comparison import drawing
 from quantkit.evaluation.comparison.columns import columns, floor_note, label_by_source, labels, number, rows
 from quantkit.evaluation.comparison.figures import figures
 from quantkit.evaluation.comparison.gates import in_words
@@ -41,20 +37,24 @@ def page(record: dict) -> str:
 
 def render(template: Path, **values: object) -> str:
     """A page from a template that extends frame.html; strangers' text is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
+
+    def shown(value: object) -> object:
+        """Strangers' text without control characters."""
+        return drawing.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=_shown,
+        finalize=shown,
     )
     environment.filters["zip"] = zip
     return environment.get_template(template.name).render(drawing=drawing, **values)
-
-
-def _shown(value: object) -> object:
-    """What stands in the page: strangers' text without control characters."""
-    return drawing.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _worst(layers: dict) -> tuple[str, list[tuple[str, str]]]:

@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
-
-from quantkit.errors import printable
 from quantkit.evaluation.comparison.columns import columns, floor_note, label_by_source, protocol, rows
 from quantkit.evaluation.comparison.gates import describe, in_words
-from quantkit.tables import make_table, print_line
-
-GAP = 3  # cells between two columns
+from quantkit.evaluation.comparison.report import Report, Table
 
 
 def print_comparison(record: dict) -> None:
     """The table, split where the terminal is too narrow for all columns, and what it holds for."""
-    wide = 10_000  # a file or pipe has no width
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else wide)
     headers = ["model", *(column.header for column in columns(record))]
-    found = [row.cells for row in rows(record)]
-    for part in split(headers, found, console.width):
-        drawn = make_table(*(headers[index] for index in part))
-        for cells in found:
-            if any(cells[index] for index in part[1:]):  # the noise floor has no size
-                drawn.add_row(*(Text(printable(cells[index])) for index in part))
-        console.print(drawn)
     names = label_by_source(record)
     lines = [protocol(record), floor_note(record)]
     for verdict in record["gates"]:
         passed = "passed" if verdict["pass"] else "FAILED"
         lines.append(f"gate {passed}: {describe(verdict, names[verdict['model']])}")
-    for line in filter(None, lines):
-        print_line(console, line)
-
-
-def split(headers: list[str], found: list[list[str]], width: int) -> list[list[int]]:
-    """Indices of the columns of each table: as many as fit, the first column in every one."""
-    widths = [max(map(cell_len, column)) for column in zip(headers, *found, strict=True)]
-    parts = [[0]]
-    for index in range(1, len(headers)):
-        if len(parts[-1]) > 1 and sum(widths[k] + GAP for k in (*parts[-1], index)) - 1 > width:
-            parts.append([0])
-        parts[-1].append(index)
-    return parts
+    found = Table(headers, [("", [row.cells for row in rows(record)])])
+    Report("", [found], notes=[(line, "") for line in lines if line]).show()
 
 
 def markdown(record: dict) -> str:

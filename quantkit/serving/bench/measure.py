@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import quantkit
-from quantkit.errors import printable
-from quantkit.serving.bench.job import Job
+from quantkit.errors import RUNTIME, QuantkitError, printable
+from quantkit.quantize.progress import Progress
+from quantkit.serving.bench import runners
 from quantkit.serving.bench.settings import Point, Settings
-from quantkit.serving.bench.subjects import Subject
+from quantkit.serving.bench.subjects import Job, Subject, open_subject
+from quantkit.serving.engines.choose import choose_local
 
 MODULE = "quantkit.serving.bench.worker"
 LAST = 1000  # characters of what a worker that died said last
-Reached = Callable[[int, int], None]  # runs done, runs in all
 
 
 @dataclass
@@ -43,24 +44,72 @@ class Measured:
     refused: dict[Point, str] = field(default_factory=dict)
 
 
-def measure(
-    rows: Sequence[Measured], settings: Settings, reached: Reached = lambda done, total: None
-) -> None:
-    """Fill the rows, in rounds. One that failed is not tried again."""
-    total, done = settings.rounds * settings.runs * len(rows), 0
-    reached(done, total)
+def rows(
+    sources: Sequence[str],
+    engines: str,
+    settings: Settings,
+    revision: str | None = None,
+    offline: bool = False,
+) -> list[Measured]:
+    """A row for every checkpoint in every engine asked for; one that no engine runs says why.
+
+    Raises QuantkitError for what is no checkpoint, and for an unknown engine.
+    """
+    asked = runners.parse(engines)
+    subjects = [
+        open_subject(source, revision if position == 0 else None, offline)
+        for position, source in enumerate(sources)
+    ]
+    found = []
+    for subject in subjects:
+        taken: set[str] = set()  # auto is one of the others
+        for name in asked:
+            try:
+                folders = [] if subject.container == "gguf" else [subject.source]
+                engine, note = choose_local(name, folders, settings.decoded, program=True)
+                if engine not in taken:
+                    found.append(Measured(subject, engine, note))
+                taken.add(engine)
+            except QuantkitError as error:
+                found.append(Measured(subject, name, error=f"{error.message} ({error.hint})"))
+    return found
+
+
+def measure(found: Sequence[Measured], settings: Settings, progress: Progress | None = None) -> None:
+    """Fill the rows, in rounds; what fails, or runs otherwise than stored, is told at once and stays in the
+    table. One that failed is not tried again."""
+    progress = progress or Progress()
+    total, done = settings.rounds * settings.runs * len(found), 0
+
+    def reached(row: Measured) -> None:
+        progress.counting("measuring", done, total)
+        if note := row.error or (row.loaded or {}).get("note"):
+            progress.warn(f"{row.subject.source}: {note}")  # shown once
+
+    for row in found:
+        if row.note:
+            progress.warn(f"{row.subject.source} runs in {row.engine}: {row.note}")
     for number in range(settings.rounds):
-        for row in rows:
+        for row in found:
             begin = done
+            reached(row)
             if not row.error:
                 points = [point for point in settings.points if point not in row.refused]
-                job = Job(row.subject, row.engine, settings, points, rates=True)
-                for event in events(job):
+                for event in events(Job(row.subject, row.engine, settings, points, rates=True)):
                     done += event["event"] == "run"
-                    reached(done, total)
                     hear(row, event, number)
+                    reached(row)
             done = begin + settings.runs  # refused points count as done
-            reached(done, total)
+            reached(row)
+
+
+def refuse_empty(result: dict[str, Any]) -> None:
+    """Raise QuantkitError with the record where nothing at all could be run."""
+    points = [point for model in result["models"] for point in model["points"]]
+    if all(point["error"] for point in points):
+        model = result["models"][0]
+        why = f"{model['label']}: {model['points'][0]['error']}"
+        raise QuantkitError(f"nothing ran: {why}", "the reasons stand behind 'not run'", RUNTIME, result)
 
 
 def hear(row: Measured, event: dict[str, Any], number: int) -> None:
@@ -87,51 +136,34 @@ def hear(row: Measured, event: dict[str, Any], number: int) -> None:
 
 
 def events(job: Job) -> Iterator[dict[str, Any]]:
-    """What the worker of a job tells; at last how it died, if it did."""
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        _worker(job, errors) as process,
-    ):
-        for line in process.stdout:
-            if not line.endswith("\n"):
-                break  # it died while it wrote
-            event = json.loads(line)
-            yield event
-            if event["event"] in ("done", "failed"):
-                return
-        process.wait()
-        errors.seek(0)
-        yield {"event": "failed", "message": death(process.returncode, errors.read()), "hint": ""}
-
-
-@contextmanager
-def _worker(job: Job, errors: IO[str]) -> Iterator[subprocess.Popen]:
-    """The running process; it is ended whatever happens here."""
-    root = str(Path(quantkit.__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    threads = str(job.settings.threads)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": threads}
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        encoding="utf-8",
-        env=environment,
-    )
-    try:
+    """What the worker of a job tells; at last how it died, if it did. It is ended whatever happens here."""
+    paths = [str(Path(quantkit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.threads)}
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as errors:
+        pickle.dump(job, asked)
+        asked.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE],
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | more,
+        )
         try:
-            process.stdin.write(job.dump())
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has died already; how, its exit code and stderr say
-        yield process
-    finally:
-        if process.poll() is None:
+            for line in process.stdout:
+                if not line.endswith(b"\n"):
+                    break  # it died while it wrote
+                event = json.loads(line)
+                yield event
+                if event["event"] in ("done", "failed"):
+                    return
+            process.wait()
+            errors.seek(0)
+            said = errors.read().decode(errors="replace")
+            yield {"event": "failed", "message": death(process.returncode, said), "hint": ""}
+        finally:
             process.kill()
-        process.wait()
-        process.stdout.close()
+            process.communicate()
 
 
 def death(code: int, said: str) -> str:

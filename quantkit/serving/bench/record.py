@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from quantkit.evaluation.comparison import merge
 from quantkit.evaluation.comparison.columns import labels
 from quantkit.evaluation.comparison.record import environment
 from quantkit.serving.bench import roofline
 from quantkit.serving.bench.measure import Measured
-from quantkit.serving.bench.quality import match
 from quantkit.serving.bench.settings import Point, Settings
-from quantkit.serving.bench.statistics import summary
+from quantkit.serving.bench.subjects import Subject
 
 SCHEMA = "quantkit.bench/1"
 UNTOLD = ("trust_remote_code",)  # settings that change no figure
@@ -21,7 +23,7 @@ Run = dict[str, Any]
 
 
 def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None = None) -> dict[str, Any]:
-    """All that was measured. evaluated: what `quality.read` says."""
+    """All that was measured. evaluated: what `read_quality` says."""
     told = asdict(settings)
     return {
         "schema": SCHEMA,
@@ -32,6 +34,28 @@ def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None 
         | {"reference": evaluated["models"][0]["source"]},
         "env": environment(settings.device),
     }
+
+
+def summary(values: Sequence[float]) -> dict[str, float | int]:
+    """count, median, p90, min, max; mad: the median distance from the median, as a share of it.
+
+    Median and MAD forget a run that another program disturbed, where mean and standard deviation would not.
+    """
+    middle, p90 = np.quantile(values, (0.5, 0.9)).tolist()
+    scatter = median(np.abs(np.subtract(values, middle)))
+    return {
+        "count": len(values),
+        "median": middle,
+        "p90": p90,
+        "min": min(values),
+        "max": max(values),
+        "mad": scatter / middle if middle else 0.0,
+    }
+
+
+def median(values: Any) -> float:
+    """numpy's, as JSON takes it."""
+    return float(np.median(values))
 
 
 def models(rows: Sequence[Measured], settings: Settings, evaluated: dict | None) -> list[dict[str, Any]]:
@@ -54,7 +78,7 @@ def models(rows: Sequence[Measured], settings: Settings, evaluated: dict | None)
                 "engine": _engine(row),
                 "load": row.loaded
                 and {
-                    "seconds": statistics.median(row.load_seconds),
+                    "seconds": median(row.load_seconds),
                     "peak_bytes": row.loaded["peak_bytes"],
                     "memory": row.loaded["how"],
                 },
@@ -127,7 +151,7 @@ def _speed(rounds: Sequence[Sequence[Run]], speed: Any, tokens: int) -> dict[str
     return {
         "tokens": tokens,
         "tokens_per_second": summary([speed(run) for runs in rounds for run in runs]),
-        "rounds": [statistics.median(map(speed, runs)) for runs in rounds],
+        "rounds": [median([speed(run) for run in runs]) for runs in rounds],
     }
 
 
@@ -136,8 +160,8 @@ def _ratio(row: Measured, first: Measured, point: Point, speed: Any) -> dict[str
     own, other = row.runs.get(point), first.runs.get(point)
     if not own or not other:
         return None
-    medians = [[statistics.median(map(speed, runs)) for runs in rounds if runs] for rounds in (own, other)]
-    overall = [statistics.median(speed(run) for runs in rounds for run in runs) for rounds in (own, other)]
+    medians = [[median([speed(run) for run in runs]) for runs in rounds if runs] for rounds in (own, other)]
+    overall = [median([speed(run) for runs in rounds for run in runs]) for rounds in (own, other)]
     pairs = [mine / theirs for mine, theirs in zip(*medians, strict=False)]
     return {"value": overall[0] / overall[1], "min": min(pairs), "max": max(pairs)}
 
@@ -147,7 +171,7 @@ def _roofline(row: Measured, prompt: int, settings: Settings) -> dict[str, Any]:
     points = [Point(batch, prompt) for batch in settings.batches]
     ran = {point: [run for runs in row.runs.get(point, ()) for run in runs] for point in points}
     times = [
-        (point.batch, point.batch / statistics.median(map(decode, runs)))
+        (point.batch, point.batch / median([decode(run) for run in runs]))
         for point, runs in ran.items()
         if runs
     ]
@@ -178,3 +202,43 @@ def roof_of(row: Measured, run: Run, batch: int) -> roofline.Roof:
         bandwidth=row.rates["bandwidth"],
         flops=row.rates["flops"],
     )
+
+
+# ---- quality
+
+
+def read_quality(paths: Sequence[Path]) -> dict[str, Any] | None:
+    """One record of all files of `quantkit eval --json`; None without files. Raises QuantkitError as
+    `quantkit report` does."""
+    return merge.merge([merge.read(path) for path in paths]) if paths else None
+
+
+def match(subject: Subject, evaluated: dict[str, Any] | None) -> tuple[dict[str, Any] | None, str]:
+    """The evaluation's model with the subject's source, else the only one of its name; and why there is none.
+
+    One of another size is another model, whatever it is called.
+    """
+    if evaluated is None:
+        return None, ""
+    models = evaluated["models"]
+    same = [model for model in models if model["source"] == subject.source]
+    named = same or [model for model in models if _name(model["source"]) == _name(subject.source)]
+    if not named:
+        return None, f"{subject.source} is not among the models of --quality"
+    if len(named) > 1:
+        return None, f"several models of --quality are called {_name(subject.source)}"
+    (found,) = named
+    if found["size"]["weight_bytes"] != subject.weight_bytes:
+        sizes = f"{found['size']['weight_bytes']:,} bytes there, {subject.weight_bytes:,} here"
+        return None, f"{subject.source} is another model in --quality: {sizes}"
+    first = found is models[0]
+    metrics = found["metrics"]
+    return {
+        "kld": 0.0 if first else (metrics.get("kld") or {}).get("mean"),
+        "perplexity": metrics["ppl"]["value"],
+    }, ""
+
+
+def _name(source: str) -> str:
+    """The last part of a path or hub id."""
+    return source.rstrip("/").rpartition("/")[2]

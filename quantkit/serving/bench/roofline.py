@@ -16,8 +16,10 @@ nearer one is kept. Three batches are the least that can tell the two shapes apa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from quantkit.capacity import roofline
 
@@ -71,13 +73,20 @@ def fit(times: Times) -> Fit | None:
     """The nearer of both shapes; None for too few batches, or where more sequences cost nothing yet."""
     if len({batch for batch, _ in times}) < FEWEST:
         return None
-    found = [_fitted("sum", *_line(times), times)]
-    ranked = sorted(times)
-    for cut in range(1, len(ranked)):
-        floor, slope = _mean(ranked[:cut], lambda batch: 1.0), _mean(ranked[cut:], float)
-        found.append(_fitted("max", floor, slope, times))
-    possible = [one for one in found if one.floor > 0 and one.slope > 0]
-    return min(possible, key=lambda one: one.error, default=None)
+    batches, seconds = np.asarray(sorted(times), dtype=float).T
+    every = np.ones_like(batches)
+    designs = [("sum", np.stack([every, batches], 1))]
+    for cut in range(1, len(batches)):  # up to there the floor alone counts, beyond it the slope
+        flat = np.arange(len(batches)) < cut
+        designs.append(("max", np.stack([every * flat, batches * ~flat], 1)))
+    found = []
+    for shape, design in designs:  # each row divided by its time: the least squared relative error
+        floor, slope = np.linalg.lstsq(design / seconds[:, None], every)[0].tolist()
+        trial = Fit(shape, floor, slope, 0.0)
+        errors = [trial.seconds(batch) / took - 1 for batch, took in times]
+        if floor > 0 and slope > 0:
+            found.append(replace(trial, error=float(np.sqrt(np.mean(np.square(errors))))))
+    return min(found, key=lambda one: one.error, default=None)
 
 
 def where(fitted: Fit, times: Times) -> str:
@@ -85,24 +94,3 @@ def where(fitted: Fit, times: Times) -> str:
     batches = [batch for batch, _ in times]
     best = fitted.optimal_batch
     return "below" if best < min(batches) else "beyond" if best > max(batches) else "within"
-
-
-def _line(times: Times) -> tuple[float, float]:
-    """a and c of `a + c·b` with the least squared relative error: every row is divided by its time."""
-    rows = [(1 / seconds, batch / seconds) for batch, seconds in times]
-    aa, ab, bb = sum(p * p for p, _ in rows), sum(p * q for p, q in rows), sum(q * q for _, q in rows)
-    a, b = sum(p for p, _ in rows), sum(q for _, q in rows)
-    determinant = aa * bb - ab * ab
-    return (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-
-
-def _mean(times: Times, basis: Callable[[float], float]) -> float:
-    """k of `k · basis(b)` with the least squared relative error."""
-    shares = [basis(batch) / seconds for batch, seconds in times]
-    return sum(shares) / sum(share * share for share in shares)
-
-
-def _fitted(shape: str, floor: float, slope: float, times: Times) -> Fit:
-    trial = Fit(shape, floor, slope, 0.0)
-    errors = [(trial.seconds(batch) / seconds - 1) ** 2 for batch, seconds in times]
-    return Fit(shape, floor, slope, (sum(errors) / len(errors)) ** 0.5)

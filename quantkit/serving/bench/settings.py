@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -36,7 +36,7 @@ class Settings:
     rounds: int = 2
     warmup: int = 1
     seed: int = 0
-    threads: int = 1
+    threads: int = field(default_factory=lambda: usual_threads())
     dtype: str = "auto"
     device: str = "auto"
     decoded: bool = False

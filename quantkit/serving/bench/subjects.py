@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -99,6 +100,17 @@ class Subject:
         chance = random.Random(f"{seed} {point.batch} {point.prompt}")
         low, high = self.vocab_size // 4, max(self.vocab_size // 2, self.vocab_size // 4 + 1)
         return [[chance.randrange(low, high) for _ in range(point.prompt)] for _ in range(point.batch)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint in one engine, one round. rates: the machine's are measured, too."""
+
+    subject: Subject
+    engine: str
+    settings: Settings
+    points: Sequence[Point]
+    rates: bool = False
 
 
 def open_subject(source: str, revision: str | None = None, offline: bool = False) -> Subject:

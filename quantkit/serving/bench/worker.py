@@ -1,6 +1,6 @@
 """The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
 
-A job (job.py) on stdin; on stdout a line of JSON for whatever happened:
+A pickled job on stdin; on stdout a line of JSON for whatever happened:
 
     {"event": "loaded", facts…, "seconds", "peak_bytes", "how"}
     {"event": "run", "batch", "prompt", "warmup", timing…, "peak_bytes"}
@@ -17,19 +17,20 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError, first_line
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.serving.bench import runners
-from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.memory import Meter
 from quantkit.serving.bench.settings import Point
+from quantkit.serving.bench.subjects import Job
 
 Emit = Callable[[dict[str, Any]], None]
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's words
@@ -47,7 +48,7 @@ def main() -> None:
         print(json.dumps(event), file=events, flush=True)
 
     try:
-        measure(Job.load(sys.stdin.read()), emit)
+        measure(pickle.load(sys.stdin.buffer), emit)
     except QuantkitError as error:
         emit({"event": "failed", "message": error.message, "hint": error.hint})
     except Exception as error:
@@ -68,7 +69,7 @@ def measure(job: Job, emit: Emit) -> None:
         return
     meter = Meter(device)
     began = time.perf_counter()
-    runner = engine.start(job.only(possible))
+    runner = engine.start(replace(job, points=possible))
     loaded = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
     emit({"event": "loaded", **asdict(runner.facts), **loaded})
     for point in possible:

@@ -4,5 +4,5 @@ client.py   requests and streams, by the standard library
 prompts.py  seeded prompts of a length, in the server's own tokens
 load.py     users in a closed loop, or a given rate of arrivals: `measure`
 figures.py  what the times of requests say
-table.py    the result for people: `show`
+show.py     the result for people
 """

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 PERCENTILES = (50, 90, 99)
 NOT_MADE = "not made"
 
@@ -38,11 +40,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     """p50, p90, p99 (linear between neighbours) and the mean; None for no values."""
     if not values:
         return None
-    if len(values) == 1:
-        cuts = [values[0]] * 99
-    else:
-        cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return {f"p{p}": cuts[p - 1] for p in PERCENTILES} | {"mean": statistics.fmean(values)}
+    found = np.percentile(values, PERCENTILES).tolist()
+    cuts = {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
+    return cuts | {"mean": statistics.fmean(values)}
 
 
 def summarize(requests: Sequence[Timed], not_made: int = 0) -> dict[str, Any]:

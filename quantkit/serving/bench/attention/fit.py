@@ -6,7 +6,6 @@ scores that are written out. FlashAttention (Dao et al. 2022, arXiv:2205.14135) 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,13 +52,9 @@ def fit(
     """The parabola nearest to `nbytes` at `lengths`; None for fewer than `LEAST` different lengths."""
     if len(set(lengths)) < LEAST:
         return None
-    scale = max(lengths)  # columns of like size: N² of long prompts would drown the others
-    x = np.asarray(lengths) / scale
-    design = np.stack([np.ones_like(x), x, x**2], axis=1)
-    found, *_ = np.linalg.lstsq(design, np.asarray(nbytes, dtype=float), rcond=None)
-    rest = np.asarray(nbytes) - design @ found
-    variance = float(rest @ rest) / (len(x) - 3)
-    error = math.sqrt(variance * np.linalg.inv(design.T @ design)[2, 2]) / scale**2
-    a, b, c = (float(value) for value in found)
+    scale = max(lengths)  # powers of like size: N² of long prompts would drown the others
+    found, covariance = np.polyfit(np.asarray(lengths) / scale, np.asarray(nbytes, dtype=float), 2, cov=True)
+    c, b, a = (float(value) for value in found)
+    error = float(covariance[0, 0]) ** 0.5 / scale**2
     scores = attention_scores(heads, 1, bytes_per_value) * batch
     return Fit(a, b / scale, c / scale**2, error, scores)

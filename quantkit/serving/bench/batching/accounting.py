@@ -6,9 +6,10 @@ of a paged cache that is really used: Kwon et al. 2023 (PagedAttention, arXiv:23
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,6 @@ class Figures:
 PERCENTILES = (50, 90, 99)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest of the sorted values, as numpy's default is."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def figures(replay: Replay) -> Figures:
     """Of a replay with at least one request."""
     requests, steps = replay.requests, replay.steps
@@ -108,7 +100,8 @@ def figures(replay: Replay) -> Figures:
         return sum(getattr(step, field) * step.seconds for step in steps) / computed
 
     def spread(values: Sequence[float]) -> dict[str, float]:
-        return {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+        found = np.percentile(values, PERCENTILES).tolist()
+        return {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
 
     return Figures(
         tokens_per_second=sum(len(request.tokens) for request in requests) / seconds,

@@ -6,6 +6,8 @@ reads, and a slot is free when the whole batch is.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,22 +29,32 @@ class Batch:
     start: float
 
 
-# (arrivals, members served so far, when the machine is free) -> the next batch; static.py, dynamic.py.
-Form = Callable[[Sequence[float], int, float], Batch]
+def next_batch(arrivals: Sequence[float], waiting: int, free: float, size: int, wait: float) -> Batch:
+    """The batch after those before `waiting`, on a machine that is free from `free` on; it starts when it is
+    full.
+
+    arrivals: of all requests, in order. wait: seconds that the first of them may wait for company: a dynamic
+    batch. Without end the batch is static, and the last one is what is left when nobody comes any more.
+    """
+    patience = max(free, arrivals[waiting] + wait)
+    members = range(waiting, min(waiting + size, bisect_right(arrivals, patience)))
+    full = len(members) == size or patience == math.inf
+    return Batch(tuple(members), max(free, arrivals[members[-1]]) if full else patience)
 
 
 def serve(
     model: nn.Module,
     requests: Sequence[Request],
     prompts: Sequence[Sequence[int]],
-    form: Form,
+    size: int,
+    wait: float,
     clock: Clock,
 ) -> Replay:
-    """Batch after batch until nobody waits. requests: by time of arrival."""
+    """Batch after batch until nobody waits. requests: by time of arrival. size, wait: of `next_batch`."""
     arrivals = [request.arrival for request in requests]
     free, served, steps = 0.0, [], []
     while len(served) < len(requests):
-        batch = form(arrivals, len(served), free)
+        batch = next_batch(arrivals, len(served), free, size, wait)
         members = [requests[index] for index in batch.members]
         longest = max(request.output for request in members)
         written, seconds = run(model, [prompts[index] for index in batch.members], longest, clock)

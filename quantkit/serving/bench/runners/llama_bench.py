@@ -14,9 +14,9 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.settings import Point
+from quantkit.serving.bench.subjects import Job
 
 AT_ONCE = 512  # n_ubatch
 PROGRAM = "llama-bench"

@@ -8,9 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from quantkit.errors import QuantkitError
-from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.settings import Point
+from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import llamacpp
 
 AT_ONCE = 512  # n_ubatch

@@ -13,8 +13,8 @@ import transformers
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device, choose_dtype, give_back, synchronize
-from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
+from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import transformers as engine
 
 AT_ONCE = 1 << 40  # all there are

@@ -8,8 +8,8 @@ from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
-from quantkit.serving.bench.job import Job
 from quantkit.serving.bench.runners import Facts, Timing
+from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import vllm
 
 AT_ONCE = 2048  # max_num_batched_tokens where a prompt is computed in chunks

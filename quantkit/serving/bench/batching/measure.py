@@ -8,12 +8,12 @@ nothing else that the machine does between steps is counted.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import nn
@@ -22,14 +22,13 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import give_back, synchronize
 from quantkit.quantize.progress import Progress
-from quantkit.serving.bench.batching import continuous, dynamic, padded, static
+from quantkit.serving.bench.batching import continuous, padded
 from quantkit.serving.bench.batching.accounting import Figures, Replay, figures
 from quantkit.serving.bench.batching.proof import Proof, compare
 from quantkit.serving.bench.batching.trace import Request, Trace
 from quantkit.serving.engines import transformers as engine
 
 STRATEGIES = ("static", "dynamic", "continuous")
-PADDED = {"static": static.next_batch, "dynamic": dynamic.next_batch}
 PROVEN = 2  # batches of requests, served once more in float32 where less was measured
 WARM_TOKENS = 4  # of every answer of the unmeasured round
 REFUSALS = (ImportError, RuntimeError, ValueError, MemoryError)
@@ -170,9 +169,9 @@ class _Bench:
     def serve(self, name: str, requests: Sequence[Request], prompts: Sequence[Sequence[int]]) -> Replay:
         """The requests by one strategy."""
         size = self.settings.size
-        if name in PADDED:
-            form = partial(PADDED[name], size=size, wait=self.settings.wait)
-            return padded.serve(self.model, requests, prompts, form, self.clock)
+        if name != "continuous":
+            wait = self.settings.wait if name == "dynamic" else math.inf
+            return padded.serve(self.model, requests, prompts, size, wait, self.clock)
         return continuous.serve(self.model, requests, prompts, size, self.settings.page, self.clock)
 
     def attempt(

@@ -1,0 +1,80 @@
+"""What a measurement shows: one report, printed on a terminal, written as a page, drawn as plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from quantkit.errors import printable
+from quantkit.evaluation.comparison.figures import Figure
+from quantkit.evaluation.comparison.page import render
+from quantkit.tables import make_table, print_facts, print_line, stdout
+
+GAP = 3  # cells between two columns
+Rows = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """groups: rows of cells, each group under its heading, which may be empty. meanings: of columns."""
+
+    headers: Sequence[str]
+    groups: Sequence[tuple[str, Rows]]
+    meanings: Mapping[str, str] = field(default_factory=dict)
+
+    def print(self, console: Console) -> None:
+        """As several tables where the console is too narrow for all columns."""
+        rows = [cells for _, group in self.groups for cells in group]
+        names = [[heading, *[""] * (len(self.headers) - 1)] for heading, _ in self.groups]
+        for kept in split(self.headers, [*rows, *names], console.width):
+            drawn = make_table(*(self.headers[index] for index in kept))
+            for heading, group in self.groups:
+                drawn.add_section()
+                if heading:
+                    drawn.add_row(Text(printable(heading), style="bold"))
+                for cells in group:
+                    if any(cells[index] for index in kept[1:]):  # some rows say little
+                        drawn.add_row(*(Text(printable(cells[index])) for index in kept))
+            console.print(drawn)
+
+
+@dataclass(frozen=True)
+class Report:
+    """facts stand before the tables; notes, with rich's style of each, after them. more: facts under a
+    heading, on the page alone."""
+
+    title: str
+    tables: Sequence[Table]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[tuple[str, str]] = ()
+    figures: Sequence[Figure] = ()
+    more: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def show(self, console: Console | None = None) -> None:
+        """Print all but the figures."""
+        console = console or stdout()
+        print_facts(console, self.facts)
+        for table in self.tables:
+            table.print(console)
+        for text, style in self.notes:
+            print_line(console, text, style)
+
+    def page(self) -> str:
+        """One file with everything in it. How it looks is in report.html."""
+        return render(Path(__file__).with_name("report.html"), title=self.title, report=self)
+
+
+def split(headers: Sequence[str], found: Rows, width: int) -> list[list[int]]:
+    """Indices of the columns of each table: as many as fit, the first column in every one."""
+    widths = [max(map(cell_len, column)) for column in zip(headers, *found, strict=True)]
+    parts = [[0]]
+    for index in range(1, len(headers)):
+        if len(parts[-1]) > 1 and sum(widths[k] + GAP for k in (*parts[-1], index)) - 1 > width:
+            parts.append([0])
+        parts[-1].append(index)
+    return parts
