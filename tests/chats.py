@@ -7,9 +7,8 @@ import torch
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.chat.conversation import Conversation
-from quantkit.serving.chat.session import Session
-from quantkit.serving.chat.through_transformers import TransformersChat
-from quantkit.serving.chat.turn import Answer
+from quantkit.serving.chat.session import Answer, Session
+from quantkit.serving.chat.transformers import TransformersChat
 
 TURNS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
 NEXT = "{% if add_generation_prompt %}[assistant] {% endif %}"

@@ -5,7 +5,7 @@ import pytest
 from chats import FORGETFUL, SAID, Fed, begin, converse, silent
 
 from quantkit.errors import QuantkitError
-from quantkit.serving.context import ContextFullError
+from quantkit.serving.engines import ContextFullError
 
 KEPT = ["llama", "bloom", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
 ANEW = ["mamba2", "jamba"]  # no attention; several tokens at once lose the state

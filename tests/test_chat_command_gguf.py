@@ -12,11 +12,10 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.chat import start
-from quantkit.serving.chat.conversation import Conversation
 from quantkit.serving.chat.session import Session
-from quantkit.serving.context import ContextFullError
-from quantkit.serving.engines import choose, llamacpp
+from quantkit.serving.chat.settings import Settings
+from quantkit.serving.chat.start import start
+from quantkit.serving.engines import ContextFullError, choose, llamacpp
 
 TEMPLATE = TURNS + NEXT
 TALE = ["Once upon a time", "What did she say?", "And then?"]  # which the demo model goes on from
@@ -39,11 +38,10 @@ def begin(model, tmp_path):
     def make(template: str = TEMPLATE, tokens: int = 12, **asked) -> Session:
         path = tmp_path / "template.jinja"
         path.write_text(template)
-        made = start.start(
-            start.Request(str(model), template=None if asked.get("raw") else path, threads=1, **asked)
-        )
+        given = {"template": None if asked.get("raw") else path, "tokens": tokens, "temperature": 0.0}
+        made = start(str(model), Settings(threads=1, **given, **asked))
         started.append(made.engine)
-        return Session(made.engine, Conversation(raw=asked.get("raw", False)), Sampling(tokens))
+        return made
 
     yield make
     for engine in started:
@@ -108,7 +106,7 @@ def test_thoughts_are_part_of_the_answer(begin, model):
 
 
 def test_raw_text_and_a_context_that_is_full(begin):
-    session = begin(raw=True, tokens=400, context=200)
+    session = begin(raw=True, tokens=400, ctx="200")
     assert session.engine.facts.context == 256  # llama.cpp rounds up
     session.conversation.say("user", "Lily")
     with pytest.raises(ContextFullError) as caught:
@@ -133,11 +131,9 @@ def test_what_the_file_recommends_is_taken(tiny_model, tmp_path):
     path = gguf_files.export(
         tiny_model("llama"), tmp_path / "m.gguf", extra={**keys, "tokenizer.chat_template": "x"}
     )
-    started = start.start(start.Request(str(path), threads=1))
-    started.engine.close()
-    assert start.sampling(started.recommended, 8, 0) == Sampling(
-        8, pytest.approx(0.6), 0, 20, pytest.approx(0.95)
-    )
+    session = start(str(path), Settings(threads=1, tokens=8))
+    session.engine.close()
+    assert session.sampling == Sampling(8, pytest.approx(0.6), 0, 20, pytest.approx(0.95))
 
 
 def test_without_a_template_it_says_so(model, refuse):
@@ -178,9 +174,9 @@ def test_a_text_begins_with_one_bos(tiny_model, tmp_path, template, begun, adds)
     pytest.importorskip("xllamacpp")
     keys = {"tokenizer.ggml.add_bos_token": adds, "tokenizer.chat_template": template}
     path = gguf_files.export(tiny_model("llama"), tmp_path / "m.gguf", extra=keys)
-    started = start.start(start.Request(str(path), context=64, threads=1))
-    made = Session(started.engine, Conversation(), Sampling(1)).say("x", silent)
-    started.engine.close()
+    session = start(str(path), Settings(ctx="64", threads=1, tokens=1))
+    made = session.say("x", silent)
+    session.engine.close()
     assert made.prompt_tokens == 2 + (begun or adds)
 
 
@@ -195,7 +191,7 @@ def test_where_llama_cpp_is_missing_weights_are_decoded(model, quantkit, monkeyp
     assert "llama.cpp is not installed (pip install xllamacpp): weights are decoded" in done.err
     assert json.loads(done.out)["model"]["engine"].startswith("transformers")
     with pytest.raises(QuantkitError, match=r"llama\.cpp is not installed"):
-        start.start(start.Request(str(model), engine="llama.cpp", raw=True))
+        start(str(model), Settings(engine="llama.cpp", raw=True))
 
 
 def test_it_says_the_same_again(begin):

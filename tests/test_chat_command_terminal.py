@@ -15,8 +15,8 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.chat import commands, start
 from quantkit.serving.chat.conversation import Conversation
-from quantkit.serving.chat.session import Session
-from quantkit.serving.chat.turn import Answer, Facts
+from quantkit.serving.chat.session import Answer, Facts, Session
+from quantkit.serving.chat.settings import Settings
 from quantkit.text import calibration
 
 # ---- files and commands
@@ -163,13 +163,16 @@ def test_messages_of_several_lines_stand_between_quotes():
 
 def test_sampling_is_as_recommended_unless_asked_otherwise():
     recommended = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95}
-    chosen = start.sampling(recommended, 8, 0, temperature=None, top_k=None, top_p=None)
-    assert chosen == Sampling(8, 0.6, 0, 20, 0.95)
-    assert start.sampling(recommended, 8, 0, top_k=5) == Sampling(8, 0.6, 0, 5, 0.95)
-    assert start.sampling(recommended, 8, 0, temperature=0.0) == Sampling(8)
-    assert start.sampling({}, 8, 3) == Sampling(8, seed=3)
+
+    def chosen(known, **asked) -> Sampling:
+        return start.sampling(Settings(tokens=8, **asked), known)
+
+    assert chosen(recommended) == Sampling(8, 0.6, 0, 20, 0.95)
+    assert chosen(recommended, top_k=5) == Sampling(8, 0.6, 0, 5, 0.95)
+    assert chosen(recommended, temperature=0.0) == Sampling(8)
+    assert chosen({}, seed=3) == Sampling(8, seed=3)
     with pytest.raises(QuantkitError, match="for sampling"):
-        start.sampling({}, 8, 0, top_k=5)
+        chosen({}, top_k=5)
 
 
 # ---- the command
@@ -281,7 +284,7 @@ class Written:
             if stopped():
                 break
         stop = "interrupted" if stopped() else "end"
-        return Answer(said, 1, 0, 1, 0, len(said), 0.1, 0.1, stop, None)
+        return Answer(said, 1, 0, 0, len(said), 0.1, 0.1, stop, None)
 
     def forget(self) -> None:
         """Nothing is kept."""

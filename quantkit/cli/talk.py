@@ -14,8 +14,7 @@ from rich.console import Console
 from quantkit.cli import streams
 from quantkit.errors import QuantkitError, count, printable
 from quantkit.serving.chat import commands
-from quantkit.serving.chat.session import Session
-from quantkit.serving.chat.turn import Answer
+from quantkit.serving.chat.session import Answer, Session
 from quantkit.tables import megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
@@ -184,13 +183,13 @@ def introduction(session: Session, typed: bool) -> list[str]:
 def cost(session: Session, made: Answer) -> list[str]:
     """Tokens, speed and memory of a turn, in two lines."""
     rate = f" {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
-    used, context = made.prompt_tokens + made.generated_tokens, session.engine.facts.context
+    context = session.engine.facts.context
     memory = session.memory(made)
     cache = "?" if memory["kv_cache"] is None else size(memory["kv_cache"])
     return [
         f"tokens   {made.prefilled_tokens:,} prefilled {made.prefill_rate:,.1f}/s "
         f"({made.cached_tokens:,} cached), {made.generated_tokens:,} generated{rate}, "
-        f"{used:,} of {context:,}{STOPS.get(made.stop, '')}",
+        f"{made.used:,} of {context:,}{STOPS.get(made.stop, '')}",
         f"memory   weights {megabytes(memory['weights'])}, KV cache {cache}, "
         f"process {megabytes(memory['process'])}",
     ]

@@ -11,6 +11,7 @@ from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.serving.chat.session import Session
 
 BLOCK = '"""'
+NAMES = ("/reset", "/system", "/retry", "/save", "/load", "/help", "/exit", "/quit")
 HELP = f"""/reset         begin anew; the system message stays
 /system TEXT   set the system message; without TEXT it is taken away
 /retry         give the last answer again, with the next seed
@@ -36,22 +37,21 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
 
     read: the next line without its end; told whether it goes on with a message. Raises EOFError at the end.
     """
+    lines: list[str] = []  # of a message that goes on
     while True:
         try:
-            line = read(False)
+            line = read(bool(lines))
         except EOFError:
-            return
-        if not line.lstrip().startswith(BLOCK):
+            break
+        if not lines and not line.lstrip().startswith(BLOCK):
             yield line
             continue
-        lines = [line.lstrip()[len(BLOCK) :]]
-        while not lines[-1].rstrip().endswith(BLOCK):
-            try:
-                lines.append(read(True))
-            except EOFError:
-                yield "\n".join(lines).strip("\n")
-                return
-        lines[-1] = lines[-1].rstrip()[: -len(BLOCK)]
+        lines.append(line if lines else line.lstrip()[len(BLOCK) :])
+        if lines[-1].rstrip().endswith(BLOCK):
+            lines[-1] = lines[-1].rstrip()[: -len(BLOCK)]
+            yield "\n".join(lines).strip("\n")
+            lines = []
+    if lines:
         yield "\n".join(lines).strip("\n")
 
 
@@ -66,33 +66,30 @@ def obey(line: str, session: Session) -> str:
     Raises QuantkitError for one that is none or lacks something, Leave and Again where others have to act.
     """
     name, _, rest = line.strip().partition(" ")
-    if name not in COMMANDS:
-        raise QuantkitError(f"there is no {name}", f"there are {name_all(COMMANDS, 10)}", USAGE)
-    return COMMANDS[name](session, rest.strip())
-
-
-def _reset(session: Session, rest: str) -> str:
-    session.reset()
-    return "begun anew"
-
-
-def _system(session: Session, text: str) -> str:
-    if session.conversation.raw:
-        raise QuantkitError("a raw text has no system message", "start without --raw", USAGE)
-    session.conversation.system = text
-    return "the system message is set" if text else "there is no system message"
-
-
-def _save(session: Session, name: str) -> str:
-    path = _path(name, "/save")
-    held = session.conversation.save(path)
-    return f"saved; {path} holds {count(held, 'conversation')}"
-
-
-def _load(session: Session, name: str) -> str:
-    path = _path(name, "/load")
-    session.conversation.load(path)
-    return f"{count(len(session.conversation.messages), 'message')} of {path}"
+    talk, rest = session.conversation, rest.strip()
+    match name:
+        case "/reset":
+            session.reset()
+            return "begun anew"
+        case "/system":
+            if talk.raw:
+                raise QuantkitError("a raw text has no system message", "start without --raw", USAGE)
+            talk.system = rest
+            return "the system message is set" if rest else "there is no system message"
+        case "/retry":
+            raise Again
+        case "/save":
+            path = _path(rest, name)
+            return f"saved; {path} holds {count(talk.save(path), 'conversation')}"
+        case "/load":
+            path = _path(rest, name)
+            talk.load(path)
+            return f"{count(len(talk.messages), 'message')} of {path}"
+        case "/help":
+            return HELP
+        case "/exit" | "/quit":
+            raise Leave
+    raise QuantkitError(f"there is no {name}", f"there are {name_all(NAMES, 10)}", USAGE)
 
 
 def _path(name: str, command: str) -> Path:
@@ -104,29 +101,8 @@ def _path(name: str, command: str) -> Path:
         pass  # spaces or a quote in its name: as it stands
     try:
         path = Path(name).expanduser()
-        named = os.fsencode(path)
+        if b"\0" in os.fsencode(path):
+            raise RuntimeError("it holds a NUL")
     except (RuntimeError, UnicodeEncodeError) as error:  # no such user; a letter that the locale has not
         raise QuantkitError(f"{name} is no path: {error}", "choose another name", USAGE) from error
-    if b"\0" in named:
-        raise QuantkitError(f"{name} is no path: it holds a NUL", "choose another name", USAGE)
     return path
-
-
-def _again(session: Session, rest: str) -> str:
-    raise Again
-
-
-def _leave(session: Session, rest: str) -> str:
-    raise Leave
-
-
-COMMANDS: dict[str, Callable[[Session, str], str]] = {
-    "/reset": _reset,
-    "/system": _system,
-    "/retry": _again,
-    "/save": _save,
-    "/load": _load,
-    "/help": lambda session, rest: HELP,
-    "/exit": _leave,
-    "/quit": _leave,
-}

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import os
 import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.models.files import atomic, untrusted
-from quantkit.serving.chat.turn import Prompt
 
-ROLES = ("system", "user", "assistant")
-Message = dict[str, str]
+Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or text to go on from
 ROWS = {  # of a file: calibration texts have other roles, and other columns
     "type": "array",
     "items": {
@@ -27,16 +26,18 @@ ROWS = {  # of a file: calibration texts have other roles, and other columns
         "properties": {"messages": {"type": ["array", "null"]}, "text": {"type": ["string", "null"]}},
     },
 }
-OTHER = "holds other things than conversations"
-ROW_HINT = 'each line is to hold {"messages": [{"role": "user", "content": "…"}, …]}; choose another name'
 MESSAGES = {
     "type": "array",
     "items": {
         "type": "object",
         "required": ["role", "content"],
-        "properties": {"role": {"enum": list(ROLES)}, "content": {"type": "string"}},
+        "properties": {
+            "role": {"enum": ["system", "user", "assistant"]},
+            "content": {"type": "string"},
+        },
     },
 }
+ROW_HINT = 'each line is to hold {"messages": [{"role": "user", "content": "…"}, …]}; choose another name'
 
 
 @dataclass
@@ -45,26 +46,18 @@ class Conversation:
 
     system: str = ""
     raw: bool = False
-    messages: list[Message] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def prompt(self) -> Prompt:
         """For an engine."""
         if self.raw:
             return "".join(message["content"] for message in self.messages)
-        return [*self._head(), *self.messages]
-
-    def _head(self) -> list[Message]:
-        return [{"role": "system", "content": self.system}] if self.system else []
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.messages]
 
     def say(self, role: str, text: str) -> None:
         """Add a message."""
         self.messages.append({"role": role, "content": text})
-
-    def take_back_answer(self) -> None:
-        """Undo the last answer. Raises QuantkitError where there is none."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise QuantkitError("there is no answer to give again", "say something first", USAGE)
-        self.messages.pop()
 
     def drop_oldest(self) -> int:
         """Forget the oldest message of the user and its answers; how many messages those were. The last
@@ -75,14 +68,6 @@ class Conversation:
         dropped = min(end, len(self.messages) - 1)
         del self.messages[:dropped]
         return dropped
-
-    def reset(self) -> None:
-        """Forget what was said; the system message stays."""
-        self.messages.clear()
-
-    def row(self) -> dict[str, Any]:
-        """One line of a file."""
-        return {"text": self.prompt()} if self.raw else {"messages": self.prompt()}
 
     def save(self, path: Path) -> int:
         """Add it to the file as a line, or put it in the place of the last one where that is its beginning.
@@ -95,10 +80,11 @@ class Conversation:
         if os.path.exists(path) and not path.is_file():  # a device would be replaced
             raise QuantkitError(f"{path} is no file", "save elsewhere", USAGE)
         rows = _read(path) if os.path.exists(path) else []
-        mine = self.row()
-        if rows and _begins(mine, rows[-1]):
+        key, mine = "text" if self.raw else "messages", self.prompt()
+        before = rows[-1][key] if rows and rows[-1].keys() == {key} else None
+        if type(before) is type(mine) and mine[: len(before)] == before:
             rows.pop()
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*rows, mine))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (*rows, {key: mine}))
         try:
             with atomic.replacing(path) as new:  # a stranger's row may have a lone surrogate: as JSON has it
                 new.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -110,18 +96,17 @@ class Conversation:
         """Go on with the last conversation of a file. Raises QuantkitError where there is none."""
         rows = _read(path)
         key = "text" if self.raw else "messages"
-        row = next((row for row in reversed(rows) if row.get(key) is not None), None)
-        if row is None:
+        found = next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+        if found is None:
             other = "without --raw" if self.raw else "with --raw"
             hint = f"each line holds {{{key!r}: …}}" + (f"; start quantkit chat {other}" if rows else "")
             raise QuantkitError(f"{path} holds no conversation", hint, USAGE)
         if self.raw:
-            messages = [{"role": "user", "content": row["text"]}]
-        else:
-            told = f"{path} holds a message that is none of system, user or assistant with a text"
-            hint = 'messages look like {"role": "user", "content": "…"}'
-            untrusted.check_schema(row["messages"], MESSAGES, told, hint, USAGE)
-            messages = [{name: found[name] for name in ("role", "content")} for found in row["messages"]]
+            found = [{"role": "user", "content": found}]
+        told = f"{path} holds a message that is none of system, user or assistant with a text"
+        hint = 'messages look like {"role": "user", "content": "…"}'
+        untrusted.check_schema(found, MESSAGES, told, hint, USAGE)
+        messages = [{name: message[name] for name in ("role", "content")} for message in found]
         if any("Cs" in map(unicodedata.category, message["content"]) for message in messages):
             hint = "take the lone surrogates, such as \\ud800, out of it"
             raise QuantkitError(f"{path} holds a message that is no Unicode text", hint, USAGE)
@@ -130,15 +115,9 @@ class Conversation:
         self.messages = messages
 
 
-def _begins(longer: dict[str, Any], shorter: dict[str, Any]) -> bool:
-    return longer.keys() == shorter.keys() and all(
-        type(value) is type(shorter[key]) and value[: len(shorter[key])] == shorter[key]
-        for key, value in longer.items()
-    )
-
-
 def _read(path: Path) -> list[dict[str, Any]]:
     """The file's rows. Raises QuantkitError where it is no plain file, or holds anything else."""
+    other = f"{path} holds other things than conversations"
     try:
         untrusted.refuse_irregular(path)
         rows = [untrusted.parse(line) for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -147,6 +126,6 @@ def _read(path: Path) -> list[dict[str, Any]]:
             f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
         ) from error
     except ValueError as error:
-        raise QuantkitError(f"{path} {OTHER}", ROW_HINT, USAGE) from error
-    untrusted.check_schema(rows, ROWS, f"{path} {OTHER}", ROW_HINT, USAGE)
+        raise QuantkitError(other, ROW_HINT, USAGE) from error
+    untrusted.check_schema(rows, ROWS, other, ROW_HINT, USAGE)
     return rows

@@ -8,15 +8,12 @@ is cropped to what both begin with.
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import (
-    Cache,
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -108,17 +105,3 @@ def goes_on(model: nn.Module) -> bool:
         if states and torch.equal(usual, logits(without, ids[:, before:])):
             return False
     return True
-
-
-def nbytes(cache: Cache) -> int:
-    """Of all keys, values and states of a cache."""
-    tensors = itertools.chain.from_iterable(_tensors(vars(layer)) for layer in cache.layers)
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
-
-
-def _tensors(values: dict[str, Any]) -> Iterator[Tensor]:
-    for value in values.values():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            yield value
-        elif isinstance(value, dict):
-            yield from _tensors(value)

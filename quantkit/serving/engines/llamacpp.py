@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib import import_module, metadata, util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import kv_types
-from quantkit.serving.context import ContextFullError
+from quantkit.models.gguf.tokenizer import special_tokens
+from quantkit.serving.engines import ContextFullError
+from quantkit.text.chat import ChatTemplate
 
 PACKAGE = "xllamacpp"
 OWN_TEMPLATE = "chatml"  # one of llama.cpp's: it would try the file's as it loads, without limits
@@ -70,6 +74,24 @@ def parameters(
     made.verbosity, made.ui, made.fit_params = SILENT, False, False
     made.hostnames, made.port, made.endpoint_metrics = ["127.0.0.1"], 0, True
     return made
+
+
+def stored_template(metadata: Mapping[str, Any]) -> str | None:
+    """Return the chat template of a GGUF file; None where it has none."""
+    found = metadata.get("tokenizer.chat_template")
+    return found if isinstance(found, str) and found else None
+
+
+def chat_template(
+    metadata: Mapping[str, Any], given: str | None, today: date
+) -> tuple[ChatTemplate, tuple[int, str]]:
+    """Return the chat template of a GGUF file, or the one `given`, for quantkit to render with limits; and id
+    and text of its BOS token, 0 and "" where it has none."""
+    template = given or stored_template(metadata)
+    special = special_tokens(metadata) if template else {}
+    texts = {f"{role}_token": text for role, (_, text) in special.items()}
+    known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda asked: asked)
+    return ChatTemplate(known, template, today), special.get("bos", (0, ""))
 
 
 def speculate(settings: Any, k: int, draft: Path | None = None) -> None:

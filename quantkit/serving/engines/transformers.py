@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module, util
+from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import free_memory
+from quantkit.models.machine.device import free_memory, synchronize
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # warns at every product, of what it rounds the inputs to
@@ -156,3 +159,31 @@ def set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> N
         raise QuantkitError(
             f"{checkpoint.source} has no attention {attention!r}: {first_line(error)}", hint, UNSUPPORTED
         ) from error
+
+
+class Clock(transformers.StoppingCriteria):
+    """Notes when each token is there (`time.monotonic`), and ends the text once `stopped()` says so."""
+
+    def __init__(self, device: torch.device, stopped: Callable[[], bool] = lambda: False):
+        self.times: list[float] = []
+        self._device, self._stopped = device, stopped
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        synchronize(self._device)
+        self.times.append(time.monotonic())
+        return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
+
+
+def cache_bytes(cache: Any) -> int | None:
+    """Return the bytes of all tensors of a cache, whatever family's it is; None where there is none."""
+    found = {id(tensor): tensor for tensor in _tensors(cache, 0)}
+    return sum(tensor.nbytes for tensor in found.values()) if cache is not None else None
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth < 5:
+        inner = value if isinstance(value, (list, tuple)) else getattr(value, "__dict__", {}).values()
+        for one in value.values() if isinstance(value, dict) else inner:
+            yield from _tensors(one, depth + 1)

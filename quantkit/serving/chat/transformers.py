@@ -1,0 +1,152 @@
+"""A conversation through transformers' own `generate`, over a cache that is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import torch
+
+from quantkit.evaluation.generate import Streamer, decode
+from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config, seeded
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.serving.chat.conversation import Prompt
+from quantkit.serving.chat.kept_cache import KeptCache
+from quantkit.serving.chat.session import Answer, Facts, Stream, written
+from quantkit.serving.engines import ContextFullError
+from quantkit.serving.engines import transformers as engine
+from quantkit.text.chat import ChatTemplate
+
+CACHES = ("past_key_values", "cache_params")  # what models call theirs
+
+
+class TransformersChat:
+    """A checkpoint that answers. Raises QuantkitError when it does not fit the memory (exit code 5)."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        decoded: bool = False,
+        template: str | None = None,
+    ):
+        loaded = engine.load(checkpoint, dtype, device, context, decoded=decoded)
+        self.facts = Facts(
+            source=checkpoint.source,
+            engine=f"transformers {engine.version()}",
+            kernels=loaded.kernels,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            context=context,
+            weight_bytes=loaded.weight_bytes,
+            notes=(loaded.note,) if loaded.note else (),
+        )
+        self._model, self._device = loaded.model, device
+        self._tokenizer = checkpoint.tokenizer
+        self._ends = ends_of_text(checkpoint)
+        if self._tokenizer.eos_token_id not in (None, *self._ends):
+            self._ends.append(self._tokenizer.eos_token_id)  # which ends turns where the files disagree
+        self._tokens = Tokens(self._tokenizer, template, self._ends)
+        self._kept = KeptCache(self._model)
+
+    def answer(
+        self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
+    ) -> Answer:
+        """See `Engine`."""
+        ids = self._tokens.encode(prompt)
+        room = self.facts.context - len(ids)
+        if room < 1:
+            raise ContextFullError(len(ids), self.facts.context)
+        before = len(self._kept.ids)
+        cache, cached, note = self._kept.begin(ids)
+        asked, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
+        began, clock = time.monotonic(), engine.Clock(self._device, stopped)
+        try:
+            with seeded(sampling.seed, self._device):
+                out = self._model.generate(
+                    given,
+                    attention_mask=torch.ones_like(given),
+                    generation_config=generation_config(replace(sampling, tokens=asked), self._ends),
+                    stopping_criteria=[clock],
+                    streamer=Streamer(self._tokenizer, stream),
+                    return_dict_in_generate=True,
+                    **({"past_key_values": cache} if cache is not None else {}),
+                )
+        except BaseException:
+            self._kept.forget()  # it may hold a part of a token
+            raise
+        found = out.sequences[0].tolist()
+        self._kept.end(found)
+        new = found[len(ids) :]
+        if new[-1] in self._ends or (len(new) < asked and not stopped()):
+            stop = "end"
+        elif len(new) < asked:
+            stop = "interrupted"
+        else:
+            stop = "context" if asked < sampling.tokens else "length"
+        return Answer(
+            text=self._tokens.answered(ids, new),
+            prompt_tokens=len(ids),
+            cached_tokens=cached,
+            dropped_tokens=before - cached,
+            generated_tokens=len(new),
+            prefill_seconds=clock.times[0] - began,
+            decode_seconds=clock.times[-1] - clock.times[0],
+            stop=stop,
+            kv_bytes=engine.cache_bytes([out.get(name) for name in CACHES]),
+            notes=(note,) if note else (),
+        )
+
+    def forget(self) -> None:
+        """See `Engine`."""
+        self._kept.forget()
+
+    def close(self) -> None:
+        """See `Engine`."""
+        del self._model, self._kept
+
+
+class Tokens:
+    """A conversation as token ids that begin with those a model has seen, wherever its text does.
+
+    Text that a model wrote may be cut otherwise when it is read: [he][llo] comes back as [hello]. Nothing
+    from there on would be in the cache. So what the model wrote keeps the tokens it chose, and only what
+    follows is cut anew. ends: ids that end an answer; templates write them themselves."""
+
+    def __init__(self, tokenizer: Any, template: str | None, ends: Collection[int]):
+        self._tokenizer, self._ends = tokenizer, ends
+        self._template = ChatTemplate(tokenizer, template, date.today())
+        self._asked = ""  # text of the prompt that was encoded last
+        self._known: list[tuple[str, list[int]]] = []  # the text after each answer, and its tokens
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The whole conversation, up to where the answer begins.
+
+        Raises QuantkitError when it does not fit the template.
+        """
+        text = self._asked = written(self._template, prompt)
+        ids = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        while self._known and not text.startswith(self._known[-1][0]):
+            self._known.pop()  # taken back, or written anew
+        if self._known:
+            known, before = self._known[-1]
+            rest = self._tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
+            if self._spelled([*before, *rest]) == self._spelled(ids):  # some begin every text with a space
+                return [*before, *rest]
+        return ids
+
+    def answered(self, ids: list[int], answer: list[int]) -> str:
+        """The text of an answer to the prompt `ids`, whose tokens the next turn will go on from."""
+        text = decode(self._tokenizer, answer)
+        body = answer[:-1] if answer and answer[-1] in self._ends else answer
+        if self._spelled(body) == text:  # neither is a special token among them, nor half a character
+            self._known.append((self._asked + text, [*ids, *body]))
+        return text
+
+    def _spelled(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
