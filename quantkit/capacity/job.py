@@ -18,6 +18,7 @@ from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
     MIB,
+    Needs,
     Peak,
     Shapes,
     peak_memory,
@@ -77,14 +78,11 @@ def _of_method(
     shapes = of_block(parameters, DTYPE_BYTES[dtype], samples, seqlen, settings.hidden)
     if shapes.experts:
         shapes = mixture(shapes, settings, memory if on_gpu else None)
-    needs, transform, sampled = work.forwards > 0, work.transform, work.sample > 0
+    needs, transform = work.forwards > 0, work.transform
+    wanted = Needs(needs, needs, 1.0 if transform else work.sample, outside=work.outside)
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
-        states = "device" if on_gpu else None
-        return peak_memory(
-            shapes, needs, needs, transform, suspend, work.tables, states, at_once, sampled=sampled,
-            outside=work.outside,
-        )  # fmt: skip
+        return peak_memory(shapes, wanted, suspend, accelerated=on_gpu, at_once=at_once)
 
     base = 0 if on_gpu else INTERPRETER_BYTES
     suspend = needs and not transform and (memory is None or peak(True).computing < COMFORT * memory)
@@ -128,7 +126,6 @@ def of_block(
         ],
         rest=sum(tensor.size for tensor in outside) - (copy.size if copy else 0),
         largest=max((tensor.nbytes for tensor in outside), default=0),
-        converted=max((one.nbytes for one in outside if one.nbytes != element * one.size), default=0),
         element=element,
         tokens=samples * seqlen,
         batch_tokens=batch * seqlen,

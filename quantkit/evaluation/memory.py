@@ -17,8 +17,8 @@ from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.prepare.linears import linears
-from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES
-from quantkit.quantize.prepare.plan import check_disk, forward_memory, shapes_of
+from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES, forward_memory
+from quantkit.quantize.prepare.plan import check_disk, shapes_of
 from quantkit.quantize.prepare.room import TENTH, check_memory
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
@@ -44,18 +44,17 @@ def need(
     for number, checkpoint in enumerate(checkpoints):
         skeleton = Skeleton(checkpoint, dtype, device)
         skeleton.names.check_complete()
-        rows = linears(skeleton)
-        shapes = shapes_of(skeleton, rows, tokens, batch)
+        shapes = shapes_of(skeleton, linears(skeleton), tokens, batch)
         rest = shapes.rest * shapes.element
-        own = (3 * batch if spilled else tokens) * shapes.hidden * shapes.element
-        running = max(forward_memory(skeleton, rows, tokens, batch, spilled), rest + shapes.largest)
+        own = shapes.moving if spilled else shapes.states
+        running = max(forward_memory(shapes, spilled), rest + shapes.largest)
         running += FLOAT32 * 4 * shapes.largest_linear if checkpoint.quantized else 0
         scoring = rest + own + CHUNKS * CHUNK_BYTES
         most = max(most, (base if number else 0) + max(running, scoring))
         if not number:
-            base, states = rest + (0 if spilled else own), tokens * shapes.hidden * shapes.element
+            base, states = rest + (0 if spilled else own), shapes.states
             most = max(most, base + max(running, scoring)) if compared else most
-    return Need(LOADED_LATER_BYTES[False] + most, states)
+    return Need(LOADED_LATER_BYTES + most, states)
 
 
 def decide(

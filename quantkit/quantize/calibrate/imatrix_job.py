@@ -23,7 +23,7 @@ from quantkit.quantize.calibrate.importance import Importance
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import linears, plan, room
-from quantkit.quantize.prepare.memory import COMFORT, Peak
+from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
 from quantkit.quantize.staging.folder import disk_errors
@@ -88,11 +88,11 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
-    sizes = tokens.numel(), batches[0].numel()
+    shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
     rooms = room.Rooms.of(skeleton.device, room.asked(request.run))
-    need, place = plan.forward_memory(skeleton, rows, *sizes), None
+    need, place = forward_memory(shapes), None
     if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
-        need = plan.forward_memory(skeleton, rows, *sizes, spilled=True)
+        need = forward_memory(shapes, spilled=True)
         place = Place("disk", output.absolute().parent)
     peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
     rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")

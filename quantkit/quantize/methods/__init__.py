@@ -45,8 +45,8 @@ def _folder() -> Output:
 class Method:
     """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`.
 
-    notes: what the user should know before the job runs. tables: bytes to make look-up tables for a moment.
-    outside: embedding and head are encoded before the first block.
+    notes: what the user should know before the job runs. outside: embedding and head are encoded before the
+    first block.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Method:
     transform: Transform | None = None
     output: Output = field(default_factory=_folder)
     notes: tuple[str, ...] = ()
-    tables: int = 0
     outside: bool = False
 
     @property
@@ -74,9 +73,8 @@ class Work:
     spent on each linear, in `out · in²`. seconds: per weight and core, quick and slow, for all that is no
     matrix product. a100_minutes: per billion parameters, quick and slow; published: whose. transform: it
     rewrites a block by the statistics of all its sites. sample: one does so before, by so many of the tokens.
-    outside: embedding and head are encoded, too, the
-    latter by its own second moments, for which all tokens run through the blocks once more. tables: bytes
-    that making look-up tables takes for a moment, on the host.
+    outside: embedding and head are encoded, too, the latter by its own second moments, for which all tokens
+    run through the blocks once more.
     """
 
     forwards: float
@@ -87,7 +85,6 @@ class Work:
     transform: bool = False
     sample: float = 0.0
     outside: bool = False
-    tables: int = 0
 
 
 # Of methods that solve by second moments, which take most of the time.

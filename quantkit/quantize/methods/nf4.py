@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
-WORK = Work(0, 0, (15e-9, 60e-9), tables=72 << 20)
+WORK = Work(0, 0, (15e-9, 60e-9))
 
 
 @dataclass(frozen=True)
@@ -76,4 +76,4 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
 
     chosen = composing.solver(options, options.act_order)
     transform = composing.block_transform(options.transform, chosen)
-    return Method("nf4", chosen, layout(options), make_grid, transform, tables=WORK.tables)
+    return Method("nf4", chosen, layout(options), make_grid, transform)

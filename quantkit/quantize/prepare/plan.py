@@ -14,7 +14,6 @@ from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
-from quantkit.models.files import reading
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
 from quantkit.models.machine.held import ROUTED
@@ -23,8 +22,10 @@ from quantkit.models.skeleton.streaming import streamed
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
+    Needs,
     Peak,
     Shapes,
+    forward_memory,
     peak_memory,
     scratch_bytes,
 )
@@ -114,13 +115,12 @@ def plan(
     tokens: int,
 ) -> JobPlan:
     """Sizes of a job over so many `tokens`, exact from shapes; `peak` is what `room.decide` predicted."""
-    checkpoint, scratch, spilled = skeleton.checkpoint, 0, 0
+    scratch, spilled, shapes = 0, 0, shapes_of(skeleton, specs, tokens, 0)
     if "curvature" in method.needs and any(spec.grid for spec in specs):
-        scratch = scratch_bytes(len(skeleton.blocks), shapes_of(skeleton, specs, tokens, 0))
+        scratch = scratch_bytes(len(skeleton.blocks), shapes)
     if execution.states == "disk":
-        streams = 2 if "drift" in method.needs else 1
-        spilled = streams * tokens * shapes_of(skeleton, specs, tokens, 0).hidden * skeleton.dtype.itemsize
-    sizes = method.output.sizes(checkpoint, specs, method.layout)
+        spilled = shapes.states * (2 if "drift" in method.needs else 1)
+    sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
         execution=execution,
@@ -129,7 +129,7 @@ def plan(
         # staged blocks, then the merged files beside them
         disk_bytes=max(staged + sizes.total, scratch) + spilled,
         output_bytes=sizes.total,
-        source_bytes=checkpoint.stored_bytes,
+        source_bytes=skeleton.checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
         ranks=distributed.count(),
     )
@@ -146,92 +146,40 @@ def job_memory(
     at_once: int = 1,
 ) -> Peak:
     """Peak bytes above the interpreter of a job on so many tokens of one rank, if it runs so."""
-    accelerated = is_accelerator(skeleton.device)
+    accelerated, needs = is_accelerator(skeleton.device), method.needs
+    shapes = shapes_of(skeleton, specs, tokens, batch_tokens)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
-        spilled = states == "disk"
-        forward = (
-            forward_memory(skeleton, specs, tokens, batch_tokens, spilled=spilled) if method.needs else 0
-        )
-        return Peak(max(encode, forward), encode) if accelerated else Peak(0, max(encode, forward))
-    shapes = shapes_of(skeleton, specs, tokens, batch_tokens)
-    return peak_memory(
-        shapes,
-        calibrated=bool(method.needs),
-        hessian="hessian" in method.needs,
-        transform=method.transform is not None and method.transform.sample == 1,
-        suspend=mode == "suspend",
-        tables=method.tables,
-        states=("device" if states == "device" else "host") if accelerated else None,
-        at_once=at_once,
-        drift="drift" in method.needs,
-        gradients="curvature" in method.needs,
-        sampled=method.transform is not None and method.transform.sample < 1,
-        spilled=states == "disk",
-        outside=method.outside,
-    )
+        most = max(encode, forward_memory(shapes, states == "disk") if needs else 0)
+        return Peak(most, encode) if accelerated else Peak(0, most)
+    scaled = method.transform.sample if method.transform else 0
+    drift, gradients = "drift" in needs, "curvature" in needs
+    wanted = Needs(bool(needs), "hessian" in needs, scaled, drift, gradients, method.outside)
+    return peak_memory(shapes, wanted, mode == "suspend", states, accelerated, at_once)
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
-    """Of a job, as far as memory goes."""
-    largest = _largest_block(specs)
-    config = skeleton.checkpoint.text_config
-    return Shapes(
-        linears=[(spec.local, spec.out_features, spec.in_features) for spec in largest],
-        rest=_rest(skeleton),
-        largest=_largest_outside(skeleton),
-        converted=_largest_outside(skeleton, kept=skeleton.dtype),
-        element=skeleton.dtype.itemsize,
-        tokens=tokens,
-        batch_tokens=batch_tokens,
-        width=_hidden_size(skeleton),
-        experts=frozenset(streamed(skeleton.blocks[largest[0].block])),
-        streamed=skeleton.streams,
-        vocabulary=getattr(config, "vocab_size", 0),
-        active=next((getattr(config, name) for name in ROUTED if getattr(config, name, None)), 1),
-    )
-
-
-def _largest_block(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
-    """The linears of the block that has most weights; of equal ones the first."""
+    """Of a job, as far as memory goes; of the block that has most weights, of equal ones the first."""
     weights: Counter[int] = Counter()
     for spec in specs:
         weights[spec.block] += spec.weights
-    index = max(sorted(weights), key=weights.__getitem__)
-    return [spec for spec in specs if spec.block == index]
-
-
-def _hidden_size(skeleton: Skeleton) -> int | None:
-    return getattr(skeleton.checkpoint.config.get_text_config(), "hidden_size", None)
-
-
-def _rest(skeleton: Skeleton) -> int:
-    """Parameters outside the blocks."""
-    inside = skeleton.names.blocks + "."
-    outside = (p for name, p in skeleton.model.named_parameters() if not name.startswith(inside))
-    return sum(parameter.numel() for parameter in outside)
-
-
-def _largest_outside(skeleton: Skeleton, kept: torch.dtype | None = None) -> int:
-    """Bytes of the largest stored tensor that belongs to no block, and is not of the type `kept`."""
-    inside = re.compile(rf"(^|\.){re.escape(skeleton.names.blocks.rpartition('.')[2])}\.\d+\.")
-    outside = (info for info in skeleton.checkpoint.infos.values() if not inside.search(info.name))
-    return max(
-        (info.nbytes for info in outside if not kept or reading.DTYPES.get(info.dtype) != kept), default=0
+    index = max(sorted(weights), key=weights.__getitem__, default=0)
+    config, inside = skeleton.checkpoint.text_config, f"{skeleton.names.blocks}."
+    stored = re.compile(rf"(^|\.){re.escape(inside.split('.')[-2])}\.\d+\.")
+    infos = skeleton.checkpoint.infos.values()
+    parameters = skeleton.model.named_parameters()
+    return Shapes(
+        linears=[(one.local, one.out_features, one.in_features) for one in specs if one.block == index],
+        rest=sum(part.numel() for name, part in parameters if not name.startswith(inside)),
+        largest=max((info.nbytes for info in infos if not stored.search(info.name)), default=0),
+        element=skeleton.dtype.itemsize,
+        tokens=tokens,
+        batch_tokens=batch_tokens,
+        width=getattr(config, "hidden_size", None),
+        experts=frozenset(streamed(skeleton.blocks[index])),
+        streamed=skeleton.streams,
+        active=next((getattr(config, name) for name in ROUTED if getattr(config, name, None)), 1),
     )
-
-
-def forward_memory(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int, spilled: bool = False
-) -> int:
-    """Peak bytes of running the blocks: rest of the model, one block, the states, unless they are `spilled`,
-    a batch's activations."""
-    element, shapes = skeleton.dtype.itemsize, shapes_of(skeleton, specs, tokens, batch_tokens)
-    everywhere = sum(row[1] for row in shapes.linears if row[0] not in shapes.experts)
-    states = (3 * batch_tokens if spilled else tokens) * shapes.hidden * element
-    batch = batch_tokens * (everywhere + 3 * shapes.spread * bool(shapes.experts)) * element
-    batch += batch_tokens * shapes.widest * 4 + shapes.waiting
-    return (shapes.rest + 2 * shapes.block) * element + states + batch
 
 
 def check_disk(folder: Path, need: int) -> None:

@@ -79,7 +79,6 @@ def decide(
     Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
     not even the most frugal fits at all.
     """
-    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
 
     def need(way: Way) -> Peak:
         batches = -(-way.samples // way.batch_size)
@@ -88,12 +87,7 @@ def decide(
         tokens, how = own * way.seqlen, (way.sequential, way.states, way.at_once)
         return job_memory(skeleton, specs, method, tokens, batch_tokens, *how)
 
-    sequential = options.sequential if options.sequential != "auto" else kept.get("sequential")
-    ways = [
-        Way(mode, states, batch_size, *shape)
-        for mode in ([sequential] if sequential else _modes(skeleton))
-        for states in _places(options.states, mode, method, is_accelerator(skeleton.device))
-    ]
+    ways = list(_ways(skeleton, method, options, shape, kept))
     rooms = Rooms.of(skeleton.device, Limit.of(asked(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
@@ -106,7 +100,7 @@ def decide(
     if not rooms.hold(peak):
         rooms.check(*_remedy(way, need, rooms, bool(method.needs)))
     dtype = str(skeleton.dtype).removeprefix("torch.")
-    how = batch_size, way.sequential, torch.get_num_threads(), way.states, way.at_once
+    how = way.batch_size, way.sequential, torch.get_num_threads(), way.states, way.at_once
     return Execution(dtype, str(skeleton.device), *how), peak
 
 
@@ -115,29 +109,30 @@ def asked(options: RunOptions) -> int | None:
     return None if options.max_memory is None else size_bytes(options.max_memory, "--max-memory")
 
 
-def _modes(skeleton: Skeleton) -> list[str]:
-    """The fastest first. Several ranks solve an expert each where none has to wait for those before it."""
-    return ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
-
-
-def _places(asked: str, mode: str, method: Method, accelerated: bool) -> list[str]:
-    """Where states may wait, the fastest first. Suspended batches hold what they began with: a file would
-    save nothing, and without calibration there is nothing to keep."""
-    if not method.needs:
-        return ["device"]
-    if asked != "auto":
-        return [asked if accelerated or asked == "disk" else "device"]
-    return ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
+def _ways(
+    skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
+) -> Iterator[Way]:
+    """How a job may run, the fastest first. Several ranks solve an expert each where none has to wait for
+    those before it. Suspended batches hold what they began with: a file would save nothing; and without
+    calibration there is nothing to keep."""
+    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
+    accelerated, asked = is_accelerator(skeleton.device), options.sequential
+    asked = kept.get("sequential") if asked == "auto" else asked
+    modes = ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
+    for mode in [asked] if asked else modes:
+        places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
+        if options.states != "auto":
+            places = [options.states if accelerated or options.states == "disk" else "device"]
+        for states in places if method.needs else ["device"]:
+            yield Way(mode, states, batch_size, *shape)
 
 
 def _remedy(way: Way, need: Callable[[Way], Peak], rooms: Rooms, calibrated: bool) -> tuple[Peak, str]:
     """Options by which a job would fit that does not, and the peak to tell: where the limit has to rise, that
     of the way which is named with the new one."""
-    accelerated, ways = is_accelerator(rooms.device), []
-    if calibrated:
-        ways = [
-            less for states in (["host"] if accelerated else []) + ["disk"] for less in _smaller(way, states)
-        ]
+    accelerated = is_accelerator(rooms.device)
+    states = ["host"] * accelerated + ["disk"] if calibrated else []
+    ways = [less for place in states for less in _smaller(way, place)]
     if fits := next((less for less in ways if rooms.hold(need(less))), None):
         return need(way), _flags(way, fits)
     least = min([way, *ways], key=lambda way: need(way).host)
@@ -177,16 +172,11 @@ def frugal(execution: Execution) -> Execution | None:
 
 def out_of_memory(execution: Execution, block: int) -> QuantkitError:
     """What to tell when the device ran out of memory in a block, and what takes less."""
-    message = f"{execution.device} ran out of memory in block {block + 1}"
+    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
+    hint = f"start again with {less} --sequential {execution.sequential} --overwrite"
     if frugal(execution):  # it went too far to begin the block again
         hint = "finished blocks are kept: run the same command with --resume --states host"
-        return QuantkitError(message, hint, RESOURCES)
-    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
-    return QuantkitError(
-        message,
-        hint=f"start again with {less} --sequential {execution.sequential} --overwrite",
-        exit_code=RESOURCES,
-    )
+    return QuantkitError(f"{execution.device} ran out of memory in block {block + 1}", hint, RESOURCES)
 
 
 def check_memory(

@@ -27,13 +27,13 @@ from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 from quantkit.models.machine import held
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.prepare.memory import SEARCHED
 from quantkit.quantize.solvers import SiteStatistics, row_losses
 from quantkit.quantize.transforms import BlockView, Transformed, inside
 from quantkit.quantize.transforms.fold import Fold, Producer, along, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
 ROWS = 512  # rows looked at together, at least
+SEARCHED = 4096  # rows that a transform looks at where several sites share a scale
 UNFOLDED = "nothing to fold scales into: kept at 1"
 
 
