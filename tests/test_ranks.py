@@ -358,9 +358,10 @@ def alone(folder: Path, **place: object) -> int:
     return ended(folder, [process])[0]
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
-def test_an_environment_that_counts_in_letters_is_refused(tmp_path, name):
-    place = {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1} | {name: "x"}
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_an_environment_that_counts_in_letters_is_refused(tmp_path, name, count):
+    place = {"WORLD_SIZE": count, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1} | {name: "x"}
     assert alone(tmp_path, **place) == 2
     error, hint = (tmp_path / "err-0").read_text().splitlines()
     assert error == f"error: {name}='x' in the environment is not a number" and "torchrun" in hint

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from quantkit import __version__
-from quantkit.cli import commands, manners
+from quantkit.cli import commands, manners, several
 
 EPILOG = f"""Examples:
 
@@ -46,6 +46,7 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print it and exit."
     ),
 ) -> None:
+    several.refuse_letters()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Idle threads sleep instead of spinning: five times faster where another job shares the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -13,13 +13,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 
 def wanted() -> int:
     """Return how many processes there are to be, by the environment that torchrun makes."""
     number = os.environ.get("WORLD_SIZE", "1")
     return int(number) if number.isdecimal() else 1
+
+
+def refuse_letters() -> None:
+    """Raise QuantkitError unless what torchrun counts in the environment are numbers."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        if not (text := os.environ.get(name) or "0").isdecimal():
+            raise QuantkitError(
+                f"{name}={text!r} in the environment is not a number",
+                "start the processes with torchrun; or unset WORLD_SIZE and RANK for one process",
+                USAGE,
+            )
 
 
 def refuse(what: str, supported: bool = False) -> None:
@@ -49,7 +60,6 @@ def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
     ending, speaks = distributed.verdict(error)
     if speaks:
         tell(ending)
-    distributed.left(speaks)
     end(ending.exit_code)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.errors import INTERRUPTED, TERMINATED, UNSUPPORTED, USAGE, QuantkitError, first_line
+from quantkit.errors import INTERRUPTED, TERMINATED, UNSUPPORTED, QuantkitError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +54,8 @@ class _Group:
 _group: _Group | None = None
 
 
-def number(name: str, default: int) -> int:
-    """Return a count from the environment that torchrun makes. Raises QuantkitError for what is no number."""
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal():
-        raise QuantkitError(f"{name}={text!r} in the environment is not a number", ALONE, USAGE)
-    return int(text)
+def _number(name: str, default: int) -> int:
+    return int(os.environ.get(name) or default)
 
 
 def count() -> int:
@@ -85,9 +81,8 @@ def joined(device: str) -> Iterator[None]:
     Raises QuantkitError if the others do not come. After an error the group stays: `verdict` asks its store.
     """
     global _group
-    whole, own = number("WORLD_SIZE", 1), number("RANK", 0)
-    near, _ = number("LOCAL_WORLD_SIZE", 1), number("MASTER_PORT", 0)
-    accelerated = _choose_gpu(device, number("LOCAL_RANK", 0))
+    whole, own = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    accelerated = _choose_gpu(device, _number("LOCAL_RANK", 0))
     thread = ThreadPoolExecutor(1, "rendezvous")
     try:
         store = thread.submit(_rendezvous, own, whole, accelerated).result(HANDSHAKE)
@@ -99,7 +94,7 @@ def joined(device: str) -> Iterator[None]:
             f"{ALONE}; {NETWORK}",
         ) from error
     thread.shutdown()
-    _group = _Group(own, whole, near, store)
+    _group = _Group(own, whole, _number("LOCAL_WORLD_SIZE", 1), store)
     kinds = all_gather(accelerated)
     if len(set(kinds)) > 1:
         raise QuantkitError(
@@ -287,16 +282,3 @@ def _comes(key: str, seconds: float) -> bool:
     while not (found := _group.store.check([key])) and time.monotonic() < end:
         time.sleep(0.05)
     return found
-
-
-def left(spoken: bool) -> None:
-    """Let the store go. spoken: this rank printed the error; others may still ask the store it holds."""
-    if _group is None:
-        return
-    try:
-        _group.store.set(f"left/{_group.rank}", "")
-        for other in range(_group.count):
-            if spoken:
-                _comes(f"left/{other}", SETTLE)
-    except RuntimeError:  # its holder has gone first
-        return
