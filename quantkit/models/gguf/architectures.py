@@ -1,17 +1,18 @@
-"""The architectures that llama.cpp runs and quantkit writes and reads: one row of architectures.yaml each.
+"""The architectures that llama.cpp runs and quantkit writes and reads: one row of architectures.json each.
 
 A row relates llama.cpp's metadata to fields of transformers' configuration, in both directions, and says
-what llama.cpp takes for granted. Nothing here imports torch: plans and inspections ask, too.
+what llama.cpp takes for granted. Sources: the loaders of llama.cpp (src/models) for keys and for what is
+computed whatever the file says, transformers' configurations for the fields. Nothing here imports torch:
+plans and inspections ask, too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.gguf import variants
@@ -46,9 +47,11 @@ LATENT: Computed = {  # of multi-head latent attention: of a token's vector, wha
 class Architecture:
     """What llama.cpp calls `name`; a mixture of experts may have the name of a dense one.
 
-    model_types: of transformers; a file is read as the first. fields: metadata key -> field, or fields, of
-    the configuration. fixed: field -> values that give what llama.cpp computes. flags: field -> tensor whose
-    presence says it is true ("not" before the name: absence). rows: GGUF tensor -> order of its rows (see
+    model_types: of transformers; a file is read as the first. fields: metadata key below the name -> field of
+    the configuration, in the order in which they are written; of several fields, the first that is set; None:
+    llama.cpp reads the key, the configuration has no field for it. fixed: field -> values that give what
+    llama.cpp computes, such as all forms of GELU, as it has the tanh form for each. flags: field -> tensor
+    whose presence says it is true ("not" before the name: absence). rows: GGUF tensor -> order of its rows (see
     `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added to
     norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary: heads
     may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
@@ -104,10 +107,23 @@ class Architecture:
 
 
 ALIKE = "only models that it computes as transformers does are written"
-_loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
-_stored = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _loader)
-COMMON = _stored["groups"]["common"]
-TABLE = tuple(Architecture(**row) for row in _stored["architectures"])
+_stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def _whole(part: Any) -> Any:
+    """A part of a row: a group has its name for it; of a list of mappings the later ones go before."""
+    part = _stored["groups"].get(part) if isinstance(part, str) else part
+    if not isinstance(part, list):
+        return part
+    return {key: value for one in part for key, value in _whole(one).items()}
+
+
+MAPPINGS = ("fields", "fixed", "flags", "rows", "constants")
+COMMON = _whole("common")
+TABLE = tuple(
+    Architecture(**row | {key: _whole(row[key]) for key in MAPPINGS if key in row})
+    for row in _stored["architectures"]
+)
 
 
 def of_config(config: PretrainedConfig) -> Architecture:

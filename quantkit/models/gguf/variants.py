@@ -1,6 +1,6 @@
 """Variants of architectures: which of them llama.cpp does not compute, and what a whole file says of one.
 
-Rows of architectures.yaml name the functions. One that refuses takes a configuration, and returns what about
+Rows of architectures.json name the functions. One that refuses takes a configuration, and returns what about
 it llama.cpp does not know, or None. One that restores takes the keys of a file below the architecture's name
 and the names of its tensors, and returns further fields of the configuration.
 """
