@@ -27,7 +27,6 @@ def scaled(monkeypatch):
         ("mixtral", "bfloat16", 4),
         ("qwen2_moe", "float32", 4),
         ("llama4", "float32", 4),
-        ("jetmoe", "float32", 3),
         ("gpt_oss", "bfloat16", 4),
     ],
 )

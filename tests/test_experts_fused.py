@@ -27,13 +27,6 @@ MIXTURES = {
         hf.AriaTextConfig,
         {**families.GROUPED, "moe_num_experts": EXPERTS, "moe_topk": 2, "pad_token_id": 0},
     ),
-    "jetmoe": (  # attention has experts, too; one matrix each
-        hf.JetMoeConfig,
-        {
-            **{name: MIXTURE[name] for name in MIXTURE if name != "num_attention_heads"},
-            "kv_channels": 32,
-        },
-    ),
     "llama4": (  # every expert is given every token; the second block is dense
         hf.Llama4TextConfig,
         {
@@ -52,7 +45,6 @@ FUSED = {
     "granitemoe": "model.layers.0.block_sparse_moe.input_linear.weight",
     "granitemoeshared": "model.layers.0.block_sparse_moe.input_linear.weight",
     "aria_text": "model.layers.0.mlp.experts.fc1.weight",
-    "jetmoe": "model.layers.0.mlp.input_linear.weight",
     "llama4": "model.layers.0.feed_forward.experts.gate_up_proj",
 }
 PLACES = {
@@ -110,21 +102,6 @@ def test_what_is_written_has_experts_one_by_one_and_evaluates(mixture, make, tmp
         assert torch.equal(written[f"{PLACES[family]}.2.up_proj.bias"], biases[1::2])
     scored = make("eval", folder, output, "--text", text, "--ctx", 32, "--limit", 640)
     assert 0 < scored["models"][1]["metrics"]["kld"]["mean"] < 0.02
-
-
-@pytest.mark.parametrize("method", ["nf4", "gptq"])
-def test_experts_of_one_matrix_are_written_one_by_one(mixture, tmp_path, method):
-    folder, calibration = mixture("jetmoe", tokenizer=True), jobs.calibration(tmp_path)
-    options = jobs.GPTQ if method == "gptq" else {}
-    allowed = {"allow_unread": method == "nf4"}  # which no client reads
-    jobs.quantize(method, folder, tmp_path / "written", options, calibration=calibration, **allowed)
-    written = jobs.tensors(tmp_path / "written")
-    assert FUSED["jetmoe"] not in written
-    part = "qweight" if method == "gptq" else "weight.absmax"
-    linears = {name.removesuffix(f".{part}") for name in written if name.endswith(f".{part}")}
-    experts = {f"mlp.{side}_linear.{e}" for side in ("input", "output") for e in range(EXPERTS)}
-    experts |= {name.replace("mlp", "self_attention.experts") for name in experts}
-    assert {f"model.layers.1.{name}" for name in experts} <= linears
 
 
 @pytest.mark.parametrize(("family", "configured"), [("gpt_oss", 2), ("granitemoe", 8), ("llama4", 8)])

@@ -73,7 +73,7 @@ def outputs(folder, streams: bool) -> list[torch.Tensor]:
     return found
 
 
-KINDS = ("mixtral", "qwen2_moe", "llama4", "jetmoe", "gpt_oss")
+KINDS = ("mixtral", "qwen2_moe", "llama4", "gpt_oss")
 
 
 @pytest.mark.parametrize(

@@ -254,3 +254,8 @@ def test_other_four_bit_types_are_refused(kind):
     with pytest.raises(QuantkitError, match=f"4-bit type {kind!r}") as error:
         detect({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind})
     assert error.value.exit_code == UNSUPPORTED
+
+
+def test_experts_in_nf4_have_a_gate():
+    assert Nf4Layout().check_experts(3) is None
+    assert "vLLM takes those of gate, up and down" in Nf4Layout().check_experts(2)

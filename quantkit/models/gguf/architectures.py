@@ -51,10 +51,10 @@ class Architecture:
     the configuration, in the order in which they are written; of several fields, the first that is set; None:
     llama.cpp reads the key, the configuration has no field for it. fixed: field -> values that give what
     llama.cpp computes, such as all forms of GELU, as it has the tanh form for each. flags: field -> tensor
-    whose presence says it is true ("not" before the name: absence). rows: GGUF tensor -> order of its rows (see
-    `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added to
-    norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary: heads
-    may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
+    whose presence says it is true ("not" before the name: absence). rows: GGUF tensor -> order of its rows
+    (see `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added
+    to norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary:
+    heads may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
     attention, in all but the last of so many blocks unless told; window_depth: at this depth alone.
     wide_blocks: at this depth it takes hidden size per head, not the head's size, for the scale of attention.
     head: output.weight must exist ("always"), is left out when tied, or is never read. latent: keys and

@@ -14,9 +14,8 @@ ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_p
 
 
 def expert_of(local: str) -> str:
-    """`mlp.experts.3` of `mlp.experts.3.up_proj`; an expert that is one matrix is called so itself."""
-    owner, _, last = local.rpartition(".")
-    return local if last.isdigit() else owner
+    """`mlp.experts.3` of `mlp.experts.3.up_proj`."""
+    return local.rpartition(".")[0]
 
 
 def largest_expert(shapes: Iterable[tuple[str, int, int]]) -> int:

@@ -140,29 +140,6 @@ class SortedExperts(Experts):
         return Routed(hidden[routed], _slices(routed.view(self.count, -1).sum(-1).tolist()))
 
 
-class ParallelExperts(Experts):
-    """Experts of one matrix each, as JetMoE's: child `E` is a linear; what comes between two is elsewhere."""
-
-    down = ""
-
-    def __init__(self, fused: nn.Module):
-        nn.Module.__init__(self)
-        self.count, out_features, in_features = fused.weight.shape
-        self.entering = nn.Identity()
-        factory = {"bias": False, "dtype": fused.weight.dtype, "device": "meta"}
-        for expert in range(self.count):
-            self.add_module(str(expert), ExpertLinear(in_features, out_features, **factory))
-
-    def forward(self, hidden: Tensor, counts: list[int]) -> Tensor:
-        """What the experts make of their rows of `hidden [tokens, in]`, `counts[0]` of the first expert."""
-        parts = self.entering(hidden).split(counts)
-        return torch.cat([self.get_submodule(str(e))(part) for e, part in enumerate(parts)])
-
-    def routed(self, hidden: Tensor, counts: list[int]) -> Routed:
-        """What of a forward's arguments goes to which expert."""
-        return Routed(hidden, _slices(counts))
-
-
 def _slices(counts: Sequence[int]) -> list[slice]:
     """One after another."""
     ends = list(accumulate(map(int, counts)))
@@ -172,9 +149,6 @@ def _slices(counts: Sequence[int]) -> list[slice]:
 def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
     """Put `Experts` in place of all fused experts of a model on the meta device."""
     for layer in fused_layers(model) if layers is None else layers:
-        if layer.form.matrices:
-            model.set_submodule(layer.place, ParallelExperts(layer.module))
-            continue
         kind = Experts if layer.form.routes else SortedExperts
         model.set_submodule(layer.place, kind(layer.module, layer.form, layer.names))
 

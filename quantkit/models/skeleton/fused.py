@@ -32,8 +32,6 @@ class Form:
     transposed: the last two axes the other way round. concatenated: all of gate's outputs before up's,
     instead of one of each in turn. biased: `…_proj_bias` without the last axis. normed: a norm follows each
     expert. routes: a forward is told which token goes where, and not given the tokens of each expert in turn.
-    matrices: an expert is one matrix of `weight [experts, out, in]`, and a forward is told how many tokens
-    each has (JetMoE).
     """
 
     transposed: bool = False
@@ -42,7 +40,6 @@ class Form:
     gated: bool = True
     normed: bool = False
     routes: bool = True
-    matrices: bool = False
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -51,12 +48,8 @@ def form_of(module: nn.Module) -> Form | None:
     transformers' decorator says it, and where a class has none (Llama 4), the shapes.
     """
     own = {name: parameter.ndim for name, parameter in module.named_parameters(recurse=False)}
-    if own != {"weight": 3} and own.get(DOWN) != 3:
+    if own.get(DOWN) != 3:
         return None
-    arguments = len(inspect.signature(module.forward).parameters)
-    if own == {"weight": 3}:
-        parallel = getattr(module, "num_experts", None) == len(module.weight) and arguments == 2
-        return Form(routes=False, matrices=True) if parallel else None
     if hasattr(module, "is_concatenated"):
         return Form(
             transposed=module.is_transposed,
@@ -65,6 +58,7 @@ def form_of(module: nn.Module) -> Form | None:
             gated=module.has_gate,
             normed=module.has_post_expert_norm,
         )
+    arguments = len(inspect.signature(module.forward).parameters)
     if own != {GATE_UP: 3, DOWN: 3} or not hasattr(module, "act_fn") or arguments not in (1, 3):
         return None
     experts, one, other = module.down_proj.shape
@@ -86,9 +80,6 @@ class Fused:
         """Parameter, an expert's projection in it (`gate_proj.weight`), and which of its outputs that is."""
         gate, up, down = self.names
         everything = slice(None)
-        if self.form.matrices:
-            yield "weight", "weight", everything
-            return
         rows = [(UP, up, everything), (DOWN, down, everything)]
         if self.form.gated:
             inner = self.module.down_proj.shape[1 if self.form.transposed else 2]

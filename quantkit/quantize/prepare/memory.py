@@ -127,11 +127,9 @@ class Shapes:
 
     @property
     def entering(self) -> int:
-        """Bytes of what enters layers of experts, kept for a transform until each expert has come; experts
-        that are a matrix each see a token's copies."""
+        """Bytes of what enters layers of experts, kept for a transform until each expert has come."""
         layers = {held.expert_of(name).rpartition(".")[0] for name in self.experts} if self.streamed else ()
-        matrices = any(held.expert_of(name) == name for name in self.experts)
-        return len(layers) * (self.active if matrices else 1) * self.states
+        return len(layers) * self.states
 
 
 @dataclass(frozen=True)

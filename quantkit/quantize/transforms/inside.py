@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantkit.models.skeleton.experts import Experts, ParallelExperts
+from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.transforms import BlockView, Transformed
 from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
@@ -54,10 +54,10 @@ def experts(
     """Experts of a block with sites that are to be quantized and not `folded` yet.
 
     entering: a few tokens by place, `[tokens, in]` float32, of which each goes through all experts here.
-    known: by layer, see `Expert`. Experts of one matrix have nothing inside.
+    known: by layer, see `Expert`.
     """
     for name, layer in view.block.named_modules():
-        if not isinstance(layer, Experts) or isinstance(layer, ParallelExperts):
+        if not isinstance(layer, Experts):
             continue
         tokens = entering[f"{name}.entering"]
         tokens = tokens[tokens.any(-1)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quantkit.models.skeleton.experts import Experts, ParallelExperts, SortedExperts
+from quantkit.models.skeleton.experts import Experts, SortedExperts
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.transforms import BlockView
 
@@ -126,14 +126,10 @@ def probing(view: BlockView) -> Iterator[Probe]:
 
 def _stand_in(layer: Experts, device: torch.device) -> nn.Linear:
     """A linear as wide as an expert of the layer, which may be on the meta device, with random weights."""
-    first = layer.get_submodule("0")
-    if not isinstance(layer, ParallelExperts):
-        first = first.get_submodule(layer.down)
-    out_features = first.out_features
-    in_features = first.in_features if isinstance(layer, ParallelExperts) else out_features
-    weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.to(device) / in_features**0.5, requires_grad=False)
+    width = layer.get_submodule(f"0.{layer.down}").out_features
+    weight = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
+    linear = nn.Linear(width, width, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(device) / width**0.5, requires_grad=False)
     return linear
 
 
@@ -144,8 +140,6 @@ def _computing(layer: Experts, linear: nn.Linear) -> Callable:
         found = linear(layer.entering(hidden))
         if isinstance(layer, SortedExperts):
             expert = torch.arange(layer.count).repeat_interleave(len(hidden) // layer.count)
-        elif isinstance(layer, ParallelExperts):
-            expert = torch.arange(layer.count).repeat_interleave(torch.as_tensor(routing[0]).cpu())
         else:
             index, weights = routing
             return found * (weights * (1 + index / layer.count)).sum(-1, keepdim=True)

@@ -107,7 +107,7 @@ def _writers(probe: Probe, width: int) -> dict[str, list[str]]:
         if isinstance(module, nn.Linear) and module.out_features == width
     }
     for name, layer in probe.layers.items():
-        if layer.down and not layer.form.normed:
+        if not layer.form.normed:
             found[name] = [f"{name}.{expert}.{layer.down}" for expert in range(layer.count)]
     return found
 
