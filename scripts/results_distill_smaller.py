@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from quantkit.distillation.smaller import blocks, job, run
-from quantkit.distillation.smaller.options import Options
+from quantkit.distillation.job import Request
+from quantkit.distillation.options import SmallerOptions as Options
+from quantkit.distillation.smaller import blocks, job
 from quantkit.evaluation import windows
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.job import Request
 from quantkit.quantize.progress import Progress
 from quantkit.text.calibration import MOST_HELD_OUT
 
@@ -100,7 +100,7 @@ def main() -> None:
                 continue
             request = Request(
                 str(MODEL),
-                "distill",
+                None,
                 options,
                 text,
                 RunOptions(dtype="float32"),
@@ -110,8 +110,8 @@ def main() -> None:
             naive = patch.object(blocks, "choose", lambda *_, keep=keep: (keep, []))
             with naive if last else nullcontext():
                 prepared = job.prepare(request, Told())
-                text = windows.load(prepared.checkpoint, args.text, SEQLEN, None, TOKENS)
-                made = run.run(replace(prepared, evaluated=text), Told())
+                text = windows.load(prepared.source, args.text, SEQLEN, None, TOKENS)
+                made = replace(prepared, evaluated=text).run(Told())
             show(name, made)
 
 

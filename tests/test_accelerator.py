@@ -15,7 +15,7 @@ from far_device import DEVICE
 from quantkit.auto import job as budget_job
 from quantkit.auto import measuring
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.distillation.student import Student
+from quantkit.distillation.compressed.student import Student
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import named
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout

@@ -13,24 +13,15 @@ import torch
 import transformers
 from torch.nn.functional import kl_div, log_softmax, softmax
 
-from quantkit.distillation.smaller import (
-    blocks,
-    channels,
-    cut,
-    job,
-    printed,
-    run,
-    shape,
-    targets,
-    training,
-)
-from quantkit.distillation.smaller.options import Options
+from quantkit.cli import distill_report
+from quantkit.distillation.job import Request, is_done
+from quantkit.distillation.options import SmallerOptions as Options
+from quantkit.distillation.smaller import blocks, channels, cut, job, learner, shape, targets
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import self_text
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.job import Request
 from quantkit.text.calibration import hold_out
 
 DEPTH = 3
@@ -48,7 +39,7 @@ def distill(tmp_path):
         text = jobs.calibration(tmp_path, samples=10, seqlen=16)
         request = Request(
             str(teacher),
-            "distill",
+            None,
             Options(**FEW | options),
             CalibrationOptions(calibration=text.calibration, samples=10, seqlen=16, seed=seed),
             RunOptions(threads=1, dtype="float32", batch_size=2),
@@ -56,7 +47,7 @@ def distill(tmp_path):
             resume=resume,
         )
         listener = listener or jobs.Listener()
-        made = run.run(job.prepare(request, listener), listener)
+        made = job.prepare(request, listener).run(listener)
         return made | {"folder": tmp_path / into / "student", "warnings": getattr(listener, "warnings", [])}
 
     return make
@@ -135,9 +126,9 @@ def test_channels_are_kept_by_what_they_carry_and_fitted_to_make_up_for_the_othe
 
 def test_what_went_is_told_in_order():
     rounds = [{"0": 0.9, "1": 0.2, "2": 0.1, "3": 0.8}, {"0": 1.1, "1": 0.4, "3": 0.9}]
-    told = printed.left_out({"blocks": [0, 3], "rounds": rounds}, 4)
+    told = distill_report.left_out({"blocks": [0, 3], "rounds": rounds}, 4)
     assert told == "block 2 (KL divergence without it 0.100), then 1 (0.400)"
-    told = printed.left_out({"blocks": [0, 3], "rounds": rounds[:1]}, 4)
+    told = distill_report.left_out({"blocks": [0, 3], "rounds": rounds[:1]}, 4)
     assert told == "block 2 (KL divergence without it 0.100), then 1 (0.200)"
 
 
@@ -175,24 +166,22 @@ def test_a_narrow_student_computes_what_the_teacher_does_without_the_channels(fa
     """In transformers' own model: the weights that read the channels are exchanged, zero for what is gone."""
     teacher = tiny_model(family, tokenizer=True)
     request = Request(
-        str(teacher), "distill", Options(width="50%"), jobs.calibration(tmp_path), RunOptions(threads=1),
+        str(teacher), None, Options(width="50%"), jobs.calibration(tmp_path), RunOptions(threads=1),
         output=tmp_path / "student",
     )  # fmt: skip
     checked = job.prepare(request, jobs.Listener())
-    checked.skeleton.load_rest()
+    checked.teacher.load_rest()
     narrowed, _ = channels.narrow(
-        checked.skeleton, [some_ids()], range(DEPTH), checked.reader, checked.shape.channels
+        checked.teacher, [some_ids()], range(DEPTH), checked.reader, checked.shape.channels
     )
-    cut.write(
-        checked.skeleton, checked.checkpoint, checked.shape, checked.axes, narrowed, tmp_path / "cut", 10**9
-    )
+    cut.write(checked.teacher, checked.source, checked.shape, checked.axes, narrowed, tmp_path / "cut", 10**9)
     whole, small = theirs(teacher), theirs(tmp_path / "cut")
     for index, one in narrowed.items():
-        name = f"{checked.skeleton.names.blocks}.{index}.{checked.reader}.weight"
+        name = f"{checked.teacher.names.blocks}.{index}.{checked.reader}.weight"
         weight = whole.get_parameter(name)
         alone = torch.zeros(one.reader.shape[0], checked.shape.width)
         alone[:, one.channels] = one.reader
-        transposed = name in checked.skeleton.names.transposed
+        transposed = name in checked.teacher.names.transposed
         weight.data = alone.t().contiguous() if transposed else alone
     with torch.no_grad():
         torch.testing.assert_close(small(some_ids()).logits, whole(some_ids()).logits, rtol=1e-4, atol=1e-5)
@@ -233,15 +222,15 @@ def test_the_loss_is_that_of_hinton():
     expected += 0.25 * ((here - there).norm(dim=-1) / there.norm(dim=-1)).square().mean()
     expected += 0.5 * -log_softmax(student[:, :-1], -1).gather(-1, ids[:, 1:, None]).mean()
     options = Options(temperature=T, hidden_weight=0.25, lm_weight=0.5)
-    torch.testing.assert_close(training.loss((student, here), (teacher, there), ids, options), expected)
+    torch.testing.assert_close(learner.loss((student, here), (teacher, there), ids, options), expected)
 
 
 def test_a_step_is_as_many_sequences_however_many_fit_the_memory():
     options = Options(blocks=1, epochs=3)
-    assert training.Schedule.of(options, 100, 256, 4096, None) == training.Schedule(36, 8, 8, 4)
-    assert training.Schedule.of(options, 100, 512, 128256, 6) == training.Schedule(48, 6, 1, 5)
-    assert training.Schedule.of(options, 100, 64, 128256, 6) == training.Schedule(48, 6, 6, 5)
-    assert training.Schedule.of(Options(blocks=1, steps=7), 4, 16, 512, None) == training.Schedule(7, 4, 4, 1)
+    assert learner.Schedule.of(options, 100, 256, 4096, None) == learner.Schedule(36, 8, 8, 4)
+    assert learner.Schedule.of(options, 100, 512, 128256, 6) == learner.Schedule(48, 6, 1, 5)
+    assert learner.Schedule.of(options, 100, 64, 128256, 6) == learner.Schedule(48, 6, 6, 5)
+    assert learner.Schedule.of(Options(blocks=1, steps=7), 4, 16, 512, None) == learner.Schedule(7, 4, 4, 1)
 
 
 def test_one_sequence_in_eight_is_held_out_and_no_more_than_enough():
@@ -293,7 +282,7 @@ def test_a_student_that_training_made_worse_is_not_published(tiny_model, distill
 
 
 def test_a_student_whose_training_diverged_is_published_as_cut(tiny_model, distill, monkeypatch):
-    monkeypatch.setattr(training.Learner, "divergence", lambda self: math.nan)
+    monkeypatch.setattr(learner.Learner, "divergence", lambda self: math.nan)
     made = distill(tiny_model("llama", tokenizer=True), blocks=2, steps=4)
     assert made["published"] == "cut" and "diverged" in made["warnings"][0]
     assert made["trained"]["curve"] == [{"step": 1, "kld": None}]
@@ -305,7 +294,7 @@ def test_a_step_in_parts_is_the_step_as_a_whole(tiny_model, distill, monkeypatch
     """Sequences that do not fit one forward pass add up, to what they would have done together."""
     teacher = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     once = distill(teacher, "once", blocks=1, steps=3)
-    monkeypatch.setattr(training, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(learner, "LOGITS_BYTES", 1)
     parts = distill(teacher, "parts", blocks=1, steps=3)
     assert (once["schedule"]["together"], parts["schedule"]["together"]) == (2, 1)
     ours, others = jobs.tensors(once["folder"]), jobs.tensors(parts["folder"])
@@ -342,9 +331,15 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
         distill(teacher, "broken", resume=True, **options | {"steps": 15})
     made = distill(teacher, "broken", resume=True, **options)
     asked = Request(
-        str(teacher), "distill", Options(**options), CalibrationOptions(), RunOptions(), made["folder"]
+        str(teacher),
+        None,
+        Options(**options),
+        CalibrationOptions(),
+        RunOptions(),
+        made["folder"],
+        resume=True,
     )
-    assert job.is_done(asked) and not job.is_done(replace(asked, options=Options(**options | {"steps": 15})))
+    assert is_done(asked) and not is_done(replace(asked, options=Options(**options | {"steps": 15})))
     there = made["folder"].parent
     assert [path.name for path in there.iterdir()] == ["student"]
     assert jobs.contents(made["folder"]) == jobs.contents(there.parent / "whole" / "student")

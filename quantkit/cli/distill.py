@@ -5,20 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from quantkit.cli import flags, manners
-from quantkit.distillation.options import DistillOptions
-from quantkit.distillation.smaller.options import Options as SmallerOptions
+from quantkit.distillation.options import DistillOptions, SmallerOptions
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
-
-if TYPE_CHECKING:
-    from quantkit.quantize.staging.folder import Staging
 
 EPILOG = """Examples:
 
@@ -92,12 +87,9 @@ def _command() -> Callable[..., None]:
         if values["student"] is not None and smaller:
             hint = "leave out --blocks and --width, or the student: a smaller one is made of the teacher"
             raise QuantkitError("a compressed STUDENT keeps its shape", hint, USAGE)
-        if smaller:
-            _refuse_others(typed, SmallerOptions, DistillOptions)
-            _smaller(typed, values)
-        else:
-            _refuse_others(typed, DistillOptions, SmallerOptions)
-            _compressed(typed, values)
+        kinds = (SmallerOptions, DistillOptions) if smaller else (DistillOptions, SmallerOptions)
+        _refuse_others(typed, *kinds)
+        _distill(typed, values, kinds[0])
 
     parameters = [flags.parameter("teacher", TEACHER), flags.parameter("student", STUDENT, None)]
     of_smaller = [row for row in flags.of("a smaller student", SmallerOptions) if row.name not in SHARED]
@@ -137,97 +129,50 @@ def _worded(row: Any) -> Any:
 command = _command()
 
 
-def _eval_text(values: dict[str, Any]) -> Path | None:
-    """The text of --eval. Raises QuantkitError where it is not there."""
+def _request(typed: dict[str, Any], values: dict[str, Any], options: type) -> dict[str, Any]:
+    """What is asked for, as `distillation.job.Request` takes it."""
+    asked = ["teacher", "student", "output", "resume", "overwrite"]
+    asked += ["revision", "offline", "trust_remote_code"]
+    kinds = {"options": options, "calibration": CalibrationOptions, "run": RunOptions}
+    made = {name: kind(**_fields(kind, typed)) for name, kind in kinds.items()}
+    return made | {key: values[key] for key in asked}
+
+
+def _distill(typed: dict[str, Any], values: dict[str, Any], options: type) -> None:
+    """A job from its options to what is printed of it."""
     if (text := values["eval_text"]) and not text.is_file():
         raise QuantkitError(
             f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
         )
-    return text
-
-
-def _request(typed: dict[str, Any], values: dict[str, Any], options: type, **source: Any) -> dict[str, Any]:
-    """What the requests of both kinds have in common."""
-    asked = ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
-    return source | {
-        "options": options(**_fields(options, typed)),
-        "calibration": CalibrationOptions(**_fields(CalibrationOptions, typed)),
-        "run": RunOptions(**_fields(RunOptions, typed)),
-        **{key: values[key] for key in asked},
-    }
-
-
-def _smaller(typed: dict[str, Any], values: dict[str, Any]) -> None:
-    """A student of fewer blocks or narrower MLPs."""
-    text = _eval_text(values)
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():
-            from quantkit.cli import distill_report
-            from quantkit.distillation.smaller import job, printed, run
-            from quantkit.quantize.job import Request
-
-        request = Request(
-            **_request(typed, values, SmallerOptions, source=values["teacher"], method="distill")
-        )
-        if values["resume"] and not values["overwrite"] and job.is_done(request):
-            progress.close()
-            distill_report.print_finished(job.SCHEMA, job.output_of(request), values["as_json"])
-            return
-        prepared = job.prepare(request, progress, text, values["dry_run"])
-        record = prepared.record()
-        if not values["dry_run"]:
-            with _resumable(prepared.staging):
-                record = run.run(prepared, progress)
-    if values["as_json"]:
-        print(json.dumps(record, indent=2))
-    else:
-        printed.print_record(record)
-
-
-def _compressed(typed: dict[str, Any], values: dict[str, Any]) -> None:
-    """A compressed student, whose floats are trained."""
-    text = _eval_text(values)
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import distill_report
-            from quantkit.distillation import job, run
-            from quantkit.evaluation import of_job
-            from quantkit.evaluation import windows as windows_of
+            from quantkit.distillation import job
+            from quantkit.distillation.compressed import job as compressed
+            from quantkit.distillation.smaller import job as smaller
 
-        both = {name: values[name] for name in ("teacher", "student")}
-        request = job.Request(**_request(typed, values, DistillOptions, **both))
+        request = job.Request(**_request(typed, values, options))
+        kind = smaller if options is SmallerOptions else compressed
         if job.is_done(request):
             progress.close()
-            distill_report.print_finished(job.SCHEMA, job.output_of(request), values["as_json"])
+            distill_report.print_finished(kind.SCHEMA, job.output_of(request), values["as_json"])
             return
-        prepared = job.prepare(request, progress, values["dry_run"])
-        evaluation = None
-        if values["dry_run"]:
-            record = prepared.record()
-        else:
-            if text:  # one that does not serve is noticed here
-                windows = windows_of.load(prepared.teacher.checkpoint, text, None, None, None)
-            with _resumable(prepared.staging):
-                record = run.run(prepared, progress)
-            if text:
-                made, device = [request.student, prepared.staging.output], prepared.teacher.device
-                teacher = prepared.teacher.checkpoint
-                evaluation = of_job.measure(teacher, made, windows, device, progress.evaluating)
+        prepared = kind.prepare(request, progress, text, values["dry_run"])
+        record = prepared.record()
+        if not values["dry_run"]:
+            staging = prepared.staging
+
+            def made() -> list[Path]:
+                return [staging.output] if staging.finished() else []
+
+            with manners.resumable([staging.folder], lambda: "what was learned is", made):
+                record = prepared.run(progress)
     if values["as_json"]:
-        print(json.dumps(record | ({"eval": evaluation} if evaluation else {}), indent=2))
+        print(json.dumps(record, indent=2))
     else:
-        distill_report.print_record(record, evaluation)
-
-
-def _resumable(staging: Staging) -> AbstractContextManager[None]:
-    def made() -> list[Path]:
-        return [staging.output] if staging.finished() else []
-
-    return manners.resumable([staging.folder], lambda: "what was learned is", made)
+        distill_report.print_record(record)
 
 
 def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:

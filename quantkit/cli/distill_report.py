@@ -13,8 +13,15 @@ from quantkit.evaluation.comparison.table import print_comparison
 from quantkit.tables import make_table, megabytes, print_facts
 
 
-def print_record(record: dict, evaluation: dict | None) -> None:
+def print_record(record: dict) -> None:
     """What was learned or, of a dry run, what is to be."""
+    if "schedule" in record:
+        _print_smaller(record)
+    else:
+        _print_compressed(record)
+
+
+def _print_compressed(record: dict) -> None:
     console, done = Console(highlight=False, markup=False), "stages" in record
     options, made, held_out = record["options"], record["calibration"], record["sequences"]["held_out"]
     memory, execution, trained = record["memory"], record["execution"], record["trained"]
@@ -52,8 +59,8 @@ def print_record(record: dict, evaluation: dict | None) -> None:
         )
     else:
         console.print("nothing was better than the student as it is: its tensors were copied unchanged")
-    if evaluation:
-        print_comparison(evaluation)
+    if "eval" in record:
+        print_comparison(record["eval"])
     else:
         names = " ".join(quote(record[key]) for key in ("teacher", "student", "output"))
         console.print(f"\nnext: quantkit eval {names} --text TEXT", markup=False, soft_wrap=True)
@@ -64,6 +71,58 @@ def _stages(options: dict) -> str:
     each = [f"{count(options['block_epochs'], 'epoch')} for each block"] * bool(options["block_epochs"])
     whole = [f"{count(options['epochs'], 'epoch')} end to end"] * bool(options["epochs"])
     return ", then ".join(each + whole)
+
+
+def _print_smaller(record: dict) -> None:
+    """What was done or, without `published`, would be."""
+    console, done = Console(highlight=False, markup=False), "published" in record
+    big, small, how, schedule = record["teacher"], record["student"], record["execution"], record["schedule"]
+    share = f"{small['parameters']:,} of {big['parameters']:,} parameters"
+    size = f", {megabytes(small['bytes'])} of {megabytes(big['bytes'])}" if done else ""
+    depth = f"{small['blocks']} of {big['blocks']} blocks"
+    width = f", {small['width']} of {big['width']} channels in each MLP" if small["width"] else ""
+    tokens = schedule["batch"] * record["calibration"]["seqlen"]
+    facts = {"written" if done else "output": small["output"], "student": f"{depth}{width}; {share}{size}"}
+    if done and record["chosen"]["rounds"]:
+        facts["left out"] = left_out(record["chosen"], big["blocks"])
+    facts["text"] = _text(record)
+    facts["training"] = f"{schedule['steps']:,} steps of {schedule['batch']} sequences, {tokens:,} tokens"
+    facts["runs"] = f"{how['dtype']}, {how['threads']} threads, on {how['device']}"
+    facts["memory"] = f"about {megabytes(record['memory_bytes'])}; disk {megabytes(record['disk_bytes'])}"
+    if done:
+        published = record["published"] == "trained"
+        best = record["trained"]["best"]["step"]
+        facts["published"] = (
+            f"as trained, after {best:,} steps" if published else "as cut: training did not help"
+        )
+        del facts["memory"]
+        facts["seconds"] = ", ".join(f"{name} {value:.0f}" for name, value in record["seconds"].items())
+    print_facts(console, facts)
+    for measured in filter(None, (record.get("held_out"), record.get("eval"))):
+        console.print()
+        print_comparison(measured)
+
+
+def left_out(chosen: dict, depth: int) -> str:
+    """`block 3 (KL divergence without it 0.202), then 1 (0.452)`: those that went, in order."""
+    gone, there = [], set(range(depth))
+    for place, found in enumerate(chosen["rounds"]):
+        after = chosen["rounds"][place + 1 :]
+        remain = set(map(int, after[0])) if after else set(chosen["blocks"])
+        gone += sorted((found[str(index)], index) for index in there - remain)
+        there = remain
+    (worth, first), *others = gone
+    told = [f"block {first} (KL divergence without it {worth:.3f})"]
+    return ", then ".join([*told, *(f"{index} ({worth:.3f})" for worth, index in others)])
+
+
+def _text(record: dict) -> str:
+    """What it is trained on, and judged by."""
+    made = record["calibration"]
+    size = f"{made['samples']} sequences of {made['seqlen']} tokens"
+    if record["options"]["self_text"]:
+        return f"written by the teacher; chosen and judged by {size} of {made['source']} text"
+    return f"{size} of {made['source']} text, some of them held out"
 
 
 def print_finished(schema: str, output: Path, as_json: bool) -> None:

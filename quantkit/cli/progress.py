@@ -66,10 +66,6 @@ class Quiet(Progress):
             self._warned.add(text)
             self.console.print(printable(f"warning: {text}"), style="yellow", markup=False)
 
-    def evaluating(self, source: str, done: int, total: int) -> None:
-        """A block of a model was evaluated."""
-        self.counting(f"evaluating {source}", done, total)
-
     def close(self) -> None:
         """Leave the terminal as it was."""
 

@@ -1,46 +1,45 @@
-"""From options to a checked job: teacher and student are opened, compared and planned; nothing is loaded."""
+"""From options to a checked job, and from there to the published student: the same way for both kinds.
+
+A compressed student (compressed/job.py) keeps its codes, a smaller one (smaller/job.py) is cut from the
+teacher. Each kind says what is trained and how it is judged. Nothing is published that does not lower the
+divergence from the teacher on text that nothing was trained on.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 import transformers
-from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation import memory, publish
-from quantkit.distillation.blocks import Text
-from quantkit.distillation.memory import Memory
-from quantkit.distillation.options import DistillOptions
-from quantkit.distillation.student import Student, vectors
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
-from quantkit.models.files import headers, untrusted
+from quantkit.distillation.options import DistillOptions, SmallerOptions
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.evaluation import windows
+from quantkit.evaluation.windows import Windows
+from quantkit.models.files import headers, unchanged, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import open_checkpoint
-from quantkit.models.files.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.job import base_name, calibrate, check_run, open_skeleton
-from quantkit.quantize.prepare import plan
+from quantkit.quantize.job import base_name
+from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
-from quantkit.quantize.staging.folder import Staging
-from quantkit.text.calibration import CalibrationSet, hold_out
-
-SCHEMA = "quantkit.distill/1"
-BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
+from quantkit.quantize.staging.folder import Staging, disk_errors
+from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import CalibrationSet
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, as typed."""
+    """What the user asked for, as typed. student: None for one that is cut from the teacher."""
 
     teacher: str
-    student: str
-    options: DistillOptions
+    student: str | None
+    options: DistillOptions | SmallerOptions
     calibration: CalibrationOptions
     run: RunOptions
     output: Path | None = None
@@ -52,82 +51,101 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A checked job. trained: how many numbers, by what they are."""
+class Job(ABC):
+    """A checked job. source: what the output's bytes are made of. evaluated: a text to measure teacher and
+    students on, beside the held-out one."""
 
     request: Request
+    source: Checkpoint
     teacher: Skeleton
-    student: Student
     calibration: CalibrationSet
-    text: Text
-    memory: Memory
-    trained: dict[str, int]
     staging: Staging
-    fingerprint: dict
+    evaluated: Windows | None
+    disk_bytes: int
+    fingerprint: dict = field(default_factory=dict, kw_only=True)
 
+    @abstractmethod
+    def decisive(self) -> dict:
+        """What decides the output's bytes beside the source and the versions of libraries."""
+
+    @abstractmethod
     def record(self) -> dict:
-        """What is known before it runs."""
-        return {
-            "schema": SCHEMA,
-            "teacher": self.request.teacher,
-            "student": self.request.student,
-            "output": str(self.staging.output),
-            "trained": self.trained,
-            "options": asdict(self.request.options),
-            "calibration": self.calibration.record(),
-            "sequences": {
-                "train": sum(map(len, self.text.train)),
-                "held_out": sum(map(len, self.text.held_out)),
-            },
-            "memory": asdict(self.memory),
-            "execution": _execution(self.student, self.text),
-        }
+        """The versioned JSON of what the job will do; once done, there is more in it."""
 
+    @abstractmethod
+    def make(self, progress: Progress, timings: Timings) -> dict:
+        """Train, decide and put the output together in the staging folder; what is to be told of it."""
 
-def prepare(request: Request, progress: Progress, dry_run: bool = False) -> Job:
-    """Open, compare and check. Raises QuantkitError for all that would fail later.
+    def measured(self, progress: Progress) -> dict:
+        """What is to be told of the published output."""
+        return {}
 
-    A dry run skips what only matters to a job that will run: the output's place and the hashes.
-    """
-    request.options.check()
-    check_run(request.run)
-    teacher, student = open_pair(request)
-    if teacher.quantized:
-        progress.warn(f"{request.teacher} is compressed itself: the student learns its errors, too")
-    staging = _staging(request, student, dry_run)
-    staged = staging.stored_fingerprint() if request.resume else None
-    if request.resume and not staged:
-        progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
-    adopted = staged["execution"] if staged else {}
-    run = request.run if request.run.dtype != "auto" else replace(request.run, dtype="float32")
-    taught = open_skeleton(teacher, run, adopted)
-    taught.streams = False
-    learner = Student(student, taught.dtype, taught.device)
-    _check_shapes(taught, learner, request)
-    trained = _trained(learner, request)
-    calibrated = calibrate(teacher, request, progress)
-    text = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
-    needed = memory.plan(taught, learner, text, request.options)
-    fingerprint = {}
-    if not dry_run:
-        plan.check_disk(staging.output.absolute(), 2 * sum(i.nbytes for i in student.infos.values()))
-        progress.phase("hashing teacher and student")
+    def signed(self, progress: Progress) -> Job:
+        """The same job with its fingerprint. Raises QuantkitError where it does not fit the disk."""
+        check_disk(self.staging.output.absolute(), self.disk_bytes)
+        progress.phase("hashing the source")
         fingerprint = {
             "quantkit": __version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "source_sha256": student.sha256(),
-            "teacher_sha256": teacher.sha256(),
-            "options": json.loads(json.dumps(asdict(request.options))),
-            "calibration": calibrated.record(),
-            "execution": _execution(learner, text),
+            "source_sha256": self.source.sha256(),
         }
-        _check_origin(student, fingerprint["teacher_sha256"], request, progress)
-    return Job(request, taught, learner, calibrated, text, needed, trained, staging, fingerprint)
+        return replace(self, fingerprint=fingerprint | self.decisive())
+
+    def run(self, progress: Progress) -> dict:
+        """The record of what was done.
+
+        Raises QuantkitError; what was staged survives any error, and the output appears whole or not at all.
+        """
+        timings = Timings(self.teacher.device)
+        with disk_errors(self.staging.folder, "run the same command with --resume"):
+            with self.staging.opened(self.fingerprint, self.request.resume):
+                made = self.make(progress, timings)
+                for checkpoint in (self.source, self.teacher.checkpoint):
+                    unchanged.check(checkpoint)
+                self.staging.publish()
+        self.teacher.model.to("meta")  # gives its memory back
+        return self.record() | made | self.measured(progress) | {"seconds": timings.seconds}
+
+
+def stage(
+    request: Request, source: Checkpoint, what: str, progress: Progress, dry_run: bool
+) -> tuple[Staging, dict]:
+    """The place of the output, and the execution of the job that is staged there, to be adopted.
+
+    what: what the source is. Raises QuantkitError if the output may not be written.
+    """
+    staging = Staging(output_of(request), one_file=source.folder.is_file() and what == "student")
+    replacing.check_source(staging.output, source.folder, what)
+    if staging.one_file and staging.output.is_dir():
+        raise QuantkitError(
+            f"{staging.output} is a folder, the student a GGUF file", "choose another --output", USAGE
+        )
+    if not dry_run:
+        staging.check(request.resume, request.overwrite)
+    staged = staging.stored_fingerprint() if request.resume else None
+    if request.resume and not staged:
+        progress.warn(f"nothing is staged for {staging.output}: it begins anew")
+    return staging, staged["execution"] if staged else {}
+
+
+def output_of(request: Request) -> Path:
+    """Where the job writes: as asked, or NAME-distilled in the current folder, or a name that says the shape
+    of a smaller student."""
+    if request.output:
+        return request.output
+    if request.student is not None:
+        suffix = ".gguf" if request.student.endswith(".gguf") else ""
+        return Path(f"{base_name(request.student)}-distilled{suffix}")
+    blocks, width = request.options.blocks, request.options.width
+    parts = [] if blocks is None else [f"b{blocks}"]
+    parts += [] if width is None else [f"w{width.replace(' ', '').replace('%', 'pc')}"]
+    return Path(f"{base_name(request.teacher)}-{'-'.join(parts)}")
 
 
 def is_done(request: Request) -> bool:
-    """Whether --resume finds the output finished, by what its manifest says of the options."""
+    """Whether --resume finds the output of this very job finished, by its manifest: of the options and, for a
+    smaller student, of teacher and seed."""
     output = output_of(request)
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -135,128 +153,26 @@ def is_done(request: Request) -> bool:
     untrusted.check_schema(
         manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
     )
-    made = manifest.get("distilled") or {}
-    return made.get("options") == json.loads(json.dumps(asdict(request.options)))
+    options = as_read(request.options)
+    if request.student is not None:
+        return (manifest.get("distilled") or {}).get("options") == options
+    made, source = manifest.get("job") or {}, manifest.get("source") or {}
+    told = source.get("name"), made.get("method"), (made.get("calibration") or {}).get("seed")
+    wanted = Path(request.teacher).name, "distill", request.calibration.seed
+    return told == wanted and made.get("options") == options
 
 
-def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
-    """Teacher and student. Raises QuantkitError unless the one can teach the other."""
-    trusted = request.trust_remote_code
-    teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
-    student = open_checkpoint(request.student, None, request.offline, trusted)
-    if teacher.folder.resolve() == student.folder.resolve():
-        raise QuantkitError(
-            f"{request.student} is teacher and student",
-            "give the original first, then what was made of it",
-            USAGE,
-        )
-    if not student.quantized:
-        hint = f"compress it first (quantkit gptq {request.student}), or make a smaller student with --blocks"
-        if teacher.quantized:
-            hint = f"the teacher comes first: quantkit distill {request.student} {request.teacher}"
-        raise QuantkitError(
-            f"{request.student} is not quantized: all its weights are floats", hint, UNSUPPORTED
-        )
-    sizes = teacher.text_config.vocab_size, student.text_config.vocab_size
-    if sizes[0] != sizes[1]:
-        raise QuantkitError(
-            f"{request.teacher} predicts {sizes[0]} tokens, {request.student} {sizes[1]}",
-            hint="a student learns from the model that it was made from: give that one",
-            exit_code=UNSUPPORTED,
-        )
-    hashes = [
-        tokenizer_sha256(one.tokenizer, size) for one, size in zip((teacher, student), sizes, strict=True)
-    ]
-    if hashes[0] != hashes[1]:
-        raise QuantkitError(
-            f"{request.student} and {request.teacher} have different tokenizers: "
-            + difference(teacher.tokenizer, student.tokenizer, sizes),
-            hint="a student learns from the model that it was made from: give that one",
-            exit_code=UNSUPPORTED,
-        )
-    return teacher, student
+def as_read(options: DistillOptions | SmallerOptions) -> dict:
+    """Options as they will be read again from JSON."""
+    return json.loads(json.dumps(asdict(options)))
 
 
-def split(tokens: Tensor, batch_size: int | None) -> Text:
-    """Return batches of `tokens [samples, seqlen]` to train on, and held-out ones.
-
-    Raises QuantkitError where none is left.
-    """
-    train, held_out = hold_out(tokens)
-    size = batch_size or max(1, BATCH_TOKENS // tokens.shape[1])
-    return Text(list(train.split(size)), list(held_out.split(size)))
+def execution(skeleton: Skeleton, **more: int) -> dict:
+    """How a job runs, as far as that decides the output's bytes."""
+    dtype = str(skeleton.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "device": str(skeleton.device), **more, "threads": torch.get_num_threads()}
 
 
-def _staging(request: Request, student: Checkpoint, dry_run: bool) -> Staging:
-    """The place of the output. Raises QuantkitError if it may not be written."""
-    output = output_of(request)
-    replacing.check_source(output, student.folder, "student")
-    if student.folder.is_file() and output.is_dir():
-        raise QuantkitError(
-            f"{output} is a folder, the student a GGUF file", "choose another --output", USAGE
-        )
-    staging = Staging(output, one_file=student.folder.is_file())
-    if not dry_run:
-        staging.check(request.resume, request.overwrite)
-    return staging
-
-
-def output_of(request: Request) -> Path:
-    """Where the job writes: as asked, or NAME-distilled in the current folder."""
-    suffix = ".gguf" if request.student.endswith(".gguf") else ""
-    return request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
-
-
-def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
-    """Raise QuantkitError naming what of the two models is unlike."""
-    hint = "a student learns from the model that it was made from: give that one"
-    theirs, ours = len(teacher.blocks), student.depth
-    if theirs != ours:
-        what = f"{request.teacher} has {count(theirs, 'block')}, {request.student} {ours}"
-        raise QuantkitError(what, hint, UNSUPPORTED)
-    pairs = zip(teacher.blocks, student.skeleton.blocks, strict=True)
-    for index, blocks in enumerate(pairs):
-        shapes = [{name: list(p.shape) for name, p in block.named_parameters()} for block in blocks]
-        odd = [n for n in shapes[0] | shapes[1] if shapes[0].get(n) != shapes[1].get(n)]
-        if odd:
-            told = [
-                f"{n} is {shapes[0].get(n, 'absent')} there, {shapes[1].get(n, 'absent')} here" for n in odd
-            ]
-            raise QuantkitError(
-                f"block {index + 1} of {request.teacher} and {request.student} differ: {name_all(told, 3)}",
-                hint,
-                UNSUPPORTED,
-            )
-
-
-def _check_origin(student: Checkpoint, teacher_sha256: str, request: Request, progress: Progress) -> None:
-    """Warn where the student's manifest names other files than the teacher's. Raises QuantkitError for one of
-    odd content."""
-    source = (publish.manifest_of(student) or {}).get("source") or {}
-    told = source.get("sha256")
-    if told and told != teacher_sha256:
-        progress.warn(
-            f"{request.student} was made from other files than {request.teacher} ({source.get('name')}, "
-            f"sha256 {told[:12]}…): goes on, as both are of one shape"
-        )
-
-
-def _trained(student: Student, request: Request) -> dict[str, int]:
-    """How many linears, and norms and biases, there are to train. Raises QuantkitError for none."""
-    if not student.rows:
-        raise QuantkitError(
-            f"no linear in the blocks of {request.student} has codes that quantkit writes",
-            hint="compress the teacher with quantkit, and distill that",
-            exit_code=UNSUPPORTED,
-        )
-    blocks = sum(len(vectors(block)) for block in student.skeleton.blocks)
-    return {"linears": len(student.rows), "norms_and_biases": blocks + len(student.rest_names())}
-
-
-def _execution(student: Student, text: Text) -> dict:
-    return {
-        "dtype": str(student.skeleton.dtype).removeprefix("torch."),
-        "device": str(student.skeleton.device),
-        "batch_size": len(text.train[0]),
-        "threads": torch.get_num_threads(),
-    }
+def evaluated(checkpoint: Checkpoint, text: Path | None) -> Windows | None:
+    """The text of --eval. Raises QuantkitError for one that does not serve."""
+    return windows.load(checkpoint, text, None, None, None) if text else None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option
+
+WIDTH = re.compile(r"(?P<number>\d+)(?P<percent>\s*%)?")
 
 
 @dataclass(frozen=True)
@@ -28,20 +31,83 @@ class DistillOptions:
     def check(self) -> None:
         """Raise QuantkitError for what nothing could be trained with."""
         for name in ("epochs", "block_epochs"):
-            if getattr(self, name) < 0:
-                raise QuantkitError(
-                    f"{_flag(name)} {getattr(self, name)} makes no sense", "choose 0 or more", USAGE
-                )
+            _check(name, getattr(self, name), getattr(self, name) >= 0, "choose 0 or more")
         if not (self.epochs or self.block_epochs):
             raise QuantkitError(
                 "--epochs 0 and --block-epochs 0 leave nothing to do", "leave one of them out", USAGE
             )
         for name in ("lr", "block_lr", "temperature"):
-            if not 0 < (value := getattr(self, name)) < math.inf:
-                raise QuantkitError(
-                    f"{_flag(name)} {value:g} makes no sense", "choose a number above 0", USAGE
-                )
+            value = getattr(self, name)
+            _check(name, value, 0 < value < math.inf, "choose a number above 0")
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+@dataclass(frozen=True)
+class SmallerOptions:
+    """The shape of a smaller student, and how it is trained."""
+
+    blocks: int | None = option(
+        None, "Decoder blocks of the student: those whose absence changes the predictions most are kept."
+    )
+    width: str | None = option(
+        None,
+        "Channels of the student's MLPs (intermediate_size), such as 512 or 75%: those that matter most to "
+        "the block's output are kept.",
+    )
+    self_text: bool = option(
+        False,
+        "Train on text that the teacher writes itself, --samples sequences sampled with --seed, instead of "
+        "the given text, by which the student is then only chosen and judged.",
+    )
+    epochs: int = option(3, "Passes over the training text.")
+    steps: int | None = option(None, "Training steps; replaces --epochs.")
+    lr: float = option(
+        1e-3, "Highest learning rate of AdamW: up in a tenth of the steps, then a cosine to 0."
+    )
+    temperature: float = option(
+        2.0, "Divides the logits of both in the loss: above 1, what is unlikely counts for more."
+    )
+    hidden_weight: float = option(
+        1.0, "Weight of the relative squared distance between what enters the heads of teacher and student."
+    )
+    lm_weight: float = option(
+        0.0, "Weight of the usual loss on the text's own next token, beside the divergence from the teacher."
+    )
+
+    def check(self) -> None:
+        """Raise QuantkitError for values that make no sense, whatever the teacher."""
+        if self.blocks is None and self.width is None:
+            raise QuantkitError(
+                "the student has the teacher's shape",
+                "make it smaller: --blocks 4, --width 75% or both",
+                USAGE,
+            )
+        shape = "choose a number of channels, such as 512, or a share, such as 75%"
+        _check("width", self.width, self.width is None or WIDTH.fullmatch(self.width), shape)
+        for name in ("blocks", "epochs", "steps"):
+            value = getattr(self, name)
+            _check(name, value, value is None or value >= 1, "choose 1 or more")
+        _check("lr", self.lr, 0 < self.lr < 1, "choose about 0.001; less for a large model")
+        _check("temperature", self.temperature, 0 < self.temperature <= 100, "choose 1 to 4")
+        for name, hint in (("hidden_weight", "choose 0 to 10"), ("lm_weight", "choose 0 to 1")):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, hint)
+
+    def channels(self, width: int) -> int | None:
+        """Channels to keep of `width`; None where all are. Raises QuantkitError unless that is fewer."""
+        if self.width is None:
+            return None
+        match = WIDTH.fullmatch(self.width)
+        number = int(match["number"])
+        wanted = width * number // 100 if match["percent"] else number
+        if not 0 < wanted < width:
+            raise QuantkitError(
+                f"--width {self.width}: the teacher's MLPs have {width} channels",
+                hint=f"choose 1 to {width - 1}, or 1% to 99%",
+                exit_code=USAGE,
+            )
+        return wanted
+
+
+def _check(name: str, value: object, fits: object, hint: str) -> None:
+    if not fits:
+        told = f"{value:g}" if isinstance(value, float) else value
+        raise QuantkitError(f"--{name.replace('_', '-')} {told} makes no sense", hint, USAGE)

@@ -164,24 +164,23 @@ def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[
     return (False, True) if wanted and layout is not None and layout.rounds_inputs else (False,)
 
 
-def check_comparable(checkpoints: Sequence[Checkpoint]) -> None:
+def check_comparable(
+    checkpoints: Sequence[Checkpoint], hint: str = "other tokens cannot be compared: evaluate them one by one"
+) -> None:
     """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
     first, *others = checkpoints
-    hashes = [tokenizer_sha256(c.tokenizer, c.text_config.vocab_size) for c in checkpoints] if others else []
-    for other, found in zip(others, hashes[1:], strict=True):
+    wanted = tokenizer_sha256(first.tokenizer, first.text_config.vocab_size) if others else None
+    for other in others:
         sizes = first.text_config.vocab_size, other.text_config.vocab_size
-        if found != hashes[0]:
+        if sizes[0] != sizes[1]:
+            what = f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}"
+            raise QuantkitError(what, hint, UNSUPPORTED)
+        if tokenizer_sha256(other.tokenizer, sizes[1]) != wanted:
             raise QuantkitError(
                 f"{other.source} and {first.source} have different tokenizers: "
                 + difference(first.tokenizer, other.tokenizer, sizes),
-                hint="perplexities over different tokens cannot be compared: evaluate them one by one",
-                exit_code=UNSUPPORTED,
-            )
-        if sizes[0] != sizes[1]:
-            raise QuantkitError(
-                f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}",
-                hint="a divergence over different vocabularies is not defined: evaluate them one by one",
-                exit_code=UNSUPPORTED,
+                hint,
+                UNSUPPORTED,
             )
 
 

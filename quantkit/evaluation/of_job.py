@@ -1,4 +1,4 @@
-"""What a job's `--eval` measures: the original beside what was made of it."""
+"""What a job tells of models that were made: the original beside them, as a record."""
 
 from __future__ import annotations
 
@@ -19,8 +19,16 @@ from quantkit.models.files.open import open_checkpoint
 def measure(
     original: Checkpoint, made: Sequence[Path | str], windows: Windows, device: torch.device, listen: Listener
 ) -> dict:
-    """The record of all of them, in float32, by every metric."""
+    """The record of all of them, by every metric."""
     trusted = original.trust_remote_code
-    checkpoints = [original, *(open_checkpoint(str(place), trust_remote_code=trusted) for place in made)]
-    measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, listen)
-    return record(windows.protocol, torch.float32, device, measured, select(None))
+    others = [open_checkpoint(str(place), trust_remote_code=trusted) for place in made]
+    return compare([original, *others], windows, device, listen, select(None))
+
+
+def compare(
+    checkpoints: Sequence[Checkpoint], windows: Windows, device: torch.device, listen: Listener,
+    chosen: frozenset[str],
+) -> dict:  # fmt: skip
+    """The record of checkpoints, the first of which is the original, in float32."""
+    measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, listen, chosen=chosen)
+    return record(windows.protocol, torch.float32, device, measured, chosen)

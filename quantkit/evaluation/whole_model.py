@@ -29,6 +29,11 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
             hint="use --dtype bfloat16 or another --device; quantkit eval compares models of any size",
             exit_code=RESOURCES,
         )
+    return load_blocks(skeleton)
+
+
+def load_blocks(skeleton: Skeleton) -> nn.Module:
+    """The skeleton's model with all of its weights in memory."""
     skeleton.load_rest()
     skeleton.streams = False
     container = skeleton.model.get_submodule(skeleton.names.blocks)

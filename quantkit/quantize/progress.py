@@ -29,3 +29,7 @@ class Progress:
 
     def counting(self, what: str, done: int, total: int) -> None:
         """`done` of `total` equal steps of `what` are behind us."""
+
+    def evaluating(self, source: str, done: int, total: int) -> None:
+        """A block of a model was evaluated."""
+        self.counting(f"evaluating {source}", done, total)

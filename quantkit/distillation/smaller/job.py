@@ -1,64 +1,61 @@
-"""From options to a checked job: everything is opened, resolved and checked here, before anything is
-loaded."""
+"""A smaller student on its way: chosen, cut, proven, trained, judged, published whole or not at all.
+
+Everything is opened, resolved and checked before anything is loaded. Each stage leaves what it made in the
+staging folder, from which `--resume` goes on.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from quantkit import __version__
-from quantkit.distillation.smaller import shape, targets, training
-from quantkit.distillation.smaller.options import Options
+from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
+from quantkit.distillation.smaller import blocks, card, channels, cut, learner, shape, targets
 from quantkit.distillation.smaller.shape import Axis, Shape
-from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation import self_text, windows
+from quantkit.distillation.training import best, best_step, train
+from quantkit.evaluation import of_job, self_text, windows
+from quantkit.evaluation.whole_model import load_blocks
 from quantkit.evaluation.windows import Windows
-from quantkit.models.files import headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.machine.device import free_memory
+from quantkit.models.machine.device import choose_dtype, free_memory
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
+from quantkit.models.skeleton.loading import TORCH_DTYPES
+from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import plan, room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import replacing
-from quantkit.quantize.staging.folder import Staging
-from quantkit.text.calibration import CalibrationSet, hold_out
+from quantkit.quantize.staging.blocks import write_text
+from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import hold_out
 
 SCHEMA = "quantkit.distill-smaller/1"
 BYTES_TRAINED = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
 LOGITS_HELD = 6  # tensors of logits that a step holds: both models', their logarithms and gradients
+CHOSEN = frozenset({"ppl", "dppl", "kld", "top1"})  # metrics by which students are judged
+
+Students = list[Checkpoint]  # as cut, and trained
 
 
 @dataclass(frozen=True)
-class Job:
-    """A checked job. shape: of the student, with the first blocks, until some are chosen. axes: parameters
-    of a block that the width goes into; reader: the linear that reads the channels, None where they stay.
-    evaluated: a text to measure teacher and students on, beside the held-out one.
-    """
+class SmallerJob(Job):
+    """shape: of the student, with the first blocks, until some are chosen. axes: parameters of a block that
+    the width goes into; reader: the linear that reads the channels, None where they stay."""
 
-    request: Request
-    checkpoint: Checkpoint
-    skeleton: Skeleton
     shape: Shape
     axes: dict[str, Axis]
     reader: str | None
-    calibration: CalibrationSet
-    schedule: training.Schedule
+    schedule: learner.Schedule
     parameters: int
     memory_bytes: int
-    disk_bytes: int
-    staging: Staging
-    evaluated: Windows | None
-
-    @property
-    def options(self) -> Options:
-        return self.request.options
 
     @property
     def shard_bytes(self) -> int:
@@ -66,15 +63,14 @@ class Job:
         return int(self.request.run.max_shard_gb * 1e9)
 
     def record(self) -> dict:
-        """The versioned JSON of what it will do; once done, there is more in it."""
         return {
             "schema": SCHEMA,
             "teacher": {
-                "source": self.checkpoint.source,
-                "blocks": len(self.skeleton.blocks),
+                "source": self.source.source,
+                "blocks": len(self.teacher.blocks),
                 "width": self.shape.width,
-                "parameters": self.skeleton.parameters,
-                "bytes": sum(info.nbytes for info in self.checkpoint.infos.values()),
+                "parameters": self.teacher.parameters,
+                "bytes": sum(info.nbytes for info in self.source.infos.values()),
             },
             "student": {
                 "output": str(self.staging.output),
@@ -82,134 +78,203 @@ class Job:
                 "width": self.shape.channels,
                 "parameters": self.parameters,
             },
-            "options": dataclasses.asdict(self.options),
+            "options": asdict(self.request.options),
             "calibration": self.calibration.record(),
-            "schedule": dataclasses.asdict(self.schedule),
+            "schedule": asdict(self.schedule),
             "memory_bytes": self.memory_bytes,
             "disk_bytes": self.disk_bytes,
-            "execution": self._execution(),
+            "execution": execution(self.teacher),
         }
 
-    def fingerprint(self) -> dict:
-        """All that decides the output's bytes. A job resumes only where this is equal."""
+    def decisive(self) -> dict:
         return {
-            "quantkit": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "source_sha256": self.checkpoint.sha256(),
             "method": "distill",
-            "options": json.loads(json.dumps(dataclasses.asdict(self.options))),  # as it will be read again
+            "options": as_read(self.request.options),
             "calibration": self.calibration.record(),
-            "schedule": dataclasses.asdict(self.schedule),
+            "schedule": asdict(self.schedule),
             "max_shard_gb": self.request.run.max_shard_gb,
-            "execution": self._execution(),
+            "execution": execution(self.teacher),
         }
 
-    def _execution(self) -> dict:
-        return {
-            "dtype": str(self.skeleton.dtype).removeprefix("torch."),
-            "device": str(self.skeleton.device),
-            "threads": torch.get_num_threads(),
+    def make(self, progress: Progress, timings: Timings) -> dict:
+        """The trained student is published only if its predictions for held-out text are closer to the
+        teacher's than those of the student as it was cut."""
+        teacher, staging = self.teacher, self.staging
+        text, held_out = hold_out(self.calibration.tokens)
+        with timings("load"):
+            teacher.load_rest()
+        with timings("choose"):
+            student, chosen = self._cut(text, progress)
+        if self.request.options.self_text:
+            with timings("write text"):
+                text = self._self_text(progress)
+        ids = torch.cat([text, held_out])
+        with timings("teach"):
+            place = staging.folder / "targets.bin"
+            told = targets.gather(teacher, ids, place, _counting(progress, "asking the teacher"))
+        with timings("train"):
+            state, trained = self._train(student, learner.Data(ids, told, len(held_out)), progress)
+        progress.phase("writing the student")
+        with timings("write"):
+            place = staging.assemble(lambda place: cut.rewrite(student, state, place, self.shard_bytes))
+        students = [student, self._named(place, "trained")]
+        progress.phase("comparing")
+        with timings("judge"):
+            made = self._judge(students, held_out, progress)
+        if made["published"] == "cut":
+            staging.wait()
+            staging.assemble(lambda place: shutil.copytree(student.folder, place))
+        told = self.record() | made | {"chosen": chosen, "trained": trained}
+        told["student"] |= {
+            "parameters": trained.pop("parameters"),
+            "bytes": sum(info.nbytes for info in student.infos.values()),
         }
+        card.describe(self.source, staging.place, told, self.fingerprint)
+        return told
+
+    def _cut(self, text: Tensor, progress: Progress) -> tuple[Checkpoint, dict]:
+        """The student as cut from `text [sequences, tokens]`, and how its blocks and channels were chosen;
+        where that was done before, as it was."""
+        place, told = self.staging.folder / "cut", self.staging.folder / "cut.json"
+        if place.exists():
+            return self._named(place, "as cut"), json.loads(told.read_text())
+        teacher = self.teacher
+        judged = text[:: -(-text.numel() // blocks.TOKENS)]
+        batches = list(judged.split(plan.default_batch_size(text.shape[1])))
+        counting = _counting(progress, "leaving out blocks")
+        kept, rounds = blocks.choose(teacher, batches, len(self.shape.kept), counting)
+        wanted = replace(self.shape, kept=kept)
+        axes = shape.laid_beside(teacher, self.source, wanted)
+        counting = _counting(progress, "cutting blocks")
+        narrowed, expected = channels.narrow(teacher, batches, kept, self.reader, wanted.channels, counting)
+        temporary = place.with_name("cutting")
+        shutil.rmtree(temporary, ignore_errors=True)
+        cut.write(teacher, self.source, wanted, axes, narrowed, temporary, self.shard_bytes)
+        progress.phase("proving the cut")
+        cut.prove(teacher, temporary, batches[0], expected, self.source.source)
+        chosen = {
+            "blocks": list(kept),
+            "rounds": [{str(index): value for index, value in found.items()} for found in rounds],
+            "tokens": judged.numel(),
+            "lists": shape.per_layer(self.source.text_config),
+            "reader": self.reader,
+        }
+        write_text(told, json.dumps(chosen, indent=2))
+        os.replace(temporary, place)
+        self.staging.write_rest({"blocks": torch.tensor(kept)})  # from here on an error leaves what was done
+        return self._named(place, "as cut"), chosen
+
+    def _named(self, place: Path, how: str) -> Checkpoint:
+        """A student's folder, as the tables call it."""
+        opened = open_checkpoint(str(place), trust_remote_code=self.request.trust_remote_code)
+        return replace(opened, source=f"{self.staging.output.name} {how}")
+
+    def _self_text(self, progress: Progress) -> Tensor:
+        """What the teacher writes, int64 `[sequences, tokens]`; what it wrote before the job was
+        interrupted."""
+        path = self.staging.folder / "self-text.safetensors"
+        if not path.exists():
+            asked, seqlen = self.request.calibration, self.calibration.tokens.shape[1]
+            listen = _counting(progress, "the teacher writes")
+            settings = self_text.Settings(asked.samples, seqlen, asked.seed)
+            dtype, device = self.teacher.dtype, self.teacher.device
+            found = self_text.sequences(self.source, settings, dtype, device, listen)
+            save_file({"ids": torch.cat(list(found))}, path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
+        return load_file(path)["ids"]
+
+    def _train(
+        self, student: Checkpoint, data: learner.Data, progress: Progress
+    ) -> tuple[dict[str, Tensor], dict]:
+        """The trained tensors by their stored names, as they are stored, and a record; none where all that
+        was tried had diverged."""
+        skeleton = Skeleton(student, torch.float32, self.teacher.device)
+        model, names = load_blocks(skeleton), skeleton.names
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in names.stored and parameter.is_floating_point())
+        every = model.named_parameters(remove_duplicate=False)  # a tied one may be stored twice
+        trained = {name: part for name, part in every if part.requires_grad and name in names.stored}
+
+        def stored() -> dict[str, Tensor]:
+            found = {}
+            for name, parameter in trained.items():
+                tensor = parameter.detach().t() if name in names.transposed else parameter.detach()
+                dtype = TORCH_DTYPES[student.infos[names.stored[name]].dtype]
+                found[names.stored[name]] = tensor.to("cpu", dtype).contiguous()
+            return found
+
+        stored_as = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.teacher.dtype, "F32")
+        bfloat16 = choose_dtype("auto", stored_as, skeleton.device) == "bfloat16"
+        options, seed, schedule = self.request.options, self.request.calibration.seed, self.schedule
+        taught = learner.Learner(model, stored, data, options, schedule, seed, bfloat16)
+        with learner.deterministic(skeleton.device):
+            curve = train(
+                taught, schedule.steps, schedule.every, math.inf, self.staging, progress, "training"
+            )
+        step = best_step(curve, math.inf)
+        if not step:
+            progress.warn("training diverged from the start: try a smaller --lr")
+        record = {
+            "best": {"kld": curve.get(step), "step": step},
+            "curve": [
+                {"step": at, "kld": found if math.isfinite(found) else None} for at, found in curve.items()
+            ],
+            "parameters": skeleton.parameters,
+            "tensors": len(trained) if step else 0,
+        }
+        return best(self.staging) if step else {}, record
+
+    def _judge(self, students: Students, held_out: Tensor, progress: Progress) -> dict:
+        """Teacher and students by held-out text and, where one was given, by another."""
+        models = [replace(self.source, source=self.source.name), *students]
+
+        def measure(text: Windows) -> dict:
+            return of_job.compare(models, text, self.teacher.device, progress.evaluating, CHOSEN)
+
+        measured = measure(windows.held_out(self.source, held_out, self.calibration.provenance))
+        means = (row["metrics"]["kld"]["mean"] for row in measured["models"][1:])
+        before, after = (math.inf if mean is None else mean for mean in means)  # null: not finite
+        if not after < before:
+            progress.warn(
+                f"training did not help: the KL divergence on held-out text is {after:.5f}, as cut "
+                f"{before:.5f}; the student is published as it was cut"
+            )
+        further = measure(self.evaluated) if self.evaluated else None
+        return {"published": "trained" if after < before else "cut", "held_out": measured, "eval": further}
 
 
-def output_of(request: Request) -> Path:
-    """Where the student goes: as asked, or a name made of the teacher's and the shape."""
-    options: Options = request.options
-    parts = [] if options.blocks is None else [f"b{options.blocks}"]
-    parts += [] if options.width is None else [f"w{options.width.replace(' ', '').replace('%', 'pc')}"]
-    return request.output or Path(f"{base_name(request.source)}-{'-'.join(parts)}")
-
-
-def is_done(request: Request) -> bool:
-    """Whether the output of this very job is there, by its manifest: of teacher, options and seed."""
-    output = output_of(request)
-    if not (output / headers.MANIFEST).is_file() or Staging(output).folder.exists():
-        return False
-    manifest = headers.at(str(output), output).manifest or {}
-    untrusted.check_schema(
-        manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
-    )
-    made, text = manifest.get("job") or {}, request.calibration
-    options = json.loads(json.dumps(dataclasses.asdict(request.options)))
-    told = (manifest.get("source") or {}).get("name"), made.get("method"), made.get("options")
-    seed = (made.get("calibration") or {}).get("seed")
-    return told == (Path(request.source).name, "distill", options) and seed == text.seed
-
-
-def prepare(
-    request: Request, progress: Progress, evaluated: Path | None = None, dry_run: bool = False
-) -> Job:
+def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
     """Open, resolve and check. Raises QuantkitError for all that would fail later.
 
-    request.options: `Options`. evaluated: see `Job`. A dry run skips what matters only to a job that will
-    run.
+    text: that of --eval. A dry run skips what matters only to a job that will run.
     """
-    request.options.check()
+    options = request.options
+    options.check()
     check_run(request.run)
-    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
-    staging = _staging(request, checkpoint, dry_run)
-    staged = staging.stored_fingerprint() if request.resume else None
-    skeleton = open_skeleton(checkpoint, request.run, staged["execution"] if staged else {})
-    shape.check_teacher(checkpoint, skeleton)
-    wanted, axes, reader = _shape(request.options, checkpoint, skeleton)
-    calibrated = calibrate(checkpoint, request, progress)
+    teacher = open_checkpoint(request.teacher, request.revision, request.offline, request.trust_remote_code)
+    staging, adopted = stage(request, teacher, "teacher", progress, dry_run)
+    skeleton = open_skeleton(teacher, request.run, adopted)
+    shape.check_teacher(teacher, skeleton)
+    wanted, axes, reader = shape.resolve(options, teacher, skeleton)
+    calibrated = calibrate(teacher, request, progress)
     trained, held_out = map(len, hold_out(calibrated.tokens))
-    if request.options.self_text:
-        self_text.beginning(checkpoint)
+    if options.self_text:
+        self_text.beginning(teacher)
         trained = request.calibration.samples  # however little text there is to judge by
-    vocabulary, seqlen = checkpoint.text_config.vocab_size, calibrated.tokens.shape[1]
-    schedule = training.Schedule.of(request.options, trained, seqlen, vocabulary, request.run.batch_size)
-    parameters = _parameters(skeleton, wanted, axes)
+    vocabulary, seqlen = teacher.text_config.vocab_size, calibrated.tokens.shape[1]
+    schedule = learner.Schedule.of(options, trained, seqlen, vocabulary, request.run.batch_size)
+    parameters = shape.parameters(skeleton, wanted, axes)
     logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
     disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
-    room.check_memory(
-        need, free_memory(skeleton.device), "fewer --blocks or a shorter --seqlen", skeleton.device
-    )
-    if not dry_run:
-        plan.check_disk(staging.output.absolute(), disk)
-    text = windows.load(checkpoint, evaluated, None, None, None) if evaluated else None
-    return Job(
-        request, checkpoint, skeleton, wanted, axes, reader, calibrated, schedule, parameters, need, disk,
-        staging, text,
+    remedy = "fewer --blocks or a shorter --seqlen"
+    room.check_memory(need, free_memory(skeleton.device), remedy, skeleton.device)
+    job = SmallerJob(
+        request, teacher, skeleton, calibrated, staging, evaluated(teacher, text), disk, wanted, axes, reader,
+        schedule, parameters, need,
     )  # fmt: skip
+    return job if dry_run else job.signed(progress)
 
 
-def _staging(request: Request, checkpoint: Checkpoint, dry_run: bool) -> Staging:
-    """The place of the output. Raises QuantkitError if it may not be written."""
-    staging = Staging(output_of(request))
-    replacing.check_source(staging.output, checkpoint.folder, "teacher")
-    if not dry_run:
-        staging.check(request.resume, request.overwrite)
-    return staging
-
-
-def _shape(
-    options: Options, checkpoint: Checkpoint, skeleton: Skeleton
-) -> tuple[Shape, dict[str, Axis], str | None]:
-    """The student's shape, tried with the first blocks, and what it means for a block."""
-    depth = len(skeleton.blocks)
-    kept = tuple(range(shape.check_depth(options.blocks, depth)))
-    if options.width is None:
-        if len(kept) == depth:
-            hint = f"choose 1 to {depth - 1}, or make it narrower with --width"
-            raise QuantkitError(f"--blocks {depth} keeps all of the teacher's", hint, USAGE)
-        wanted = Shape(kept)
-        return wanted, shape.laid_beside(skeleton, checkpoint, wanted), None
-    name, width = shape.find_width(skeleton, checkpoint)
-    wanted = Shape(kept, options.channels(width), width, name)
-    axes = shape.laid_beside(skeleton, checkpoint, wanted)
-    return wanted, axes, shape.reader(axes, skeleton.blocks[0], checkpoint.source)
-
-
-def _parameters(skeleton: Skeleton, wanted: Shape, axes: dict[str, Axis]) -> int:
-    """Of the student; tied ones once."""
-    inside = [sum(part.numel() for part in block.parameters()) for block in skeleton.blocks]
-    count = skeleton.parameters - sum(inside) + sum(inside[index] for index in wanted.kept)
-    for index in wanted.kept:
-        for local, axis in axes.items():
-            whole = skeleton.blocks[index].get_parameter(local)
-            lost = axis.copies * (wanted.width - wanted.channels)
-            count -= whole.numel() // whole.shape[axis.axis] * lost
-    return count
+def _counting(progress: Progress, what: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress.counting(what, done, total)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import transformers
 from torch import nn
 
+from quantkit.distillation.options import SmallerOptions
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton, experts, meta_model
@@ -62,11 +63,37 @@ def check_teacher(checkpoint: Checkpoint, skeleton: Skeleton) -> None:
     raise QuantkitError(f"{checkpoint.source} cannot be cut: {why}", hint, UNSUPPORTED)
 
 
-def check_depth(blocks: int | None, depth: int) -> int:
-    """How many blocks to keep. Raises QuantkitError unless that is at most as many as there are."""
+def resolve(
+    options: SmallerOptions, checkpoint: Checkpoint, skeleton: Skeleton
+) -> tuple[Shape, dict[str, Axis], str | None]:
+    """The student's shape, tried with the first blocks, what its width means for a block (`laid_beside`), and
+    the linear that reads the channels, None where all stay."""
+    depth, blocks = len(skeleton.blocks), options.blocks
     if blocks is not None and blocks > depth:
         raise QuantkitError(f"--blocks {blocks}: the teacher has {depth}", f"choose 1 to {depth - 1}", USAGE)
-    return depth if blocks is None else blocks
+    kept = tuple(range(depth if blocks is None else blocks))
+    if options.width is None:
+        if len(kept) == depth:
+            hint = f"choose 1 to {depth - 1}, or make it narrower with --width"
+            raise QuantkitError(f"--blocks {depth} keeps all of the teacher's", hint, USAGE)
+        wanted = Shape(kept)
+        return wanted, laid_beside(skeleton, checkpoint, wanted), None
+    name, width = find_width(skeleton, checkpoint)
+    wanted = Shape(kept, options.channels(width), width, name)
+    axes = laid_beside(skeleton, checkpoint, wanted)
+    return wanted, axes, reader(axes, skeleton.blocks[0], checkpoint.source)
+
+
+def parameters(skeleton: Skeleton, wanted: Shape, axes: Mapping[str, Axis]) -> int:
+    """How many the student has; tied ones count once."""
+    inside = [sum(part.numel() for part in block.parameters()) for block in skeleton.blocks]
+    count = skeleton.parameters - sum(inside) + sum(inside[index] for index in wanted.kept)
+    for index in wanted.kept:
+        for local, axis in axes.items():
+            whole = skeleton.blocks[index].get_parameter(local)
+            lost = axis.copies * (wanted.width - wanted.channels)
+            count -= whole.numel() // whole.shape[axis.axis] * lost
+    return count
 
 
 def per_layer(config: transformers.PretrainedConfig) -> list[str]:

@@ -7,7 +7,6 @@ head.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,10 +86,3 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor whose memory is the file."""
     size = torch.Size(shape).numel()
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """A small file, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=2))
-    os.replace(temporary, path)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from quantkit.distillation import divergence
-from quantkit.distillation.blocks import Final, Text
+from quantkit.distillation.compressed.blocks import Final, Text
+from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.distillation.descent import Shares, order
-from quantkit.distillation.student import Floats, Student
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from quantkit.distillation.descent import Descent
+from quantkit.distillation.options import SmallerOptions
 from quantkit.distillation.smaller.blocks import kl
-from quantkit.distillation.smaller.options import Options
 from quantkit.distillation.smaller.targets import Prediction, Targets, entering
 
 BETAS = 0.9, 0.95
@@ -56,7 +56,9 @@ class Schedule:
     every: int
 
     @staticmethod
-    def of(options: Options, trained: int, seqlen: int, vocabulary: int, batch: int | None) -> Schedule:
+    def of(
+        options: SmallerOptions, trained: int, seqlen: int, vocabulary: int, batch: int | None
+    ) -> Schedule:
         """As long as the options say, for `trained` sequences."""
         batch = min(batch or max(1, STEP_TOKENS // seqlen), trained)
         fits = max(1, LOGITS_BYTES // (4 * vocabulary * seqlen))
@@ -80,7 +82,7 @@ class Learner:
     """
 
     def __init__(
-        self, model: nn.Module, stored: Callable[[], dict[str, Tensor]], data: Data, options: Options,
+        self, model: nn.Module, stored: Callable[[], dict[str, Tensor]], data: Data, options: SmallerOptions,
         schedule: Schedule, seed: int, bfloat16: bool,
     ):  # fmt: skip
         self.model, self.data, self.options, self.schedule = model, data, options, schedule
@@ -130,7 +132,7 @@ class Learner:
         return total / self.data.held_out
 
 
-def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: Options) -> Tensor:
+def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: SmallerOptions) -> Tensor:
     """Mean over tokens; ids `[batch, tokens]`."""
     (logits, hidden), (expected, states) = student, teacher
     found = options.temperature**2 * kl(expected, logits, options.temperature).mean()

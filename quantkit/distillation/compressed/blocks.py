@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.distillation.compressed.student import Floats, Student, TracedBlock
 from quantkit.distillation.descent import Shares, order
-from quantkit.distillation.student import Floats, Student, TracedBlock
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import States, embedded
 from quantkit.quantize.progress import Progress

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation.student import Floats, Student
+from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.inspection.verify import ERRORS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantkit.distillation.blocks import Text
+from quantkit.distillation.compressed.blocks import Text
+from quantkit.distillation.compressed.student import Student
 from quantkit.distillation.options import DistillOptions
-from quantkit.distillation.student import Student
 from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.backward import CHUNK_BYTES, CHUNK_TOKENS

@@ -1,0 +1,309 @@
+"""A compressed student on its way: read this first.
+
+    block by block (blocks.py) ▶ better on held-out text? ▶ end to end (whole.py) ▶ better? ▶ publish
+
+Teacher and student are opened, compared and planned here before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from quantkit.distillation import divergence, training
+from quantkit.distillation.compressed import blocks, memory, publish, whole
+from quantkit.distillation.compressed.blocks import Final, Text
+from quantkit.distillation.compressed.memory import Memory
+from quantkit.distillation.compressed.student import Floats, Student, vectors
+from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.evaluation import of_job
+from quantkit.evaluation.evaluate import check_comparable
+from quantkit.grids.distance import relative_distance
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
+from quantkit.models.machine.memory import map_large_blocks
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate.states import States
+from quantkit.quantize.job import calibrate, check_run, open_skeleton
+from quantkit.quantize.outputs.folder import TIMINGS
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import hold_out
+
+SCHEMA = "quantkit.distill/1"
+BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
+UNLIKE = 0.5  # relative difference of two embeddings that no rounding makes
+HINT = "a student learns from the model that it was made from: give that one"
+
+
+@dataclass(frozen=True)
+class CompressedJob(Job):
+    """trained: how many numbers, by what they are."""
+
+    student: Student
+    text: Text
+    memory: Memory
+    trained: dict[str, int]
+
+    def decisive(self) -> dict:
+        return {
+            "teacher_sha256": self.teacher.checkpoint.sha256(),
+            "options": as_read(self.request.options),
+            "calibration": self.calibration.record(),
+            "execution": self._execution(),
+        }
+
+    def record(self) -> dict:
+        text = self.text
+        return {
+            "schema": SCHEMA,
+            "teacher": self.request.teacher,
+            "student": self.request.student,
+            "output": str(self.staging.output),
+            "trained": self.trained,
+            "options": asdict(self.request.options),
+            "calibration": self.calibration.record(),
+            "sequences": {"train": sum(map(len, text.train)), "held_out": sum(map(len, text.held_out))},
+            "memory": asdict(self.memory),
+            "execution": self._execution(),
+        }
+
+    def _execution(self) -> dict:
+        return execution(self.student.skeleton, batch_size=len(self.text.train[0]))
+
+    def make(self, progress: Progress, timings: Timings) -> dict:
+        map_large_blocks()
+        with timings("load"):
+            self.teacher.load_rest()
+            self.student.skeleton.load_rest()
+        self._check_embeddings()
+        options, text, seed = self.request.options, self.text, self.request.calibration.seed
+        plan = blocks.Plan(options.block_epochs, options.block_lr, seed)
+        final = blocks.walk(self.teacher, self.student, text, plan, self.staging, timings, progress)
+        rest = {name: value.cpu() for name, value in self.student.rest().items()}
+        with timings("measure"):
+            before = best = self._divergence(final, final.before)
+            after = self._divergence(final, final.after) if options.block_epochs else before
+        stages, floats = [], None
+        if options.block_epochs:
+            stages.append(_stage("block by block", before, after, progress))
+            if after < best:
+                best, floats = after, self._named(final.floats) | rest
+        if options.epochs:
+            start = floats or self._named(self._stored_floats()) | rest
+            plan = whole.Plan(options.epochs, options.lr, options.temperature, seed, self.memory.hold)
+            learner, epoch = (
+                whole.EndToEnd(self.teacher, self.student, final, start, plan, text),
+                len(text.train),
+            )
+            with timings("end to end"):
+                curve = training.train(
+                    learner, learner.steps, epoch, best, self.staging, progress, "end to end"
+                )
+            told, step = list(curve.values()), training.best_step(curve, best)
+            stage = _stage("end to end", best, min(told), progress)
+            stages.append(stage | {"epochs": told, "epoch": step // epoch})
+            if step:
+                best, floats = min(told), training.best(self.staging)
+        if floats is None:
+            output = self.staging.output
+            progress.warn(
+                f"nothing lowered the divergence on held-out text: {output} holds the student as it was"
+            )
+        done = {"stages": stages, "before": before, "after": best}
+        self._write(floats, self._described() | done, progress, timings)
+        return done | {"improved": floats is not None}
+
+    def measured(self, progress: Progress) -> dict:
+        if self.evaluated is None:
+            return {}
+        made, teacher = [self.request.student, self.staging.output], self.teacher
+        listen = progress.evaluating
+        return {"eval": of_job.measure(teacher.checkpoint, made, self.evaluated, teacher.device, listen)}
+
+    def _divergence(self, final: Final, states: States) -> float:
+        """Of a student's final hidden states of the held-out text."""
+        vocabulary = self.source.text_config.vocab_size
+        pairs = zip(final.teacher, states, strict=True)
+        return divergence.mean(self.teacher.logits, self.student.skeleton.logits, pairs, vocabulary)
+
+    def _named(self, floats: list[Floats]) -> Floats:
+        """Those of all blocks by their names in the model."""
+        of_block = self.student.skeleton.names.of_block
+        return {of_block(i, name): value for i, some in enumerate(floats) for name, value in some.items()}
+
+    def _stored_floats(self) -> list[Floats]:
+        found = []
+        for index in range(self.student.depth):
+            with self.student.block(index, self.memory.hold) as block:
+                found.append({name: value.cpu() for name, value in block.floats.items()})
+        return found
+
+    def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
+        """Put the output together and read it back."""
+        progress.phase("writing the checkpoint")
+        with timings("write"):
+            name = self.staging.output.name
+            place = self.staging.assemble(
+                lambda place: publish.write(self.student, floats, record, place, name)
+            )
+        progress.phase("verifying what was written")
+        with timings("verify"):
+            ids = self.text.held_out[0]
+            expected = self._final_states(ids, floats)
+            publish.verify(self.student, place, ids, expected, self.request.trust_remote_code)
+        if place.is_dir():
+            told = {"seconds": timings.seconds, "steps_down": []}
+            (place / TIMINGS).write_text(json.dumps(told, indent=2) + "\n")
+
+    def _final_states(self, ids: Tensor, floats: Floats | None) -> Tensor:
+        """Of the student as it is to be written."""
+        of_block, hidden = self.student.skeleton.names.of_block, self.student.skeleton.embed(ids)
+        for index in range(self.student.depth):
+            with self.student.block(index, self.memory.hold) as block:
+                now = block.floats
+                if floats is not None:
+                    now = {name: floats[of_block(index, name)].to(hidden.device) for name in now}
+                (hidden,) = self.student.outputs(block, [hidden], now)
+        return hidden
+
+    def _described(self) -> dict:
+        """What the manifest says of the job; nothing in it depends on time or place."""
+        teacher, student, made = self.request.teacher, self.request.student, self.fingerprint
+        return {
+            "teacher": {"name": Path(teacher).name, "sha256": made["teacher_sha256"]},
+            "student": {"name": Path(student).name, "sha256": made["source_sha256"]},
+            "trained": self.trained,
+            "options": made["options"],
+            "calibration": made["calibration"],
+            "held_out": sum(map(len, self.text.held_out)),
+            "execution": made["execution"],
+        }
+
+    def _check_embeddings(self) -> None:
+        """Raise QuantkitError unless the student was made from this teacher, or one much like it: no layout
+        does more to an embedding than round it."""
+        models = self.teacher.model, self.student.skeleton.model
+        theirs, ours = (model.get_input_embeddings().weight for model in models)
+        if theirs.shape != ours.shape or not relative_distance(ours, theirs) <= UNLIKE:
+            raise QuantkitError(
+                f"{self.request.student} was not made from {self.request.teacher}: their embeddings have "
+                "nothing in common",
+                hint="give the model that it was compressed from",
+                exit_code=UNSUPPORTED,
+            )
+
+
+def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
+    """Open, compare and check. Raises QuantkitError for all that would fail later.
+
+    text: that of --eval. A dry run skips what only matters to a job that will run: the output's place and the
+    hashes.
+    """
+    request.options.check()
+    check_run(request.run)
+    teacher, student = open_pair(request)
+    if teacher.quantized:
+        progress.warn(f"{request.teacher} is compressed itself: the student learns its errors, too")
+    staging, adopted = stage(request, student, "student", progress, dry_run)
+    run = request.run if request.run.dtype != "auto" else replace(request.run, dtype="float32")
+    taught = open_skeleton(teacher, run, adopted)
+    taught.streams = False
+    learner = Student(student, taught.dtype, taught.device)
+    _check_shapes(taught, learner, request)
+    trained = _trained(learner, request)
+    calibrated = calibrate(teacher, request, progress)
+    batches = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
+    needed = memory.plan(taught, learner, batches, request.options)
+    disk = 2 * sum(info.nbytes for info in student.infos.values())
+    job = CompressedJob(
+        request, student, taught, calibrated, staging, evaluated(teacher, text), disk, learner, batches,
+        needed, trained,
+    )  # fmt: skip
+    if dry_run:
+        return job
+    signed = job.signed(progress)
+    source = (publish.manifest_of(student) or {}).get("source") or {}
+    if (told := source.get("sha256")) and told != signed.fingerprint["teacher_sha256"]:
+        progress.warn(
+            f"{request.student} was made from other files than {request.teacher} ({source.get('name')}, "
+            f"sha256 {told[:12]}…): goes on, as both are of one shape"
+        )
+    return signed
+
+
+def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
+    """Teacher and student. Raises QuantkitError unless the one can teach the other."""
+    trusted = request.trust_remote_code
+    teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
+    student = open_checkpoint(request.student, None, request.offline, trusted)
+    if teacher.folder.resolve() == student.folder.resolve():
+        raise QuantkitError(
+            f"{request.student} is teacher and student",
+            "give the original first, then what was made of it",
+            USAGE,
+        )
+    if not student.quantized:
+        hint = f"compress it first (quantkit gptq {request.student}), or make a smaller student with --blocks"
+        if teacher.quantized:
+            hint = f"the teacher comes first: quantkit distill {request.student} {request.teacher}"
+        raise QuantkitError(
+            f"{request.student} is not quantized: all its weights are floats", hint, UNSUPPORTED
+        )
+    check_comparable((teacher, student), HINT)
+    return teacher, student
+
+
+def split(tokens: Tensor, batch_size: int | None) -> Text:
+    """Return batches of `tokens [samples, seqlen]` to train on, and held-out ones.
+
+    Raises QuantkitError where none is left.
+    """
+    train, held_out = hold_out(tokens)
+    size = batch_size or max(1, BATCH_TOKENS // tokens.shape[1])
+    return Text(list(train.split(size)), list(held_out.split(size)))
+
+
+def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
+    """Raise QuantkitError naming what of the two models is unlike."""
+    theirs, ours = len(teacher.blocks), student.depth
+    if theirs != ours:
+        what = f"{request.teacher} has {count(theirs, 'block')}, {request.student} {ours}"
+        raise QuantkitError(what, HINT, UNSUPPORTED)
+    for index, pair in enumerate(zip(teacher.blocks, student.skeleton.blocks, strict=True)):
+        there, here = ({name: list(p.shape) for name, p in block.named_parameters()} for block in pair)
+        odd = [
+            f"{n} is {there.get(n, 'absent')} there, {here.get(n, 'absent')} here"
+            for n in there | here
+            if there.get(n) != here.get(n)
+        ]
+        if odd:
+            raise QuantkitError(
+                f"block {index + 1} of {request.teacher} and {request.student} differ: {name_all(odd, 3)}",
+                HINT,
+                UNSUPPORTED,
+            )
+
+
+def _trained(student: Student, request: Request) -> dict[str, int]:
+    """How many linears, and norms and biases, there are to train. Raises QuantkitError for none."""
+    if not student.rows:
+        raise QuantkitError(
+            f"no linear in the blocks of {request.student} has codes that quantkit writes",
+            hint="compress the teacher with quantkit, and distill that",
+            exit_code=UNSUPPORTED,
+        )
+    blocks = sum(len(vectors(block)) for block in student.skeleton.blocks)
+    return {"linears": len(student.rows), "norms_and_biases": blocks + len(student.rest_names())}
+
+
+def _stage(name: str, before: float, after: float, progress: Progress) -> dict:
+    """What is said of a stage, at once and in the record."""
+    kept = after < before
+    verdict = "kept" if kept else "not kept"
+    progress.phase(f"{name}: held-out KL divergence {before:.5f} → {after:.5f}, {verdict}")
+    return {"name": name, "before": before, "after": after, "kept": kept}
