@@ -16,6 +16,7 @@ from rich.console import Console
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generate import first_difference
 from quantkit.models.files.open import open_checkpoint
+from quantkit.serving.bench import generation
 from quantkit.serving.bench.batching import continuous, measure, padded, proof, show
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step, figures
 from quantkit.serving.bench.batching.trace import Request, Trace
@@ -123,7 +124,7 @@ def test_all_three_write_what_each_request_alone_gets(model):
     requests = [Request(index * 0.3, 3 + 5 * index % 11, 1 + 7 * index % 9) for index in range(7)]
     prompts = measure.draw_prompts(requests, model.config.vocab_size, seed=1)
     alone = [
-        tuple(padded.run(model, [prompt], request.output, Ticks())[0][0])
+        tuple(generation.run(model, [prompt], request.output, Ticks())[0][0])
         for prompt, request in zip(prompts, requests, strict=True)
     ]
     replays = [padded.serve(model, requests, prompts, 3, wait, Ticks()) for wait in (math.inf, 0.1)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import resource
 import sys
 from pathlib import Path
 
-import psutil
+from quantkit.models.machine.memory import resident
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -25,7 +26,7 @@ class Meter:
 
             self._module = torch.get_device_module(device)
             self._device = device
-        self._base = 0 if self._module else psutil.Process().memory_info().rss
+        self._base = 0 if self._module else resident()
 
     @property
     def how(self) -> str:
@@ -52,9 +53,5 @@ def _peak_resident() -> int:
     """Most bytes that were resident at a time."""
     if STATUS.exists():
         return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1])
-    try:
-        import resource
-    except ImportError:  # Windows, where psutil tells it
-        return psutil.Process().memory_info().peak_wset
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -54,18 +53,24 @@ class Settings:
 
     def check(self) -> None:
         """Raise QuantkitError for what makes no sense."""
-        for flag, value, least in self._numbers():
-            if not least <= value <= MOST:
-                raise QuantkitError(f"{flag} {value} makes no sense", f"choose {least} or more", USAGE)
+        require_numbers(
+            ("--batch", self.batches, 1),
+            ("--prompt", self.prompts, 1),
+            ("--tokens", self.tokens, 2),  # the first is the prefill's: latency needs another
+            ("--repeats", self.repeats, 1),
+            ("--rounds", self.rounds, 1),
+            ("--warmup", self.warmup, 0),
+            ("--threads", self.threads, 1),
+        )
 
-    def _numbers(self) -> Iterator[tuple[str, int, int]]:
-        yield from (("--batch", value, 1) for value in self.batches)
-        yield from (("--prompt", value, 1) for value in self.prompts)
-        yield "--tokens", self.tokens, 2  # the first is the prefill's: latency needs another
-        yield "--repeats", self.repeats, 1
-        yield "--rounds", self.rounds, 1
-        yield "--warmup", self.warmup, 0
-        yield "--threads", self.threads, 1
+
+def require_numbers(*rows: tuple[str, float | tuple[float, ...], float]) -> None:
+    """Raise QuantkitError (exit code 2) for a value, or one of several, that is less than the least, or
+    beyond MOST. rows: (name, value or values, least)."""
+    for name, values, least in rows:
+        for value in values if isinstance(values, tuple) else (values,):
+            if not least <= value <= MOST:
+                raise QuantkitError(f"{name} {value} makes no sense", f"choose {least} or more", USAGE)
 
 
 def parse_list(flag: str, text: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import QuantkitError, first_line
-from quantkit.models.machine.memory import return_freed_pages
+from quantkit.models.machine.memory import return_freed_pages, room
 from quantkit.serving.bench import runners
 from quantkit.serving.bench.memory import Meter
 from quantkit.serving.bench.settings import Point
@@ -63,7 +63,7 @@ def measure(job: Job, emit: Emit) -> None:
     """Load, warm up, run. Raises QuantkitError where the checkpoint cannot be loaded."""
     engine = runners.find(job.engine)
     device = engine.prepare(job)
-    possible = _possible(job, device, emit)
+    possible = _possible(job, engine, device, emit)
     if not possible:
         emit({"event": "done"})
         return
@@ -75,7 +75,6 @@ def measure(job: Job, emit: Emit) -> None:
     for point in possible:
         _run(job, point, runner, meter, emit)
     facts = runner.facts
-    runner.close()
     del runner
     gc.collect()
     return_freed_pages()
@@ -84,24 +83,22 @@ def measure(job: Job, emit: Emit) -> None:
     emit({"event": "done"})
 
 
-def _possible(job: Job, device: Any, emit: Emit) -> list[Point]:
+def _possible(job: Job, engine: Any, device: Any, emit: Emit) -> list[Point]:
     """Points that can run, as far as headers tell; the others are refused with the reason."""
-    import psutil
-
-    free = psutil.virtual_memory().available
-    packed = job.subject.container == "gguf" and job.engine != "transformers"
-    if device is not None:
+    free = room().nbytes
+    if device is not None:  # torch is here
         from quantkit.models.machine.device import free_memory
 
         free = free_memory(device)
+    packed = job.subject.container == "gguf" and job.engine != "transformers"
     if job.engine == "transformers":
-        value_bytes = runners.find(job.engine).value_bytes(job, device)
+        value_bytes = engine.value_bytes(job)
     else:
         value_bytes = 4 if job.settings.dtype == "float32" and not packed else 2
     packed = packed or (job.subject.stored not in (None, "gguf") and not job.settings.decoded)
-    found, at_once = [], runners.find(job.engine).AT_ONCE
+    found = []
     for point in job.points:
-        if why := job.subject.refusal(point, job.settings, value_bytes, packed, at_once, free):
+        if why := job.subject.refusal(point, job.settings, value_bytes, packed, engine.AT_ONCE, free):
             emit({"event": "refused", **asdict(point), "message": why})
         else:
             found.append(point)

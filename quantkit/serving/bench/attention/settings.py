@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.serving.bench.settings import require_numbers
 
 LONGEST = 4096  # tokens of the longest prompt, unless asked for: a CPU should be done in minutes
 STEPS_DOWN = 4  # default lengths: halves of halves of the longest
@@ -29,11 +30,10 @@ class Settings:
         """Raise QuantkitError (exit code 2) for values that make no sense."""
         if not self.implementations:
             raise QuantkitError("--attn names no implementation", "try --attn eager,sdpa", USAGE)
-        for name, least in (("steps", 1), ("batch", 1), ("repeats", 1)):
-            if (value := getattr(self, name)) < least:
-                raise QuantkitError(f"{name} {value} makes no sense", f"choose {least} or more", USAGE)
-        if any(length < 1 for length in self.lengths):
-            raise QuantkitError("a prompt has at least one token", "choose lengths of 1 or more", USAGE)
+        require_numbers(
+            ("--tokens", self.steps, 1), ("--batch", self.batch, 1), ("--repeats", self.repeats, 1),
+            ("--prompt", self.lengths, 1),
+        )  # fmt: skip
 
     def plan(self, context: int | None) -> list[int]:
         """The lengths to measure, the shortest first; prompt and decoded tokens together fit `context`.

@@ -13,19 +13,20 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import give_back, synchronize
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.batching import continuous, padded
 from quantkit.serving.bench.batching.accounting import Figures, Replay, figures
 from quantkit.serving.bench.batching.proof import Proof, compare
 from quantkit.serving.bench.batching.trace import Request, Trace
+from quantkit.serving.bench.generation import clock_of
+from quantkit.serving.bench.settings import require_numbers
 from quantkit.serving.engines import transformers as engine
 
 STRATEGIES = ("static", "dynamic", "continuous")
@@ -55,9 +56,10 @@ class Settings:
             raise QuantkitError(said, f"choose of {', '.join(STRATEGIES)}", USAGE)
         if len(set(self.strategies)) < len(self.strategies):
             raise QuantkitError("--batching names a strategy twice", "once is enough", USAGE)
-        for name, least in (("size", 1), ("wait", 0), ("page", 4), ("repeats", 1)):
-            if (value := getattr(self, name)) < least:
-                raise QuantkitError(f"{name} {value} makes no sense", f"choose {least} or more", USAGE)
+        require_numbers(
+            ("--batch", self.size, 1), ("wait", self.wait, 0), ("page", self.page, 4),
+            ("--repeats", self.repeats, 1),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,10 @@ def measure(
     loaded = engine.load(checkpoint, dtype, device, settings.size * longest)
     prompts = draw_prompts(trace.requests, checkpoint.text_config.vocab_size, settings.seed)
     bench = _Bench(loaded.model, trace.requests, prompts, settings, device)
-    attention = loaded.attention
-    weights = loaded.kernels + (f"; {loaded.note}" if loaded.note else "")
+    told = {
+        "attention": loaded.attention,
+        "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
+    }
     exact = dtype == torch.float32 and not loaded.packed
     del loaded  # the bench has the model, and gives it away before it takes another
     progress.phase("warming up")
@@ -121,26 +125,24 @@ def measure(
     if not bench.replays:
         said = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
         raise QuantkitError(f"no batching ran: {said}", "static runs most models", UNSUPPORTED)
-    outcomes = [_outcome(name, bench, settings.strategies) for name in settings.strategies]
-    proofs, unproven = _prove(checkpoint, bench, exact, longest, progress)
-    result = Result(
+    outcomes = bench.outcomes()
+    proofs, unproven = [], "fewer than two strategies ran"
+    if len(bench.replays) > 1:
+        progress.phase("comparing the answers in float32")
+        proofs, unproven = bench.prove(checkpoint, exact, longest)
+    return Result(
         model=checkpoint.source,
         settings=settings,
         trace=trace,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         context=checkpoint.context,
-        attention=attention,
-        weights=weights,
         repeats=rounds,
         outcomes=tuple(outcomes),
         proofs=tuple(proofs),
         unproven=unproven,
+        **told,
     )
-    del bench
-    gc.collect()
-    give_back(device)
-    return result
 
 
 def draw_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[list[int]]:
@@ -150,36 +152,34 @@ def draw_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> lis
     return [[stream.randrange(vocabulary) for _ in range(request.prompt)] for request in requests]
 
 
-@dataclass
 class _Bench:
-    """A loaded model, a trace, and the replays so far."""
+    """A loaded model, a trace, the replays of every strategy so far, and why others were refused."""
 
-    model: nn.Module
-    requests: Sequence[Request]
-    prompts: Sequence[Sequence[int]]
-    settings: Settings
-    device: torch.device
-    replays: dict[str, list[Replay]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        model: nn.Module,
+        requests: Sequence[Request],
+        prompts: Sequence[Sequence[int]],
+        settings: Settings,
+        device: torch.device,
+    ) -> None:
+        self.model, self.requests, self.prompts, self.settings = model, requests, prompts, settings
+        self.device, self.clock = device, clock_of(device)
+        self.replays: dict[str, list[Replay]] = {}
+        self.refused: dict[str, str] = {}
 
-    def clock(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
+    def serve(self, name: str, requests: Sequence[Request]) -> Replay:
+        """The first requests by one strategy."""
+        settings, prompts = self.settings, self.prompts[: len(requests)]
+        if name == "continuous":
+            return continuous.serve(self.model, requests, prompts, settings.size, settings.page, self.clock)
+        wait = settings.wait if name == "dynamic" else math.inf
+        return padded.serve(self.model, requests, prompts, settings.size, wait, self.clock)
 
-    def serve(self, name: str, requests: Sequence[Request], prompts: Sequence[Sequence[int]]) -> Replay:
-        """The requests by one strategy."""
-        size = self.settings.size
-        if name != "continuous":
-            wait = self.settings.wait if name == "dynamic" else math.inf
-            return padded.serve(self.model, requests, prompts, size, wait, self.clock)
-        return continuous.serve(self.model, requests, prompts, size, self.settings.page, self.clock)
-
-    def attempt(
-        self, name: str, requests: Sequence[Request], prompts: Sequence[Sequence[int]]
-    ) -> Replay | None:
+    def attempt(self, name: str, requests: Sequence[Request]) -> Replay | None:
         """The same; None, and the strategy is refused from here on, where it cannot be served so."""
         try:
-            return self.serve(name, requests, prompts)
+            return self.serve(name, requests) if name not in self.refused else None
         except QuantkitError as error:
             self.refused[name] = error.message
         except REFUSALS as error:
@@ -192,7 +192,7 @@ class _Bench:
         few = self.requests[: self.settings.size]
         short = [Request(0.0, request.prompt, min(WARM_TOKENS, request.output)) for request in few]
         for name in self.settings.strategies:
-            self.attempt(name, short, self.prompts[: len(short)])
+            self.attempt(name, short)
 
     def rounds(self, progress: Progress) -> int:
         """Every strategy once a round, each round begun by another; how many rounds there were."""
@@ -206,58 +206,45 @@ class _Bench:
             turn = round_ % len(names)
             for place, name in enumerate(names[turn:] + names[:turn]):
                 progress.counting("serving the trace", round_ * len(names) + place, total)
-                if name not in self.refused and (made := self.attempt(name, self.requests, self.prompts)):
+                if made := self.attempt(name, self.requests):
                     self.replays.setdefault(name, []).append(made)
-        return self.settings.repeats if names else 0
+        return self.settings.repeats
 
-    def answers(self) -> dict[str, list[tuple[int, ...]]]:
-        """What every strategy wrote at last."""
-        return {
-            name: [served.tokens for served in self.replays[name][-1].requests]
-            for name in self.settings.strategies
-            if name in self.replays
-        }
+    def outcomes(self) -> list[Outcome]:
+        """Of every strategy the repeat whose throughput is the median."""
+        made = {name: [figures(replay) for replay in replays] for name, replays in self.replays.items()}
+        speeds = {name: [found.tokens_per_second for found in rows] for name, rows in made.items()}
+        names = self.settings.strategies
+        first = speeds[next(name for name in names if name in made)]
+        found = []
+        for name in names:
+            if name not in made:
+                found.append(Outcome(name, refused=self.refused[name]))
+                continue
+            own = speeds[name]
+            middle = sorted(range(len(own)), key=own.__getitem__)[len(own) // 2]
+            ratio = statistics.median(a / b for a, b in zip(own, first, strict=True))
+            chosen = made[name][middle], self.replays[name][middle]
+            found.append(Outcome(name, *chosen, tokens_per_second=tuple(own), ratio=ratio))
+        return found
 
-
-def _outcome(name: str, bench: _Bench, names: Sequence[str]) -> Outcome:
-    if name not in bench.replays:
-        return Outcome(name, refused=bench.refused[name])
-    made = {other: [figures(replay) for replay in bench.replays[other]] for other in bench.replays}
-    first = next(other for other in names if other in made)
-    speeds = [found.tokens_per_second for found in made[name]]
-    middle = sorted(range(len(speeds)), key=speeds.__getitem__)[len(speeds) // 2]
-    ratios = [a / b.tokens_per_second for a, b in zip(speeds, made[first], strict=True)]
-    return Outcome(
-        strategy=name,
-        figures=made[name][middle],
-        replay=bench.replays[name][middle],
-        tokens_per_second=tuple(speeds),
-        ratio=statistics.median(ratios),
-    )
-
-
-def _prove(
-    checkpoint: Checkpoint, bench: _Bench, exact: bool, longest: int, progress: Progress
-) -> tuple[list[Proof], str]:
-    """That the strategies wrote the same, in float32. exact: what was measured was; else the first requests
-    are served again, by decoded weights: kernels of packed ones round as the size of a batch has it."""
-    if len(bench.replays) < 2:
-        return [], "fewer than two strategies ran"
-    progress.phase("comparing the answers in float32")
-    if exact:
-        return compare(bench.model, bench.prompts, bench.answers()), ""
-    settings, names = bench.settings, tuple(bench.replays)
-    bench.model = None  # both at once may not fit
-    gc.collect()
-    try:
-        tokens = settings.size * longest
-        loaded = engine.load(checkpoint, torch.float32, bench.device, tokens, decoded=True)
-    except QuantkitError as error:
-        return [], error.message
-    few = PROVEN * settings.size
-    again = _Bench(loaded.model, bench.requests[:few], bench.prompts[:few], settings, bench.device)
-    try:
-        again.replays = {name: [again.serve(name, again.requests, again.prompts)] for name in names}
-    except REFUSALS as error:
-        return [], first_line(error)
-    return compare(again.model, again.prompts, again.answers()), ""
+    def prove(self, checkpoint: Checkpoint, exact: bool, longest: int) -> tuple[list[Proof], str]:
+        """That the strategies wrote the same, in float32; else why nothing is proven. exact: what was
+        measured was; else the first requests are served again, by decoded weights: kernels of packed ones
+        round as the size of a batch has it."""
+        replays = {name: self.replays[name][-1] for name in self.settings.strategies if name in self.replays}
+        try:
+            if not exact:
+                self.model = None  # both at once may not fit
+                gc.collect()
+                tokens = self.settings.size * longest
+                self.model = engine.load(checkpoint, torch.float32, self.device, tokens, decoded=True).model
+                few = self.requests[: PROVEN * self.settings.size]
+                replays = {name: self.serve(name, few) for name in replays}
+        except QuantkitError as error:
+            return [], error.message
+        except REFUSALS as error:
+            return [], first_line(error)
+        answers = {name: [one.tokens for one in replay.requests] for name, replay in replays.items()}
+        prompts = self.prompts[: len(next(iter(answers.values())))]
+        return compare(self.model, prompts, answers), ""

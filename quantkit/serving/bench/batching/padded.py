@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step
 from quantkit.serving.bench.batching.trace import Request
-
-Clock = Callable[[], float]
+from quantkit.serving.bench.generation import Clock, run
 
 
 @dataclass(frozen=True)
@@ -57,48 +54,12 @@ def serve(
         batch = next_batch(arrivals, len(served), free, size, wait)
         members = [requests[index] for index in batch.members]
         longest = max(request.output for request in members)
-        written, seconds = run(model, [prompts[index] for index in batch.members], longest, clock)
+        written, seconds, _ = run(model, [prompts[index] for index in batch.members], longest, clock)
         answers, passes = account(members, batch.start, seconds, written)
         served += answers
         steps += passes
         free = steps[-1].end
     return Replay(tuple(served), tuple(steps))
-
-
-class _Ticks(transformers.StoppingCriteria):
-    """Notes the time after every token, and never stops."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.times = clock, []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_) -> Tensor:
-        self.times.append(self.clock())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def run(model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock) -> tuple[list, list]:
-    """Greedy continuations `[prompts, tokens]` as lists, and the seconds that each token took; the first of
-    them is the prefill. clock: seconds, when all the work on the device is done."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    settings = transformers.GenerationConfig(
-        max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True
-    )
-    ticks = _Ticks(clock)
-    began = clock()
-    with torch.no_grad():
-        out = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=settings,
-            stopping_criteria=transformers.StoppingCriteriaList([ticks]),
-        )
-    times = [began, *ticks.times]
-    return out[:, width:].tolist(), [b - a for a, b in zip(times, times[1:], strict=False)]
 
 
 def account(

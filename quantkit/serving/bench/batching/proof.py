@@ -6,6 +6,7 @@ less than that rounding may change places; everything after such a tie is anothe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch import nn
 from quantkit.evaluation.generate import first_difference
 
 TIE = 1e-4  # of the largest logit, in float32: a hundred times what the order of sums changes
+Answers = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -35,46 +37,24 @@ class Proof:
         return self.differing == 0
 
 
-def compare(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    answers: Mapping[str, Sequence[Sequence[int]]],
-) -> list[Proof]:
+def compare(model: nn.Module, prompts: Answers, answers: Mapping[str, Answers]) -> list[Proof]:
     """Every strategy's answers against the first one's. model: the float32 one that wrote them."""
-    first, *others = answers
-    return [_against(model, prompts, first, answers[first], name, answers[name]) for name in others]
+    (first, expected), *others = answers.items()
+    found = []
+    for name, written in others:
+        rows = list(zip(prompts, expected, written, strict=True))
+        gaps = [_gap(model, *row, place) for row in rows if (place := first_difference(*row[1:])) is not None]
+        differing = sum(gap > TIE for gap in gaps)
+        alike, ties = len(rows) - len(gaps), len(gaps) - differing
+        found.append(Proof(name, first, len(rows), alike, ties, differing, max(gaps, default=0.0)))
+    return found
 
 
-def _against(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    first: str,
-    expected: Sequence[Sequence[int]],
-    name: str,
-    found: Sequence[Sequence[int]],
-) -> Proof:
-    gaps = []
-    for prompt, a, b in zip(prompts, expected, found, strict=True):
-        place = first_difference(a, b)
-        if place is not None:
-            gaps.append(_gap(model, [*prompt, *a[:place]], a, b, place))
-    differing = sum(gap > TIE for gap in gaps)
-    return Proof(
-        strategy=name,
-        against=first,
-        requests=len(prompts),
-        alike=len(prompts) - len(gaps),
-        ties=len(gaps) - differing,
-        differing=differing,
-        gap=max(gaps, default=0.0),
-    )
-
-
-def _gap(model: nn.Module, before: list[int], a: Sequence[int], b: Sequence[int], place: int) -> float:
+@torch.no_grad()
+def _gap(model: nn.Module, prompt: Sequence[int], a: Sequence[int], b: Sequence[int], place: int) -> float:
     """How far the less likely of both tokens is below the likeliest, as a share of the largest logit."""
     if place >= min(len(a), len(b)):
-        return float("inf")  # one is longer: no tie explains that
-    with torch.no_grad():
-        logits = model(torch.tensor([before], device=model.device)).logits[0, -1].float()
+        return math.inf  # one is longer: no tie explains that
+    logits = model(torch.tensor([[*prompt, *a[:place]]], device=model.device)).logits[0, -1].float()
     worst = min(logits[a[place]].item(), logits[b[place]].item())
     return (logits.max().item() - worst) / logits.abs().max().item()

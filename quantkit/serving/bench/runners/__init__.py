@@ -15,13 +15,7 @@ from typing import Protocol
 
 from quantkit.serving.engines.choose import require_known
 
-FILES = {  # the names of --engine, and their files
-    "transformers": "transformers",
-    "llama.cpp": "llamacpp",
-    "llama-bench": "llama_bench",
-    "vllm": "vllm",
-}
-NAMES = ("auto", *FILES)
+NAMES = ("auto", "transformers", "llama.cpp", "llama-bench", "vllm")
 
 
 @dataclass(frozen=True)
@@ -31,12 +25,12 @@ class Facts:
 
     engine: str
     version: str
-    kernels: str
-    packed: bool
-    note: str
-    dtype: str
-    attention: str | None
     weight_bytes: int
+    kernels: str = "llama.cpp ggml"
+    packed: bool = True
+    note: str = ""
+    dtype: str = "float32"
+    attention: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,8 +46,8 @@ class Timing:
     prefill_seconds: float
     decode_tokens: int
     decode_seconds: float
-    step_seconds: Sequence[float]
-    kv_bytes: int | None
+    step_seconds: Sequence[float] = ()
+    kv_bytes: int | None = None
 
 
 class Runner(Protocol):
@@ -64,13 +58,10 @@ class Runner(Protocol):
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Generate exactly `tokens` tokens after each of the prompts, which are of one length, greedily."""
 
-    def close(self) -> None:
-        """Free the model."""
-
 
 def find(engine: str) -> ModuleType:
     """The file of an engine."""
-    return import_module(f"{__name__}.{FILES[engine]}")
+    return import_module(f"{__name__}.{engine.replace('.', '').replace('-', '_')}")
 
 
 def parse(text: str) -> tuple[str, ...]:

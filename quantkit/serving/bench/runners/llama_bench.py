@@ -27,7 +27,7 @@ def prepare(job: Job) -> None:
 
 
 def start(job: Job) -> Program:
-    """Ask nothing yet; the version is in its answers."""
+    """Ask nothing yet; the program loads the file for every test."""
     return Program(job)
 
 
@@ -36,16 +36,7 @@ class Program:
 
     def __init__(self, job: Job):
         self._job = job
-        self.facts = Facts(
-            engine=PROGRAM,
-            version="",
-            kernels="llama.cpp ggml",
-            packed=True,
-            note="",
-            dtype="float32",
-            attention=None,
-            weight_bytes=job.subject.weight_bytes,
-        )
+        self.facts = Facts(PROGRAM, "", job.subject.weight_bytes)
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         if len(prompts) > 1:
@@ -55,24 +46,18 @@ class Program:
         prompt = len(prompts[0])
         prefill = self._ask("-p", prompt, "-n", 0)
         decode = self._ask("-p", 0, "-n", tokens - 1, "-d", prompt)
-        seconds = [row["samples_ns"][0] / 1e9 for row in (prefill, decode)]
         cache = self._job.subject.cache_bytes(Point(1, prompt), tokens, Fraction(2))
-        return Timing(prompt, seconds[0], tokens - 1, seconds[1], (), cache)
+        return Timing(prompt, prefill, tokens - 1, decode, kv_bytes=cache)
 
-    def _ask(self, *arguments: Any) -> dict[str, Any]:
-        """One test, once: its row of the JSON. Raises QuantkitError with what the program said last."""
-        path = shutil.which(PROGRAM)
-        layers = ["-ngl", 0] if self._job.settings.device == "cpu" else []
-        command = [path, "-m", self._job.subject.path, "-t", self._job.settings.threads, *layers, *arguments]
-        done = subprocess.run(
-            [*map(str, command), "-r", "1", "-o", "json"], capture_output=True, text=True, errors="replace"
-        )
+    def _ask(self, *arguments: Any) -> float:
+        """Seconds of one test, made once. Raises QuantkitError with what the program said last."""
+        settings = self._job.settings
+        layers = ["-ngl", 0] if settings.device == "cpu" else []
+        command = [shutil.which(PROGRAM), "-m", self._job.subject.path, "-t", settings.threads, *layers]
+        command += [*arguments, "-r", 1, "-o", "json"]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, errors="replace")
         try:
-            rows = json.loads(done.stdout)
-            return next(row for row in rows if row["samples_ns"])
+            return next(row["samples_ns"][0] / 1e9 for row in json.loads(done.stdout) if row["samples_ns"])
         except (ValueError, KeyError, TypeError, StopIteration) as error:
             said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
             raise QuantkitError(f"llama-bench failed ({done.returncode}): {said}") from error
-
-    def close(self) -> None:
-        """It has ended each time."""

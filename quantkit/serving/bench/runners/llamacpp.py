@@ -37,17 +37,7 @@ class Completions:
         self._job = job
         self._session: llamacpp.Session | None = None
         self._shape: tuple[int, int] | None = None
-        subject = job.subject
-        self.facts = Facts(
-            engine="llama.cpp",
-            version=llamacpp.version() or "",
-            kernels="llama.cpp ggml",
-            packed=True,
-            note="",
-            dtype="float32",
-            attention=None,
-            weight_bytes=subject.weight_bytes,
-        )
+        self.facts = Facts("llama.cpp", llamacpp.version() or "", job.subject.weight_bytes)
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         point = Point(len(prompts), len(prompts[0]))
@@ -65,7 +55,7 @@ class Completions:
         """Load the file with room for a point, unless it is."""
         if self._shape == (point.batch, point.prompt):
             return
-        self.close()
+        self._session = None  # one at a time
         settings = llamacpp.parameters(
             self._job.subject.path,
             point.prompt + tokens,
@@ -82,11 +72,6 @@ class Completions:
         """As llama.cpp lays it out before it begins, whole pads for every sequence."""
         padded = -(-(point.prompt + tokens) // PAD) * PAD
         return self._job.subject.cache_bytes(Point(point.batch, padded), 0, KV_BYTES)
-
-    def close(self) -> None:
-        if self._session:
-            self._session.__exit__()
-        self._session = self._shape = None
 
 
 def timing(

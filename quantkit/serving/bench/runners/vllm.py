@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from fractions import Fraction
 from importlib import import_module
@@ -49,12 +48,10 @@ class Offline:
         self.facts = Facts(
             engine="vllm",
             version=vllm.version() or "",
+            weight_bytes=job.subject.weight_bytes,
             kernels=f"vLLM {job.subject.stored or 'dense'}",
             packed=job.subject.stored is not None,
-            note="",
             dtype=str(model.llm_engine.model_config.dtype).removeprefix("torch."),
-            attention=None,
-            weight_bytes=job.subject.weight_bytes,
         )
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
@@ -63,10 +60,6 @@ class Offline:
         )
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return timing(self._model.generate(requests, sampling, use_tqdm=False))
-
-    def close(self) -> None:
-        del self._model
-        gc.collect()
 
 
 def timing(outputs: Sequence[Any]) -> Timing:
@@ -79,6 +72,4 @@ def timing(outputs: Sequence[Any]) -> Timing:
         prefill_seconds=first - scheduled,
         decode_tokens=sum(len(output.outputs[0].token_ids) - 1 for output in outputs),
         decode_seconds=last - first,
-        step_seconds=(),
-        kv_bytes=None,
     )
