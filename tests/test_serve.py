@@ -15,6 +15,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+import gguf_files
 import openai
 import psutil
 import pytest
@@ -24,8 +25,9 @@ import transformers
 from quantkit import cli
 from quantkit.serving.endpoint.load import Settings as Load
 from quantkit.serving.endpoint.load import measure
-from quantkit.serving.server import hand_over
+from quantkit.serving.server import job
 from quantkit.serving.server.settings import Settings
+from quantkit.text import limited
 
 PROMPT, TOKENS = "Once upon a time", 6
 SECONDS = 120  # after which a test that waits for a server gives up
@@ -106,7 +108,7 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
 
 def check_record(told: dict) -> None:
     assert (told["schema"], told["engine"], told["tried"]) == ("quantkit.serve/1", "llama.cpp", True)
-    assert told["proof"]["usage"]["completion_tokens"] == hand_over.TOKENS and told["proof"]["text"]
+    assert told["proof"]["usage"]["completion_tokens"] == job.TOKENS and told["proof"]["text"]
     assert (told["room"]["ctx"], told["room"]["parallel"]) == (128, 2)
     assert "hush" not in json.dumps(told) and told["api_key"]
 
@@ -124,10 +126,10 @@ def check_answers(url: str, expected: str) -> None:
 def test_transformers_serves(demo_model, expected, monkeypatch):
     """Its proof was its first request, which samples as the model's own files say: by the likeliest token."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
-    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_seconds=SECONDS)
-    prepared = hand_over.prepare(str(demo_model), settings)
+    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_timeout=SECONDS)
+    prepared = job.prepare(str(demo_model), settings)
     assert "--continuous-batching" in prepared.command.argv
-    with hand_over.serving(prepared) as (_, proof):
+    with job.serving(prepared) as (_, proof):
         assert proof["text"].startswith(expected)
         client = openai.OpenAI(base_url=prepared.url, api_key="none", max_retries=0)
         assert asked(client, prepared.command.model).choices[0].text == expected
@@ -169,3 +171,22 @@ def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):
     assert "quantkit inspect" in hint or "again" in hint
     error, _ = refuse(5, "serve", demo_model, "--port", 0, "--device", "cpu", "--ctx", "1000m")
     assert "do not fit" in error
+
+
+RUNAWAYS = {
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}": "it calls itself without end",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it does not end",
+    "{{ raise_exception('not you') }}": "a question does not fit the model's chat template: not you",
+}
+
+
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.chat_template.tool_use"])
+@pytest.mark.parametrize("template", RUNAWAYS)
+def test_a_template_that_runs_away_is_not_served(tiny_model, tmp_path, refuse, monkeypatch, key, template):
+    """llama.cpp's server would run it in its own process, without limits."""
+    pytest.importorskip("xllamacpp")
+    monkeypatch.setattr(limited.render, "__defaults__", (False, 3.0))  # seconds
+    path = gguf_files.export(tiny_model("llama"), tmp_path / "m.gguf", extra={key: template})
+    error, hint = refuse(2 if "not you" in template else 4, "serve", path, "--port", 0, "--device", "cpu")
+    assert error.startswith(f"{path} cannot be served: ") and error.endswith(RUNAWAYS[template])
+    assert "quantkit chat" in hint

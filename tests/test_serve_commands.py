@@ -8,24 +8,21 @@ import pytest
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.serving.engines import llama_server
-from quantkit.serving.server import llamacpp, transformers, vllm
-from quantkit.serving.server.command import Command
+from quantkit.serving.server import command as commands
+from quantkit.serving.server.command import SERVERS, Command
 from quantkit.serving.server.settings import Settings, free_port
 from quantkit.serving.server.sizing import Memory, Room
-
-ENGINES = {"vllm": vllm, "llama.cpp": llamacpp, "transformers": transformers}
 
 
 @pytest.fixture(autouse=True)
 def no_programs(monkeypatch):
     """Whatever is on this machine's PATH: engines of this Python alone."""
-    for module in ENGINES.values():
-        monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(commands.shutil, "which", lambda name: None)
 
 
 def command(engine: str, model="/models/m", kind="cpu", parallel=4, **settings) -> Command:
     room = Room(1024, parallel, 3 << 29, 3000, 10**6, Memory(kind, 10**10))
-    return ENGINES[engine].command(model, "m", Settings(port=8123, **settings), room)
+    return SERVERS[engine].command(model, "m", Settings(port=8123, **settings), room)
 
 
 def flags(made: Command) -> dict[str, str]:
@@ -41,7 +38,7 @@ def test_llamacpp_reserves_all_sequences(monkeypatch):
         "--ctx-size": "4096", "--parallel": "4", "--cache-type-k": "q8_0", "--cache-type-v": "q8_0",
         "--n-gpu-layers": "0",
     }  # fmt: skip
-    monkeypatch.setattr(llamacpp.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(commands.shutil, "which", lambda name: f"/bin/{name}")
     own = command("llama.cpp", "/models/m.gguf", kv_dtype="q8_0", device="cpu")
     assert own.argv[0] == "/bin/llama-server" and own.argv[1:] == made.argv[3:]
 
@@ -69,8 +66,10 @@ def test_transformers_batches_continuously():
 
 
 def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):
-    made = command("vllm", ctx=1024, kv_dtype="fp8", trust_remote_code=True)
-    assert made.argv[:3] == (sys.executable, "-m", vllm.MODULE) and made.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    made = command("vllm", kv_dtype="fp8", trust_remote_code=True)
+    assert (
+        made.argv[:3] == (sys.executable, "-m", commands.VLLM) and made.env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    )
     told = flags(made)
     assert (told["--model"], told["--served-model-name"]) == ("/models/m", "m")
     assert (told["--max-model-len"], told["--max-num-seqs"], told["--kv-cache-dtype"]) == ("1024", "4", "fp8")
@@ -78,7 +77,7 @@ def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):
     made = command("vllm", kind="cuda", device="cuda:1", memory_fraction=0.5)
     assert flags(made)["--gpu-memory-utilization"] == "0.5"
     assert made.env["CUDA_VISIBLE_DEVICES"] == "1" and "VLLM_CPU_KVCACHE_SPACE" not in made.env
-    monkeypatch.setattr(vllm.shutil, "which", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(commands.shutil, "which", lambda name: str(tmp_path / name))
     assert command("vllm").argv[:3] == (str(tmp_path / "vllm"), "serve", "/models/m")
     (tmp_path / "python").touch()
     assert command("vllm").argv[0] == str(tmp_path / "python")
@@ -133,7 +132,7 @@ def test_ports():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"port": 70000}, {"parallel": 0}, {"memory_fraction": 0.0}, {"start_seconds": 0.0}, {"api_key": " "}],
+    [{"port": 70000}, {"parallel": 0}, {"memory_fraction": 0.0}, {"start_timeout": 0.0}, {"api_key": " "}],
 )
 def test_settings_that_make_no_sense(wrong):
     with pytest.raises(QuantkitError) as refused:

@@ -13,7 +13,7 @@ from quantkit.errors import QuantkitError
 from quantkit.serving.engines.choose import Offer
 from quantkit.serving.server import process
 from quantkit.serving.server.command import Command
-from quantkit.serving.server.hand_over import Prepared, ended, serving
+from quantkit.serving.server.job import Prepared, ended, serving
 from quantkit.serving.server.process import Engine
 from quantkit.serving.server.settings import Settings, free_port
 from quantkit.serving.server.sizing import Memory, Room
@@ -76,7 +76,7 @@ def test_one_that_answers_nothing():
 
 def test_one_that_is_never_healthy():
     silent = Command((sys.executable, "-S", "-c", "import time; time.sleep(60)"), "demo")
-    told = prepared("well", start_seconds=0.1)
+    told = prepared("well", start_timeout=0.1)
     told = Prepared("m", told.offer, silent, told.settings, told.room, False, ())
     with pytest.raises(QuantkitError) as failed, serving(told):
         pass

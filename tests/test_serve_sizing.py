@@ -51,12 +51,12 @@ def test_lengths_to_what_is_short_then_sequences_then_lengths_again(demo, monkey
 
 
 def test_what_was_asked_for_stays(demo):
-    found = room(demo, WEIGHTS + 512 * TOKEN, ctx=256)
+    found = room(demo, WEIGHTS + 512 * TOKEN, ctx="256")
     assert (found.ctx, found.parallel) == (256, 2)
-    found = room(demo, WEIGHTS + 2048 * TOKEN, ctx=256, parallel=8)
+    found = room(demo, WEIGHTS + 2048 * TOKEN, ctx="256", parallel=8)
     assert (found.ctx, found.parallel, found.notes) == (256, 8, ())
     with pytest.raises(QuantkitError) as refused:
-        room(demo, WEIGHTS + 2047 * TOKEN, ctx=256, parallel=8)
+        room(demo, WEIGHTS + 2047 * TOKEN, ctx="256", parallel=8)
     assert refused.value.exit_code == RESOURCES and "a cache of 6.29 MB do not fit" in refused.value.message
 
 
@@ -80,7 +80,7 @@ def test_the_cache_in_another_precision(demo):
 
 
 def test_memory_that_is_not_known(demo):
-    found = room(demo, None, ctx=1024, parallel=2)
+    found = room(demo, None, ctx="1024", parallel=2)
     assert (found.ctx, found.parallel, found.cache_bytes) == (1024, 2, None)
     assert found.cache_tokens == 2048
     assert found.notes == ("1,024 tokens are more than the 512 that the model was made for",)

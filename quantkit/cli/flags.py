@@ -95,8 +95,8 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
     """A flag for every option of a recipe's section, or `only` some, on a panel of its name."""
     hints, parameters = get_type_hints(options), []
     for field in dataclasses.fields(options):
-        if only and field.name not in only:
-            continue
+        if not field.metadata or (only and field.name not in only):
+            continue  # no flag
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
         names = [name] if field.default is False or short else []  # no --no-… to a no

@@ -16,9 +16,10 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import kv_types
+from quantkit.models.files import gguf_file
 from quantkit.models.gguf.tokenizer import special_tokens
 from quantkit.serving.engines import ContextFullError
-from quantkit.text.chat import ChatTemplate
+from quantkit.text.chat import ChatTemplate, Conversation
 
 PACKAGE = "xllamacpp"
 OWN_TEMPLATE = "chatml"  # one of llama.cpp's: it would try the file's as it loads, without limits
@@ -92,6 +93,23 @@ def chat_template(
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
     known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda asked: asked)
     return ChatTemplate(known, template, today), special.get("bos", (0, ""))
+
+
+def check_templates(path: Path, question: str) -> None:
+    """Render the chat templates of a GGUF file once, with limits: llama.cpp's own server has none.
+
+    Raises QuantkitError where one fails or runs away.
+    """
+    metadata, _ = gguf_file.read_header(path)
+    said = Conversation([{"role": "user", "content": question}], "a question")
+    for name, found in metadata.items():
+        if name.startswith("tokenizer.chat_template") and isinstance(found, str) and found:
+            try:
+                chat_template(metadata, found, date.today())[0].render(said, answer=True)
+            except QuantkitError as error:
+                hint = f"quantkit chat {path} --template FILE takes another one, or --raw none"
+                told = f"{path} cannot be served: llama.cpp would run its chat template without limits, and "
+                raise QuantkitError(told + error.message, hint, error.exit_code) from error
 
 
 def speculate(settings: Any, k: int, draft: Path | None = None) -> None:

@@ -1,15 +1,29 @@
-"""What is started: the engine's own command, with nothing in it that another shell could not run."""
+"""What is started: each engine's own command, with nothing in it that another shell could not run."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.models import kv_types
+from quantkit.serving.server.settings import Settings
+from quantkit.serving.server.sizing import Room
+
 KEY_VARIABLE = "QUANTKIT_API_KEY"  # where a shell that runs the printed line has the key
+GIB = 1 << 30
+VLLM = "vllm.entrypoints.openai.api_server"
+LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # gives the xllamacpp wheel llama-server's flags
+PAGE = 256  # tokens of a block of transformers' paged cache, by default
+SHARED = (
+    "with continuous batching transformers samples as its first request asks, whatever later ones ask "
+    "(--parallel 1: one after the other, each as it asks)"
+)
 
 
 @dataclass(frozen=True)
@@ -37,3 +51,117 @@ class Command:
         found = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
         found.pop(KEY_VARIABLE, None)
         return found | dict([self.secret] if self.secret else [])
+
+
+@dataclass(frozen=True)
+class Server:
+    """command: (model, name, settings, room) -> `Command`, where model is a folder or a file, and name what
+    requests call it. parallel: sequences at once that are usual; reserves: whether the cache of all of them
+    is taken in advance, at their full length."""
+
+    command: Callable[[str, str, Settings, Room], Command]
+    parallel: int
+    reserves: bool
+
+
+def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
+    """vLLM's OpenAI server, of its GPU or its CPU build: https://docs.vllm.ai, `vllm serve` by its module."""
+    program = shutil.which("vllm")
+    python = Path(program).with_name("python") if program else Path(sys.executable)
+    # the CPU build's own `vllm` does not run (0.32: it asks for the version of a package of that name)
+    by_module = [str(python), "-m", VLLM, "--model", model]
+    argv = [program, "serve", model] if program and not python.exists() else by_module
+    argv += ["--served-model-name", name, "--host", settings.host, "--port", str(settings.port)]
+    argv += ["--max-model-len", str(room.ctx), "--max-num-seqs", str(room.parallel)]
+    argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
+    if settings.cache:
+        argv += ["--kv-cache-dtype", _cache_type("vLLM", settings.cache)]
+    argv += ["--trust-remote-code"] * settings.trust_remote_code
+    env = {"VLLM_NO_USAGE_STATS": "1"}
+    if room.memory.kind == "cpu":
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-(room.cache_bytes or 0) // GIB)))  # whole GiB
+    else:
+        argv += ["--gpu-memory-utilization", f"{settings.memory_fraction:g}"]
+        env |= _visible(settings)
+    secret = ("VLLM_API_KEY", settings.api_key) if settings.api_key else None
+    return Command((*argv, *settings.extra), name, env, secret)
+
+
+def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
+    """llama.cpp's `llama-server` where that is on the PATH, else the one in the xllamacpp wheel. Its context
+    is that of all sequences together."""
+    if settings.dtype != "auto":
+        hint = "leave out --dtype: its types are in the file"
+        raise QuantkitError("llama.cpp computes as the file is stored", hint, UNSUPPORTED)
+    program = shutil.which("llama-server")
+    argv = [program] if program else [sys.executable, "-m", LLAMA_SERVER]
+    argv += ["--model", model, "--alias", name, "--host", settings.host, "--port", str(settings.port)]
+    argv += ["--ctx-size", str(room.ctx * room.parallel), "--parallel", str(room.parallel)]
+    if settings.cache:
+        kind = _cache_type("llama.cpp", settings.cache)
+        argv += ["--cache-type-k", kind, "--cache-type-v", kind]
+    argv += ["--n-gpu-layers", "0"] if settings.device == "cpu" else []
+    secret = ("LLAMA_API_KEY", settings.api_key) if settings.api_key else None
+    return Command((*argv, *settings.extra), name, _visible(settings), secret)
+
+
+def transformers(model: str, name: str, settings: Settings, room: Room) -> Command:
+    """`transformers serve`, with continuous batching over a paged cache where sequences run side by side.
+    Requests must call the model by its folder."""
+    for refused, why, hint in (
+        (
+            settings.api_key,
+            "takes no API key: whoever reaches the port is served",
+            "leave out --api-key and keep it on 127.0.0.1, or serve with vllm or llama.cpp",
+        ),
+        (
+            settings.cache,
+            "keeps its cache in the precision of the model",
+            "leave out --kv-dtype, or serve with vllm or llama.cpp",
+        ),
+        (
+            {"@", ":"} & set(model),
+            f"takes what follows @ or : in {model} for a revision or a file",
+            "give the folder another name",
+        ),
+    ):
+        if refused:
+            raise QuantkitError(f"transformers serve {why}", hint, UNSUPPORTED)
+    beside = Path(sys.executable).with_name("transformers")
+    script = str(beside) if beside.exists() else shutil.which("transformers")
+    argv = [script] if script else [sys.executable, "-m", "transformers.cli.transformers"]
+    argv += ["serve", model, "--host", settings.host, "--port", str(settings.port)]
+    argv += ["--device", settings.device] if settings.device != "auto" else []
+    argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
+    argv += ["--trust-remote-code"] * settings.trust_remote_code
+    if room.parallel > 1:
+        argv += ["--continuous-batching"]
+        if room.memory.kind == "cpu":  # where a share of the memory would be nearly all of it
+            argv += ["--cb-num-blocks", str(-(-room.cache_tokens // PAGE))]
+        else:
+            argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
+    env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # it would ask the package index before it starts
+    return Command((*argv, *settings.extra), model, env, notes=(SHARED,) if room.parallel > 1 else ())
+
+
+def _visible(settings: Settings) -> dict[str, str]:
+    """The one device that the engine is to see."""
+    place = settings.device.partition(":")[2]
+    return {"CUDA_VISIBLE_DEVICES": place} if place else {}
+
+
+def _cache_type(engine: str, asked: str) -> str:
+    """The engine's name of a cache's precision. Raises QuantkitError (exit code 4) where it has none."""
+    own = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
+    if not own[asked]:
+        known = ", ".join(name for name, kind in own.items() if kind)
+        hint = f"--kv-dtype: one of {known}"
+        raise QuantkitError(f"{engine} keeps no cache in {asked}", hint, UNSUPPORTED)
+    return own[asked]
+
+
+SERVERS = {  # by engine
+    "vllm": Server(vllm, 64, False),
+    "llama.cpp": Server(llamacpp, 4, True),
+    "transformers": Server(transformers, 8, False),
+}

@@ -1,4 +1,4 @@
-"""What a user may ask of a server; None where the engine or the plan decides."""
+"""What a user may ask of a server: the flags of `quantkit serve`."""
 
 from __future__ import annotations
 
@@ -7,60 +7,73 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
+from quantkit.capacity.source import parse_tokens
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models import kv_types
+from quantkit.options import option
 
-PORT = 8000
 MOST_SLOTS = 4096
 
 
 @dataclass(frozen=True)
 class Settings:
-    """engine: by name; ctx: tokens of a sequence; parallel: sequences at once; kv_dtype: of the cache, by
-    `capacity.names`; memory_fraction: of the device's memory (of a CPU's, what is free); start_seconds: until
-    it must be healthy; extra: further arguments for the engine, as they are."""
+    """Where None is said, the engine or the plan decides. extra: further arguments for the engine."""
 
-    engine: str | None = None
-    host: str = "127.0.0.1"
-    port: int = PORT
-    api_key: str | None = field(default=None, repr=False)
-    ctx: int | None = None
-    parallel: int | None = None
-    kv_dtype: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    memory_fraction: float = 0.9
+    engine: str | None = option(
+        None, "vllm, llama.cpp or transformers. (default: what loads the layout and is here)"
+    )
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: all.")
+    port: int = option(8000, "Port to listen at; 0: a free one.")
+    ctx: str | None = option(
+        None,
+        "Tokens of a sequence, such as 8192 or 32k. (default: the model's, on a CPU at most 8192, and what "
+        "fits)",
+    )
+    parallel: int | None = option(None, "Sequences at once. (default: the engine's usual, if they fit)")
+    kv_dtype: str | None = option(
+        None, "Precision of the KV cache: fp16, bf16, fp8, q8_0, q4_0, as the engine has it."
+    )
+    memory_fraction: float = option(
+        0.9, "Share of the device's memory for weights and cache; of a CPU's what is free."
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: what the engine takes by itself.")
+    dtype: str = option("auto", "float32, bfloat16 or float16; auto: as stored.")
+    start_timeout: float = option(900.0, "Seconds until it must be healthy.")
     trust_remote_code: bool = False
-    start_seconds: float = 900.0
+    api_key: str | None = field(default=None, repr=False)
     extra: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a sequence. Raises QuantkitError for what is no number."""
+        return None if self.ctx is None else parse_tokens(self.ctx)
+
+    @property
+    def cache(self) -> str | None:
+        """The precision of the cache, by `kv_types`. Raises QuantkitError for what is none."""
+        return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
 
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense."""
         if not 0 <= self.port <= 65535:
-            raise QuantkitError(
-                f"--port {self.port} is no port", "choose 1 to 65535, or 0 for a free one", USAGE
-            )
-        if self.parallel is not None and not 1 <= self.parallel <= MOST_SLOTS:
-            raise QuantkitError(
-                f"--parallel {self.parallel} makes no sense", f"choose 1 to {MOST_SLOTS:,}", USAGE
-            )
-        if not 0 < self.memory_fraction <= 1:
-            raise QuantkitError(
-                f"--memory-fraction {self.memory_fraction:g} makes no sense", "above 0, at most 1", USAGE
-            )
-        if not 0 < self.start_seconds < 1e6:
-            raise QuantkitError(
-                f"--start-timeout {self.start_seconds:g} makes no sense", "give seconds, such as 600", USAGE
-            )
+            hint = "choose 1 to 65535, or 0 for a free one"
+            raise QuantkitError(f"--port {self.port} is no port", hint, USAGE)
+        parallel = 1 if self.parallel is None else self.parallel
+        for flag, value, fine, hint in (
+            ("parallel", parallel, 1 <= parallel <= MOST_SLOTS, f"choose 1 to {MOST_SLOTS:,}"),
+            ("memory-fraction", self.memory_fraction, 0 < self.memory_fraction <= 1, "above 0, at most 1"),
+            ("start-timeout", self.start_timeout, 0 < self.start_timeout < 1e6, "give seconds, such as 600"),
+        ):
+            if not fine:
+                raise QuantkitError(f"--{flag} {value:g} makes no sense", hint, USAGE)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
 
     @property
     def open(self) -> bool:
         """Whether other machines can reach it."""
-        if self.host == "localhost":
-            return False
         try:
-            return not ipaddress.ip_address(self.host).is_loopback
+            return self.host != "localhost" and not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return True
 

@@ -10,17 +10,17 @@ from rich.console import Console
 
 from quantkit.errors import printable
 from quantkit.serving.server.command import KEY_VARIABLE
-from quantkit.serving.server.hand_over import Prepared
+from quantkit.serving.server.job import Prepared
 from quantkit.tables import print_facts, print_line, size
 
 
 def announce(prepared: Prepared) -> None:
     """The engine, its room and its command, on stderr, which the engine will write to, too."""
     console = Console(stderr=True, highlight=False, markup=False)
-    room = prepared.room
+    room, offer = prepared.room, prepared.offer
     cache = "" if room.cache_bytes is None else f", cache {size(room.cache_bytes)}"
     facts = {
-        "engine": prepared.offer.engine + (f" ({prepared.offer.reason})" if prepared.offer.reason else ""),
+        "engine": offer.engine + (f" ({offer.reason})" if offer.reason else ""),
         "room": f"{room.parallel} × {room.ctx:,} tokens{cache}, weights {size(room.weight_bytes)}",
     }
     print_facts(console, facts)
@@ -31,7 +31,7 @@ def announce(prepared: Prepared) -> None:
 
 
 def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
-    """The proof, the address and an example, on stdout."""
+    """The proof, the address and an example with curl, which can be pasted, on stdout."""
     console = Console(highlight=False, markup=False)
     text = " ".join(proof["text"].split())
     facts = {
@@ -42,19 +42,9 @@ def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
     }
     print_facts(console, facts)
     if staying:
-        console.print(f"\n{example(prepared)}\n", markup=False, soft_wrap=True)
-        console.print("Ctrl-C stops it.", markup=False)
+        path, _, body = prepared.request("Hello!" if prepared.chat else None)
+        key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if prepared.settings.api_key else ""
+        data = json.dumps(body | {"max_tokens": 64}, ensure_ascii=False).replace("'", "'\\''")
+        line = f"curl {prepared.url}{path} -H 'Content-Type: application/json'{key} -d '{data}'"
+        console.print(f"\n{line}\n\nCtrl-C stops it.", markup=False, soft_wrap=True)
     sys.stdout.flush()
-
-
-def example(prepared: Prepared) -> str:
-    """A request with curl, which can be pasted."""
-    body: dict[str, Any] = {"model": prepared.command.model}
-    if prepared.chat:
-        path, body["messages"] = "chat/completions", [{"role": "user", "content": "Hello!"}]
-    else:
-        path, body["prompt"] = "completions", "Once upon a time"
-    body["max_tokens"] = 64
-    key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if prepared.settings.api_key else ""
-    data = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
-    return f"curl {prepared.url}/{path} -H 'Content-Type: application/json'{key} -d '{data}'"

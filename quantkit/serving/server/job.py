@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
@@ -16,22 +16,19 @@ from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection import record
 from quantkit.models.files import hub
-from quantkit.models.files.headers import Contents, open_contents
+from quantkit.models.files.headers import open_contents
 from quantkit.quantize.progress import Progress
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
 from quantkit.serving.engines.choose import Offer, choose
 from quantkit.serving.server import sizing
-from quantkit.serving.server.command import Command
+from quantkit.serving.server.command import SERVERS, Command
 from quantkit.serving.server.process import Engine
 from quantkit.serving.server.settings import Settings, free_port
 
 SCHEMA = "quantkit.serve/1"
-MODULES = {"vllm": "vllm", "llama.cpp": "llamacpp", "transformers": "transformers"}  # engine -> its file here
 PROMPT, QUESTION, TOKENS = "Once upon a time", "Say hello.", 16
-ASK_SECONDS, PROOF_SECONDS = (
-    0.25,
-    300.0,
-)  # between two looks at its health; of the first answer, kernels built
+ASK_SECONDS = 0.25  # between two looks at its health
+PROOF_SECONDS = 300.0  # of the first answer, kernels built
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,17 @@ class Prepared:
         """The base URL as clients of the API take it, from this machine."""
         return Address("http", self.settings.reached_at, self.settings.port, "/v1").url
 
+    def endpoint(self, timeout: float) -> Endpoint:
+        """The server as a client reaches it. timeout: seconds of a request."""
+        return Endpoint(Address.of(self.url), self.settings.api_key, timeout)
+
+    def request(self, text: str | None = None) -> tuple[str, str, dict[str, Any]]:
+        """Path, text and body of a request in a chat, or of a prompt where there is no chat template."""
+        text = text or (QUESTION if self.chat else PROMPT)
+        body = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
+        path = "/chat/completions" if self.chat else "/completions"
+        return path, text, {"model": self.command.model, **body}
+
     def record(self, proof: dict[str, Any] | None = None) -> dict[str, Any]:
         """The versioned JSON; the key is not in it."""
         return {
@@ -59,14 +67,14 @@ class Prepared:
             "engine": self.offer.engine,
             "tried": self.offer.usable,
             "command": self.command.line(),
-            "argv": list(self.command.argv),
-            "env": dict(self.command.env),
+            "argv": self.command.argv,
+            "env": self.command.env,
             "url": self.url,
             "model": self.command.model,
             "api_key": self.settings.api_key is not None,
             "room": self.room.record(),
-            "notes": list(self.command.notes),
-            "warnings": list(self.warnings),
+            "notes": self.command.notes,
+            "warnings": self.warnings,
             "proof": proof,
         }
 
@@ -83,7 +91,8 @@ def prepare(
     `fetch` the engine is told the id, if no revision is asked for.
 
     Raises QuantkitError for whatever can be known to go wrong: a damaged checkpoint, an engine that is not
-    there or cannot load it, a port in use, memory that does not suffice, an option the engine does not have.
+    there or cannot load it, a port in use, memory that does not suffice, an option the engine does not have,
+    a chat template that runs away.
     """
     listen = listen or Progress()
     settings.check()
@@ -97,75 +106,53 @@ def prepare(
         hint = "put the tokenizer's files beside the weights: a server takes text"
         raise QuantkitError(f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(told, settings.engine, device=settings.device)
-    engine = importlib.import_module(f"quantkit.serving.server.{MODULES[offer.engine]}")
+    server = SERVERS[offer.engine]
     listen.phase("looking at the memory")
-    room = _room(model, contents, settings, revision, offline, engine, offer)
-    place, name = _place(model, contents, revision, offline, listen, fetch)
-    command = engine.command(place, name, settings, room)
-    if offline:
-        command = replace(command, env={"HF_HUB_OFFLINE": "1", **command.env})
-    chat = told["tokenizer"]["chat_template"] is not None
-    return Prepared(model, offer, command, settings, room, chat, tuple(_warnings(settings, offer, room)))
-
-
-def _place(
-    model: str, contents: Contents, revision: str | None, offline: bool, listen: Progress, fetch: bool
-) -> tuple[str, str]:
-    """Where the engine finds it, and what requests call it."""
-    found = hub.local(model)
-    if found is not None:
-        path = found.resolve()
-        return str(path), path.stem if path.is_file() else path.name
-    if contents.path is None and revision is None and not fetch:
-        return model, model
-    listen.phase(f"fetching {model}")
-    return str(hub.resolve(model, revision, offline)), model
-
-
-def _warnings(settings: Settings, offer: Offer, room: sizing.Room) -> Iterator[str]:
-    if settings.open and settings.api_key is None:
-        yield f"{settings.host} is open to other machines, and no --api-key guards it"
-    if offer.usable is None:
-        yield f"{offer.engine}: {offer.reason}"
-    yield from room.notes
-
-
-def _room(
-    model: str,
-    contents: Contents,
-    settings: Settings,
-    revision: str | None,
-    offline: bool,
-    engine: Any,
-    offer: Offer,
-) -> sizing.Room:
-    """What the plan leaves; where it knows nothing of the model, as was asked or is usual, which is said."""
-    memory = _memory(settings, offer)
+    memory, notes = _memory(settings, offer), ()
     nbytes = sum(info.nbytes for info in contents.infos.values())
     try:
         source = sources.read(model, revision, offline)
     except QuantkitError as error:
-        ctx, slots = settings.ctx or sizing.USUAL, settings.parallel or engine.PARALLEL
-        notes = (f"whether it fits is not known: {error.message}",)
-        return sizing.Room(ctx, slots, None, ctx * slots, nbytes, memory, notes)
-    return sizing.fit(source, nbytes, settings, memory, engine.PARALLEL, engine.RESERVES)
+        source, notes = None, (f"whether it fits is not known: {error.message}",)
+    room = sizing.fit(source, nbytes, settings, memory, server.parallel, server.reserves, notes)
+    local = hub.local(model)
+    if local is None and (fetch or revision or contents.path is not None):
+        listen.phase(f"fetching {model}")
+        place, name = str(hub.resolve(model, revision, offline)), model
+    else:
+        place = name = model
+        if local is not None:
+            path = local.resolve()
+            place, name = str(path), path.stem if path.is_file() else path.name
+    if offer.engine == "llama.cpp" and Path(place).is_file():
+        from quantkit.serving.engines import llamacpp
+
+        listen.phase("rendering the chat template")
+        llamacpp.check_templates(Path(place), QUESTION)
+    command = server.command(place, name, settings, room)
+    if offline:
+        command = replace(command, env={"HF_HUB_OFFLINE": "1", **command.env})
+    warnings = [f"{offer.engine}: {offer.reason}"] if offer.usable is None else []
+    if settings.open and settings.api_key is None:
+        warnings.insert(0, f"{settings.host} is open to other machines, and no --api-key guards it")
+    chat = told["tokenizer"]["chat_template"] is not None
+    return Prepared(model, offer, command, settings, room, chat, (*warnings, *room.notes))
 
 
 def _memory(settings: Settings, offer: Offer) -> sizing.Memory:
     """Of the device that the engine will take, as far as torch sees it; of the CPU without asking it."""
-    if settings.device == "cpu":
-        free = psutil.virtual_memory().available
-        return sizing.Memory("cpu", int(free * settings.memory_fraction))
-    from quantkit.models.machine import device
+    kind, free = "cpu", psutil.virtual_memory().available
+    if settings.device != "cpu":
+        from quantkit.models.machine import device
 
-    if offer.engine == "vllm" and settings.device == "auto" and shutil.which("nvidia-smi"):
-        found = next(device.accelerators(), None)  # None: vLLM's own torch may see what ours does not
-        return sizing.Memory("cuda", found and int(found[3] * settings.memory_fraction))
-    place = device.choose_device(settings.device)
-    if not device.is_accelerator(place):
-        return sizing.Memory("cpu", int(device.host_memory() * settings.memory_fraction))
-    rows = list(device.accelerators())
-    return sizing.Memory(place.type, int(rows[place.index or 0][3] * settings.memory_fraction))
+        if offer.engine == "vllm" and settings.device == "auto" and shutil.which("nvidia-smi"):
+            found = next(device.accelerators(), None)  # None: vLLM's own torch may see what ours does not
+            kind, free = "cuda", found and found[3]
+        elif device.is_accelerator(place := device.choose_device(settings.device)):
+            kind, free = place.type, list(device.accelerators())[place.index or 0][3]
+        else:
+            free = device.host_memory()
+    return sizing.Memory(kind, free and int(free * settings.memory_fraction))
 
 
 @contextmanager
@@ -179,28 +166,22 @@ def serving(
     listen = listen or Progress()
     engine = Engine(prepared.command, output)
     try:
-        seconds = _wait(prepared, engine, listen)
+        listen.phase(f"waiting for {prepared.offer.engine} to be healthy")
+        seconds = _wait(prepared, engine)
         listen.phase("asking for a completion")
         yield engine, {"started_seconds": seconds} | _prove(prepared, engine)
     finally:
         engine.stop()
 
 
-def _endpoint(prepared: Prepared, timeout: float) -> Endpoint:
-    return Endpoint(Address.of(prepared.url), prepared.settings.api_key, timeout)
-
-
-def _wait(prepared: Prepared, engine: Engine, listen: Progress) -> float:
+def _wait(prepared: Prepared, engine: Engine) -> float:
     """Seconds until it was healthy."""
-    began, limit = time.monotonic(), prepared.settings.start_seconds
-    endpoint = _endpoint(prepared, min(5.0, limit))
-    listen.phase(f"waiting for {prepared.offer.engine} to be healthy")
+    began, limit = time.monotonic(), prepared.settings.start_timeout
+    endpoint = prepared.endpoint(min(5.0, limit))
     while (waited := time.monotonic() - began) < limit:
         code = engine.wait(ASK_SECONDS)
         if code is not None:
-            raise QuantkitError(
-                f"{prepared.offer.engine} {_ended(code)} while starting{engine.told()}", _hint(engine)
-            )
+            raise ended(prepared, engine, code, " while starting")
         if endpoint.healthy():
             return waited
     raise QuantkitError(
@@ -211,14 +192,10 @@ def _wait(prepared: Prepared, engine: Engine, listen: Progress) -> float:
 
 def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     """One completion, as the engine samples by default: transformers keeps to what its first request asks."""
-    body: dict[str, Any] = {"model": prepared.command.model, "max_tokens": TOKENS}
-    if prepared.chat:
-        path, body["messages"] = "/chat/completions", [{"role": "user", "content": QUESTION}]
-    else:
-        path, body["prompt"] = "/completions", PROMPT
+    path, asked, body = prepared.request()
     began = time.monotonic()
     try:
-        answer = _endpoint(prepared, PROOF_SECONDS).post(path, body)
+        answer = prepared.endpoint(PROOF_SECONDS).post(path, body | {"max_tokens": TOKENS})
         choice = answer["choices"][0]
         message = choice.get("message") or {}
         text = choice.get("text") or message.get("content") or message.get("reasoning_content") or ""
@@ -229,18 +206,14 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         raise QuantkitError(message + engine.told(), _hint(engine)) from error
     except (LookupError, TypeError, AttributeError) as error:
         raise QuantkitError(f"{prepared.offer.engine} answers with no completion{engine.told()}") from error
-    return {
-        "api": path,
-        "prompt": QUESTION if prepared.chat else PROMPT,
-        "text": str(text),
-        "usage": answer.get("usage"),
-        "seconds": time.monotonic() - began,
-    }
+    seconds = time.monotonic() - began
+    usage = answer.get("usage")
+    return {"api": path, "prompt": asked, "text": str(text), "usage": usage, "seconds": seconds}
 
 
-def ended(prepared: Prepared, engine: Engine, code: int) -> QuantkitError:
+def ended(prepared: Prepared, engine: Engine, code: int, when: str = "") -> QuantkitError:
     """What to say of an engine that ended without being asked."""
-    return QuantkitError(f"{prepared.offer.engine} {_ended(code)}{engine.told()}", _hint(engine))
+    return QuantkitError(f"{prepared.offer.engine} {_ended(code)}{when}{engine.told()}", _hint(engine))
 
 
 def _ended(code: int) -> str:
