@@ -202,11 +202,9 @@ def _opened(path: Path, deep: bool) -> None:
 
 
 def _planned(path: Path) -> None:
-    from quantkit.capacity import devices, forecast, source, tables
-    from quantkit.models import kv_types
+    from quantkit.capacity import forecast, source, tables
 
-    device = devices.choose("rtx-3090", None, None, None, None)
-    question = forecast.Question(None, 1, kv_types.named("bf16"), None, device, 8, 128)
+    question = forecast.Question(gpu="rtx-3090", samples=8, seqlen=128)
     tables.show(forecast.of_source(source.read(str(path), None, True, None), question), False)
 
 

@@ -10,8 +10,8 @@ torch; what they leave open is asked of transformers, which takes a few seconds.
     attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes
     meta.py          all three as transformers has them: it alone imports it
     formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
+    question.py      what is asked: the command's flags
     devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
-    fit.py           what a format leaves room for on a device, and how fast it can be
     job.py           peak memory and disk of a quantization job; job_time.py how long it takes
     forecast.py      all of it as one record; tables.py for people
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-from quantkit.capacity import fit, formats, job, kv_cache
+from quantkit.capacity import formats, job, kv_cache, roofline
 from quantkit.capacity.attention import Unsupported, layer_caches
-from quantkit.capacity.devices import Device
+from quantkit.capacity.formats import Weights
 from quantkit.capacity.kv_cache import LayerCache
+from quantkit.capacity.question import Question
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
@@ -27,36 +26,10 @@ NO_LAYERS = "--params says nothing about layers and heads"
 GROUPED_HEADS = 8  # of the what-if where the model itself does not share heads
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is asked about a model. tokens: of a sequence; batch: sequences at once; method: the format that
-    the figures beside the tables are for (None: the files as they are where those are quantized, else bf16).
-    """
-
-    tokens: int | None = None
-    batch: int = 1
-    kv_dtype: str = "bfloat16"
-    method: str | None = None
-    device: Device | None = None
-    samples: int = job.SAMPLES
-    seqlen: int = job.SEQLEN
-    ranks: int = 1
-
-    @property
-    def kv_bytes(self) -> Fraction:
-        """Bytes per value of the cache."""
-        return kv_types.TYPES[self.kv_dtype].nbytes
-
-    @property
-    def memory(self) -> int | None:
-        """Bytes for weights and cache."""
-        device = self.device
-        return None if not device or not device.memory_bytes else int(device.usable * device.memory_bytes)
-
-
 def of_source(source: Source, question: Question) -> dict[str, Any]:
     """The record of a model. Raises QuantkitError for a question that makes no sense for it."""
-    _check(question)
+    question.check()
+    method = formats.named(question.method) if question.method else None
     settings, parameters = source.settings, source.parameters
     tokens = question.tokens or TOKENS
     caches, cache, notes = None, {"bytes_per_sequence": None, "unsupported": NO_LAYERS}, list(source.notes)
@@ -69,9 +42,8 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             cache = _cache_record(caches, settings, question, tokens)
         except Unsupported as error:
             cache = {"bytes_per_sequence": None, "unsupported": str(error)}
-    load = fit.Load.of(caches, tokens, question.batch, question.kv_bytes)
     weights = {
-        name: fit.record(found, question.device, question.memory, load, formats.computes(name))
+        name: _fit(found, question, caches, tokens, formats.computes(name))
         for name, found in _weights(source).items()
     }
     if question.device and question.device.count > 1:
@@ -89,7 +61,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         "device": _device_record(question),
         "kv_cache": cache,
         "weights": weights,
-        **_headline(weights, question.method or ("stored" if source.quantized else "bf16")),
+        **_headline(weights, method or ("stored" if source.quantized else "bf16")),
         "job": job.of_model(
             parameters,
             settings,
@@ -126,12 +98,34 @@ def _parameters(source: Source) -> dict[str, Any]:
     }
 
 
-def _check(question: Question) -> None:
-    """Raise QuantkitError for numbers that make no sense."""
-    numbers = {"--batch": question.batch, "--samples": question.samples, "--ranks": question.ranks}
-    for flag, value in (numbers | {"--seqlen": question.seqlen}).items():
-        if value is not None and not 1 <= value <= 1 << 32:
-            raise QuantkitError(f"{flag} {value} makes no sense", "choose 1 or more", USAGE)
+def _fit(
+    weights: Weights, question: Question, caches: Sequence[LayerCache] | None, tokens: int, computes: str
+) -> dict[str, Any]:
+    """A format's bytes, and what they leave of the device; computes: the type of its products, where that has
+    it. It fits where the weights do with the caches of all sequences, as far as those are known."""
+    found: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
+    if weights.bytes is None:
+        return found | {"reason": weights.reason}
+    device, memory, each = question.device, question.memory, weights.stream_bits / 8
+    read = paged = 0
+    if caches is not None:
+        read, paged = (
+            kv_cache.sequence_bytes(caches, tokens, question.kv_bytes, page) for page in (1, kv_cache.PAGE)
+        )
+    bandwidth = device and device.bandwidth_gbs and device.bandwidth_gbs * 1e9
+    flops = device and device.tflops and device.peak(computes) * 1e12
+    free = memory is not None and memory - weights.bytes
+    return found | {
+        "fits": None if memory is None else question.batch * paged <= free,
+        "requests_that_fit": max(0, free) // paged if memory is not None and paged else None,
+        "bytes_per_weight": each,
+        "computes": computes if device is None or computes in device.fewer else formats.BITS16,
+        "optimal_batch": roofline.optimal_batch(flops, bandwidth, each) if bandwidth and flops else None,
+        "read_bytes": weights.read_bytes,
+        "tokens_per_second": roofline.tokens_per_second(bandwidth, weights.read_bytes, read)
+        if bandwidth and weights.read_bytes
+        else None,
+    }
 
 
 def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> dict[str, Any]:
@@ -182,7 +176,7 @@ def _cache_record(
     dtype = question.kv_bytes
     exact = kv_cache.sequence_bytes(caches, tokens, dtype)
     record: dict[str, Any] = {
-        "dtype": question.kv_dtype,
+        "dtype": kv_types.named(question.kv_dtype),
         "tokens": tokens,
         "batch": question.batch,
         "values_per_sequence": kv_cache.values(caches, tokens),

@@ -5,6 +5,7 @@ What quantkit's methods write with their default options, to the byte; GGUF with
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ from typing import Any
 from quantkit.capacity import gguf
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.errors import count, name_all
+from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.quantize import methods
 
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
+STORED = "stored"  # the files as they are, of a model whose headers were read
+ALIASES = {
+    "as stored": STORED, "fp16": "bf16", "bfloat16": "bf16", "float16": "bf16", "gguf": "q4_k_m",
+}  # fmt: skip
 
 
 class Unfit(Exception):
@@ -118,6 +123,18 @@ def names() -> tuple[str, ...]:
     return ("bf16", *_packed(), *gguf.FILE_TYPES)
 
 
+def named(text: str) -> str:
+    """A format as users call it. Raises QuantkitError with the nearest names for an unknown one."""
+    spelled = {name.lower(): name for name in (STORED, *names())}
+    name = spelled.get(ALIASES.get(text.lower(), text.lower()))
+    if name is None:
+        near = difflib.get_close_matches(text.lower(), [*spelled, *ALIASES], 2)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = f"{meant}choose one of {', '.join(spelled)}"
+        raise QuantkitError(f"--method {text!r} is not known", hint, USAGE)
+    return name
+
+
 def of_method(method: str) -> str:
     """The format that a method writes with default options."""
     module = methods.load(method)
@@ -128,9 +145,6 @@ def computes(name: str) -> str:
     """The type in which engines multiply weights of this format with activations, where a device has it."""
     method = _packed().get(name)
     return method.computes if method else BITS16
-
-
-STORED = "stored"  # the files as they are, of a model whose headers were read
 
 
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:

@@ -25,7 +25,6 @@ from quantkit.quantize.prepare.memory import (
     sites_at_once,
 )
 
-SAMPLES, SEQLEN = 128, 512  # calibration where nothing is said: the shipped text
 INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, before a job begins; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 

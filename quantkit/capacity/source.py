@@ -26,8 +26,6 @@ AS_IF_PACKED = (
     "sizes as if every parameter were packed: embeddings that stay in 16 bit come on top (GGUF file types: "
     "at the bits per weight of a Llama's file)"
 )
-BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
-MOST_TOKENS = 1 << 32
 MOST_MODULES = 300_000  # layers times experts; above this config.json is damaged
 MIXTURE = re.compile(r"expert|moe")  # in keys of a model whose tokens meet a part of it
 FEWEST = 1000  # parameters; fewer lack their unit
@@ -205,11 +203,3 @@ def _number(text: str) -> int | None:
     match = re.fullmatch(r"(\d{1,16}(?:\.\d{0,16})?(?:E\+?\d{1,2})?)\s*([KMBT]?)", text)
     number = round(float(match[1]) * UNITS[match[2]]) if match else 0
     return number if 0 < number < 10**15 else None
-
-
-def parse_tokens(text: str) -> int:
-    """Tokens of a context as users write them: 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
-    match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
-    if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST_TOKENS:
-        raise QuantkitError(f"--ctx {text} makes no sense", "choose 1 or more, such as 8192 or 32k", USAGE)
-    return tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.capacity.source import parse_tokens
+from quantkit.capacity.question import parse_tokens
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config

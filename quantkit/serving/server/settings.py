@@ -7,7 +7,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass, field
 
-from quantkit.capacity.source import parse_tokens
+from quantkit.capacity.question import parse_tokens
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models import kv_types
 from quantkit.options import option

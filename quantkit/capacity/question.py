@@ -1,0 +1,91 @@
+"""What is asked about a model: the flags of `quantkit plan`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from quantkit.capacity import devices
+from quantkit.capacity.devices import Device
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.models import kv_types
+from quantkit.options import option
+
+MOST = 1 << 32
+BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
+
+
+@dataclass(frozen=True)
+class Question:
+    """On which device, for which sequences, and how it would be quantized."""
+
+    gpu: str | None = option(
+        None, "A known one: a100-40g, rtx-3090, l4, m3-max, cpu … (a wrong name lists all)."
+    )
+    gpus: int | None = option(
+        None, "So many of them as one, as tensor parallelism has it at best: an upper bound."
+    )
+    vram: float | None = option(None, "Its memory in GiB.")
+    bandwidth: float | None = option(None, "Its memory bandwidth in GB/s.")
+    tflops: float | None = option(None, "Its dense 16-bit TFLOPS.")
+    ctx: str | None = option(
+        None, "Tokens per sequence, such as 8192 or 32k (32,768). (default: 4096, at most the model's)"
+    )
+    batch: int = option(1, "Sequences at once.")
+    kv_dtype: str = option(
+        "bf16",
+        "Precision of the KV cache: bf16, fp16, fp32, fp8, int8, int4, q8_0, q4_0. What each costs in "
+        "quality: quantkit eval --kv-dtype.",
+        names=kv_types.TYPES,
+    )
+    method: str | None = option(
+        None,
+        "Format that requests_that_fit and roofline of --json are for: bf16, int8, nf4, gptq, awq, a GGUF "
+        "file type, or stored. (default: stored where that is quantized, else bf16)",
+    )
+    samples: int = option(128, "Calibration sequences.")
+    seqlen: int = option(512, "Tokens per calibration sequence.")
+    ranks: int = option(
+        1,
+        "So many processes at the job, as torchrun starts them: what each takes. On the CPU they share this "
+        "machine.",
+    )
+
+    def check(self) -> None:
+        """Raise QuantkitError for what makes no sense, whatever the model."""
+        for name in ("batch", "samples", "ranks", "seqlen"):
+            if not 1 <= getattr(self, name) <= MOST:
+                what = f"--{name} {getattr(self, name)} makes no sense"
+                raise QuantkitError(what, "choose 1 or more", USAGE)
+        _ = self.tokens, self.kv_bytes, self.device
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a sequence; None where nothing is said."""
+        return None if self.ctx is None else parse_tokens(self.ctx)
+
+    @property
+    def kv_bytes(self) -> Fraction:
+        """Bytes per value of the cache."""
+        return kv_types.TYPES[kv_types.named(self.kv_dtype)].nbytes
+
+    @cached_property
+    def device(self) -> Device | None:
+        """None where nothing is said."""
+        return devices.choose(self.gpu, self.vram, self.bandwidth, self.tflops, self.gpus)
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes for weights and cache."""
+        device = self.device
+        return None if not device or not device.memory_bytes else int(device.usable * device.memory_bytes)
+
+
+def parse_tokens(text: str) -> int:
+    """Tokens of a context as users write them: 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
+    match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
+    if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST:
+        raise QuantkitError(f"--ctx {text} makes no sense", "choose 1 or more, such as 8192 or 32k", USAGE)
+    return tokens
