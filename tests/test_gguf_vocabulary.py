@@ -3,22 +3,17 @@
 import functools
 import itertools
 import re
-import shutil
 import unicodedata
 
 import gguf_files
-import numpy as np
 import pytest
 import transformers as hf
 from vocabularies import (
-    NORMAL,
     TEXTS,
     gguf,
     ids_of,
     merged_pieces,
     pairs,
-    pieces,
-    proto,
     save,
     spaced,
     trained,
@@ -158,29 +153,6 @@ def test_tokenizers_that_transformers_builds_itself(make, tmp_path, llama):
     assert len(warnings) == (2 if differing else 0) and bool(differing) == (make is hf.LlamaTokenizer)
 
 
-def test_a_sentencepiece_model_file_says_the_same(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(proto())
-    keys = metadata(tmp_path, len(pieces()))
-    save(tmp_path / "json", spaced(), bos=True)
-    stored = metadata(tmp_path / "json", len(pieces()))
-    scores = keys.pop("tokenizer.ggml.scores"), stored.pop("tokenizer.ggml.scores")
-    normal = [k for k, (_, kind) in enumerate(pieces()) if kind == NORMAL]
-    merged = [k for k in normal if len(pieces()[k][0]) > 1]
-    assert np.array_equal(np.argsort(-scores[0][merged]), np.argsort(-scores[1][merged]))
-    types = stored.pop("tokenizer.ggml.token_type"), keys.pop("tokenizer.ggml.token_type")
-    assert np.array_equal(*types) and types[0].dtype == np.int32
-    assert keys == stored
-
-
-def test_the_sentencepiece_library_agrees(tmp_path, llama):
-    library = pytest.importorskip("sentencepiece")
-    (tmp_path / "tokenizer.model").write_bytes(proto())
-    processor = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    model = llama(metadata(tmp_path, len(pieces())))
-    for text in TEXTS:
-        assert model.tokenize(text) == processor.encode(text), text
-
-
 def test_files_that_others_trained(shared, tmp_path, llama):
     for name in ("llama2xs-279K", "babyllama-1M-char361"):
         folder = shared / "models" / name
@@ -192,10 +164,6 @@ def test_files_that_others_trained(shared, tmp_path, llama):
         assert_same(tokenizer, llama(keys), [text for text in texts if "> " not in text])
         assert_same(tokenizer, back := from_metadata(keys))
         assert tokenizer_sha256(back) == tokenizer_sha256(tokenizer)
-        shutil.copy(folder / "tokenizer.model", tmp_path)
-        again = metadata(tmp_path, len(tokenizer))
-        assert again["tokenizer.ggml.tokens"] == keys["tokenizer.ggml.tokens"]
-        assert np.array_equal(again["tokenizer.ggml.token_type"], keys["tokenizer.ggml.token_type"])
 
 
 def test_the_demo_model(demo_model, llama):

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import random
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +49,6 @@ TEXTS = [
 CORPUS = [SAMPLE] * 8 + [
     path.read_text(encoding="utf-8")[:12000] for path in Path(__file__).parents[1].glob("calibration/*.txt")
 ]
-
-
-FLAGS = {"kind": 2, "prefix": 1, "collapse": 0}  # of a SentencePiece model: BPE
 
 
 @functools.cache
@@ -124,27 +120,6 @@ def spaced(prefix: bool = True) -> str:
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
     tokenizer.add_tokens([AddedToken("<|user|>", normalized=False), AddedToken("<▁x▁>", normalized=False)])
     return tokenizer.to_str()
-
-
-def proto(**changes) -> bytes:
-    """The same as a SentencePiece model file."""
-
-    def varint(value: int) -> bytes:
-        low, high = value & 0x7F, value >> 7
-        return bytes([low | 0x80]) + varint(high) if high else bytes([low])
-
-    def field(number: int, value: int | bytes) -> bytes:
-        if isinstance(value, int):
-            return varint(number << 3) + varint(value)
-        return varint(number << 3 | 2) + varint(len(value)) + value
-
-    message = b""
-    for k, (token, kind) in enumerate(pieces()):
-        score = varint(2 << 3 | 5) + struct.pack("<f", -k if kind == NORMAL else 0.0)
-        message += field(1, field(1, token.encode()) + score + (field(3, kind) if kind != NORMAL else b""))
-    kind, prefix, collapse = (changes.get(name, default) for name, default in FLAGS.items())
-    message += field(2, field(3, kind) + field(35, 1) + field(43, (1 << 64) - 1))
-    return message + field(3, field(1, b"identity") + field(3, prefix) + field(4, collapse) + field(5, 1))
 
 
 def save(folder: Path, tokenizer: str, bos: bool = False, **config) -> hf.PreTrainedTokenizerFast:

@@ -7,9 +7,8 @@ import json
 import math
 
 from quantkit.errors import name_all
-from quantkit.models.gguf import merges as bpe
 from quantkit.models.gguf.pre_tokenizers import cuts, is_byte_level
-from quantkit.models.gguf.token_models import BYTES, SPACE
+from quantkit.models.gguf.token_models import BYTES, SPACE, canonical
 
 SAMPLE = """Hello  World's 1234 -- naïve café, Ünïcödé; they'RE 12 and I'll pay $1,234.56 (or 7%)!
 \tdef f(x_1: list[int]) -> dict:   # HTTPServer/parseJSON2 camelCase
@@ -78,4 +77,4 @@ def _rules(stored: dict, size: float) -> dict:
     made = {a + b for a, b in merges}
     whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in known)
     words = (cuts(pre_tokenizer) or pre_tokenizer) if is_byte_level(pre_tokenizer) else None
-    return {"merges": bpe.canonical(merges), "pre-tokenizer": words, "ignore_merges": whole}
+    return {"merges": canonical(merges), "pre-tokenizer": words, "ignore_merges": whole}

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
-from quantkit.models.gguf import merges as bpe
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 from quantkit.models.gguf.tokenizer_files import TokenizerFiles
@@ -25,6 +24,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled")  # normalizers that leave most text alone
 COLLAPSE = {" {2,}": " ", r"\A +| +\z": ""}  # `remove_extra_whitespaces` of SentencePiece, as patterns
 Warn = Callable[[str], None]
+Merge = tuple[str, str]
 
 
 class Token(NamedTuple):
@@ -61,7 +61,7 @@ def byte_level(
     return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary
 
 
-def _recognise(files: TokenizerFiles, nfc: bool, merges: list[bpe.Merge]) -> PreTokenizer:
+def _recognise(files: TokenizerFiles, nfc: bool, merges: list[Merge]) -> PreTokenizer:
     stored = files.tokenizer
     rows = pre_tokenizers.recognise(stored["pre_tokenizer"])
     if not rows:
@@ -79,7 +79,7 @@ def _recognise(files: TokenizerFiles, nfc: bool, merges: list[bpe.Merge]) -> Pre
     return row
 
 
-def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[bpe.Merge]) -> None:
+def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[Merge]) -> None:
     """Raise QuantkitError unless the merges alone make every token: then it does not matter."""
     from tokenizers import models
 
@@ -100,7 +100,7 @@ def _names() -> str:
     return ", ".join(row.names[0] for row in pre_tokenizers.ROWS)
 
 
-def sentencepiece_json(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
+def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
     """Keys of a SentencePiece BPE that tokenizer.json holds as merges, and its tokens with scores."""
     model = _bpe(files)
     if not model.get("byte_fallback"):
@@ -119,21 +119,15 @@ def sentencepiece_json(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any
     return {"model": "llama", "pre": "default"} | _spaces(files, normal, warn), vocabulary
 
 
-def _scores(files: TokenizerFiles, merges: list[bpe.Merge], normal: set[str]) -> dict[str, float]:
+def _scores(files: TokenizerFiles, merges: list[Merge], normal: set[str]) -> dict[str, float]:
     """Scores under which llama.cpp merges as `merges` say. Raises QuantkitError where there are none."""
-    scores = bpe.scores(merges)
+    scores = scores_of(merges)
     never_made = sorted(text for text in normal if len(text) > 1 and text not in scores)
     scores |= {text: -float(len(scores) + k) for k, text in enumerate(never_made)}
-    wanted, given = bpe.canonical(merges), bpe.canonical(bpe.from_scores(scores, normal))
+    wanted, given = canonical(merges), canonical(from_scores(scores, normal))
     if wanted != given:
-        pairs = itertools.zip_longest(wanted, given, fillvalue=("", []))
-        here, there = next((here, there) for here, there in pairs if here != there)
-        halves = sorted(set(there[1]) - set(merges)) or there[1]
-        raise _refused(
-            files,
-            f"whose merges no scores express: {there[0] or here[0]!r} would be made of "
-            + name_all(f"{left!r} and {right!r}" for left, right in halves),
-        )
+        odd = next(one or other for one, other in itertools.zip_longest(wanted, given) if one != other)
+        raise _refused(files, f"whose merges no scores express: those that make {odd[0]!r}")
     return scores
 
 
@@ -175,26 +169,6 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
     return {"add_space_prefix": prefix} | ({"remove_extra_whitespaces": True} if collapse else {})
 
 
-def sentencepiece_model(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
-    """Keys of the SentencePiece BPE in tokenizer.model, and its tokens."""
-    from quantkit.models.gguf import sentencepiece
-
-    model = sentencepiece.read(files.sentencepiece)
-    missing = set(BYTES) - {piece.piece for piece in model.pieces}
-    if missing:
-        raise _refused(files, f"which lacks the byte tokens {name_all(sorted(missing))}")
-    spaces, trainer = model.normalizer_spec, model.trainer_spec
-    if spaces.precompiled_charsmap and spaces.name:
-        warn(f"llama.cpp does not normalize text ({spaces.name})")
-    if spaces.remove_extra_whitespaces:
-        warn("llama.cpp keeps runs of spaces, which this tokenizer makes one")
-    keys = {"model": "llama", "pre": "default", "add_space_prefix": spaces.add_dummy_prefix}
-    keys |= {"remove_extra_whitespaces": True} if spaces.remove_extra_whitespaces else {}
-    ids = {name: getattr(trainer, f"{role}_id") for role, name in ROLES.items()}
-    keys |= {f"{name}_token_id": number for name, number in ids.items() if 0 <= number < len(model.pieces)}
-    return keys, {k: Token(piece.piece, piece.type, piece.score) for k, piece in enumerate(model.pieces)}
-
-
 def _bpe(files: TokenizerFiles) -> Json:
     model = files.tokenizer["model"]
     if model["type"] != "BPE":
@@ -222,3 +196,33 @@ def _refused(files: TokenizerFiles, what: str) -> QuantkitError:
         hint="byte-level BPE and SentencePiece BPE with byte fallback can be exported",
         exit_code=UNSUPPORTED,
     )
+
+
+# ---- merges: ranked pairs in tokenizer.json, scored pieces in SentencePiece and GGUF files
+
+
+def scores_of(merges: Iterable[Merge]) -> dict[str, float]:
+    """Score of every token that is merged: the earlier its first merge, the higher, from 0 downwards."""
+    products = dict.fromkeys(left + right for left, right in merges)
+    return {token: -float(k) for k, token in enumerate(products)}
+
+
+def from_scores(scores: Mapping[str, float], tokens: Collection[str]) -> list[Merge]:
+    """Every pair of `tokens` that makes a scored token, the highest score first: what `scores_of` undoes.
+
+    SentencePiece and llama.cpp merge whichever neighbours make the token of the highest score, so all
+    ways to halve a token are merges of one rank (here the longer left half goes first).
+    """
+    merges = [
+        (-score, -cut, token)
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    ]
+    return [(token[:-cut], token[-cut:]) for _, cut, token in sorted(merges)]
+
+
+def canonical(merges: Iterable[Merge]) -> list[tuple[str, list[Merge]]]:
+    """Equal for merges that act alike: neighbours in rank that make the same token have no order."""
+    runs = itertools.groupby(merges, key="".join)
+    return [(token, sorted(run)) for token, run in runs]

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models.gguf import merges as bpe
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.token_models import (
     COLLAPSE,
@@ -23,6 +22,8 @@ from quantkit.models.gguf.token_models import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    Merge,
+    from_scores,
 )
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ def _byte_level(keys: _Keys, tokens: Tokens, special: Special) -> tuple[Json, bo
             hint=f"it knows {', '.join(sorted(pre_tokenizers.by_name()))}",
             exit_code=UNSUPPORTED,
         )
-    merges = [_halves(merge) for merge in keys.strings("merges")]
-    model = _model(tokens, merges) | {"ignore_merges": row.ignore_merges}
+    model = _model(tokens, [_halves(merge) for merge in keys.strings("merges")]) | {
+        "ignore_merges": row.ignore_merges
+    }
     parts = {"normalizer": row.normalizer, "pre_tokenizer": row.pre_tokenizer, "model": model}
     return parts | {"decoder": pre_tokenizers.byte_level(use_regex=True)}, row.add_bos
 
@@ -106,7 +108,7 @@ def _sentencepiece(keys: _Keys, tokens: Tokens, special: Special) -> tuple[Json,
     merged = {text: scores[k] for k, (text, kind) in tokens.items() if kind == NORMAL}
     if any(len(text) > MAX_TOKEN_CHARS for text in merged):
         raise _damaged(f"a token has more than {MAX_TOKEN_CHARS} characters")
-    model = _model(tokens, bpe.from_scores(merged, merged))
+    model = _model(tokens, from_scores(merged, merged))
     model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": special.get("unk", (0, None))[1]}
     steps: list[Json] = []
     if keys.get("remove_extra_whitespaces", bool, False):
@@ -127,7 +129,7 @@ def _replace(pattern: Json, content: str) -> Json:
 BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}  # tokenizer.ggml.model -> its parts
 
 
-def _model(tokens: Tokens, merges: list[bpe.Merge]) -> Json:
+def _model(tokens: Tokens, merges: list[Merge]) -> Json:
     return {"type": "BPE", "vocab": {text: k for k, (text, _) in tokens.items()}, "merges": merges}
 
 

@@ -25,21 +25,12 @@ class TokenizerFiles:
     folder: Path
 
     @cached_property
-    def tokenizer(self) -> Json | None:
-        """tokenizer.json as the library reads it; None for a folder with a SentencePiece model only.
-
-        Where there is neither, transformers makes one of the older files (vocab.json, merges.txt).
-        """
+    def tokenizer(self) -> Json:
+        """tokenizer.json as the library reads it, or what transformers makes of the older files (vocab.json,
+        merges.txt, tokenizer.model)."""
         path = self.folder / "tokenizer.json"
-        if path.is_file():
-            return json.loads(_from_file(path).to_str())
-        if self.sentencepiece.is_file():
-            return None
-        return json.loads(_from_older_files(self.folder).to_str())
-
-    @property
-    def sentencepiece(self) -> Path:
-        return self.folder / "tokenizer.model"
+        found = _from_file(path) if path.is_file() else _from_older_files(self.folder)
+        return json.loads(found.to_str())
 
     @cached_property
     def config(self) -> Json:
@@ -52,7 +43,7 @@ class TokenizerFiles:
 
     def added_tokens(self) -> Iterator[tuple[int, Json]]:
         """Ids and entries of the tokens that are found in a text before it is cut into words."""
-        entries = {entry["id"]: entry for entry in (self.tokenizer or {}).get("added_tokens", [])}
+        entries = {entry["id"]: entry for entry in self.tokenizer.get("added_tokens", [])}
         for number, entry in self.config.get("added_tokens_decoder", {}).items():
             if not number.isdecimal() or not isinstance(entry, dict) or "content" not in entry:
                 raise self.damaged(f"added token {number} is {entry!r:.40}")
@@ -144,14 +135,15 @@ def _from_older_files(folder: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises many kinds here; all mean the same to a user
         raise _no_tokenizer(folder, why_no_tokenizer(folder, error)) from error
     if not tokenizer.is_fast:
-        raise _no_tokenizer(folder, "it has neither tokenizer.json nor tokenizer.model")
+        raise _no_tokenizer(folder, "transformers has no fast one of its kind")
     return tokenizer.backend_tokenizer
 
 
 def _no_tokenizer(folder: Path, reason: str) -> QuantkitError:
     return QuantkitError(
         f"{folder} has no tokenizer to export: {reason}",
-        hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
+        hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights; a "
+        "tokenizer.model alone needs pip install sentencepiece",
         exit_code=NOT_FOUND,
     )
 

@@ -46,14 +46,12 @@ def metadata(
     Raises QuantkitError for a tokenizer that cannot be represented.
     """
     files = TokenizerFiles(folder)
-    if files.tokenizer is not None and is_byte_level(files.tokenizer["pre_tokenizer"]):
+    if is_byte_level(files.tokenizer["pre_tokenizer"]):
         keys, tokens = token_models.byte_level(files, vocab_size, pre, warn)
     elif pre is not None:
         raise QuantkitError(f"--pre {pre} is for byte-level BPE only", "leave it out", USAGE)
-    elif files.tokenizer is not None:
-        keys, tokens = token_models.sentencepiece_json(files, warn)
     else:
-        keys, tokens = token_models.sentencepiece_model(files, warn)
+        keys, tokens = token_models.sentencepiece(files, warn)
     _add(tokens, files, warn)
     table = _table(tokens, vocab_size, warn)
     if keys["model"] == "llama":
@@ -61,7 +59,7 @@ def metadata(
         keys["scores"] = np.array([token.score for token in table], np.float32)
     keys["tokens"] = [token.text for token in table]
     keys["token_type"] = np.array([token.type for token in table], np.int32)
-    keys |= _special_tokens(files, tokens, keys, vocab_size, warn)
+    keys |= _special_tokens(files, tokens, keys["model"], vocab_size, warn)
     return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | _templates(files)
 
 
@@ -101,18 +99,22 @@ def _spaced(token: Token) -> Token:
 
 
 def _special_tokens(
-    files: TokenizerFiles, tokens: Vocabulary, keys: dict[str, Any], vocab_size: int, warn: Warn
+    files: TokenizerFiles, tokens: Vocabulary, model: str, vocab_size: int, warn: Warn
 ) -> dict[str, int | bool]:
-    """Ids of special tokens, and whether a text is put between them. What `keys` has is the last resort."""
+    """Ids of special tokens, and whether a text is put between them."""
     numbers = {token.text: number for number, token in tokens.items()}
     found: dict[str, int] = {}
-    for role, name in ROLES.items():
-        for value in (*files.special(role), keys.get(f"{name}_token_id")):
+    for role in ROLES:
+        for value in files.special(role):
             number = numbers.get(value, value)
             if isinstance(number, int) and 0 <= number < vocab_size:
                 found.setdefault(role, number)
     adds = {}
-    for role, wanted in zip(("bos", "eos"), _affixes(files, found), strict=True):
+    try:  # transformers, too, believes the file over its own configuration
+        around = affixes(files.tokenizer["post_processor"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise files.damaged("post_processor of tokenizer.json is not understood") from error
+    for role, wanted in zip(("bos", "eos"), around, strict=True):
         if len(wanted) == 1:
             found.setdefault(role, wanted[0])
         adds[f"add_{role}_token"] = bool(wanted) and wanted == [found.get(role)]
@@ -123,28 +125,13 @@ def _special_tokens(
     for number in (*ends, *found.values()):
         found.setdefault("eos", number)
     if "eos" not in found:
-        warn(f"llama.cpp will stop at token {DEFAULT_EOS[keys['model']]}, as none is said to end a text")
+        warn(f"llama.cpp will stop at token {DEFAULT_EOS[model]}, as none is said to end a text")
     unnamed = [k for k in ends if k != found.get("eos") and k in tokens and tokens[k].text not in ENDS]
     more = dict(zip(("eot", "eom"), unnamed, strict=False))
     if len(unnamed) > len(more):
         warn(f"llama.cpp will not stop at {name_all(tokens[k].text for k in unnamed[2:])}")
     names = ROLES | {role: role for role in more}
     return {f"{names[role]}_token_id": number for role, number in (found | more).items()} | adds
-
-
-def _affixes(files: TokenizerFiles, found: dict[str, int]) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer puts before and after every text."""
-    if files.tokenizer is not None:  # transformers, too, believes the file over its own configuration
-        try:
-            return affixes(files.tokenizer["post_processor"])
-        except (KeyError, TypeError, IndexError) as error:
-            raise files.damaged("post_processor of tokenizer.json is not understood") from error
-    flags = files.config.get("add_bos_token", True), files.config.get("add_eos_token", False)
-    before, after = (
-        [found[role]] if flag and role in found else []
-        for role, flag in zip(("bos", "eos"), flags, strict=True)
-    )
-    return before, after
 
 
 def _templates(files: TokenizerFiles) -> dict[str, Any]:
