@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.gguf.file_types import (
     BLOCKS,
+    FALLBACKS,
     FILE_TYPES,
     NEED_IMPORTANCE,
     SCALED,
@@ -26,14 +27,6 @@ from quantkit.models.gguf.file_types import (
     parse_type,
 )
 
-FALLBACKS = {  # where 256 does not divide the columns
-    **dict.fromkeys(("Q2_K", "Q3_K", "TQ1_0", "TQ2_0"), "Q4_0"),
-    "Q4_K": "Q5_0",
-    "Q5_K": "Q5_1",
-    "Q6_K": "Q8_0",
-    "NVFP4": "Q8_0",
-    **{name: "IQ4_NL" for name, (size, _) in BLOCKS.items() if name.startswith("IQ") and size == 256},
-}
 SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # that llama.cpp scales all of these matrices in
 SCALES = re.compile(  # matrices for whose scales it looks, in files of any architecture
     r"blk\.\d+\.(attn_(q|k|v|output|qkv)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight$"
@@ -45,6 +38,7 @@ FLOATS = (
 )  # fmt: skip
 VALUES, KEYS, QUERIES, ATTENTION = "values", "keys", "queries", "attention"
 DOWN, UP, GATE = "down", "up", "gate"
+WIDE = {UP: "wide", GATE: "wide"}  # a file type has one rule for both
 KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first counts
     "attn_qkv.weight": VALUES,
     "attn_kv_b.weight": VALUES,
@@ -231,17 +225,16 @@ class _Mixture:
             index = int(name.split(".")[1])  # one tensor per expert: only the name tells the block
         at = Place(index, self.count.get(kind, 0), self.model, self.has_imatrix)
         eight = self.model.experts == 8 and not chosen.sparing
-        if kind == VALUES:
-            found = chosen.values(at)
-            if self.model.is_70b and not chosen.sparing and (found or chosen.base) in ("Q3_K", "Q4_K"):
-                found = "Q5_K"
-            return "Q8_0" if eight else found
-        if kind == KEYS:
-            return "Q8_0" if eight else chosen.keys(at)
-        if kind == ATTENTION:
-            return chosen.eight_experts if eight and not at.falcon else chosen.attention(at)
-        rules = {QUERIES: chosen.queries, DOWN: chosen.down, UP: chosen.wide, GATE: chosen.wide}
-        return rules[kind](at) if kind in rules else None
+        if eight and kind in (VALUES, KEYS):
+            return "Q8_0"
+        if eight and kind == ATTENTION and self.model.architecture != "falcon":
+            return chosen.eight_experts
+        if kind is None:
+            return None
+        found = chosen.by_rule(WIDE.get(kind, kind), at)
+        if kind == VALUES and self.model.is_70b and not chosen.sparing:
+            return "Q5_K" if (found or chosen.base) in ("Q3_K", "Q4_K") else found
+        return found
 
 
 def _kind(name: str) -> str | None:
