@@ -55,7 +55,7 @@ def measured(checkpoint, lengths=LENGTHS):
 
 def test_a_parabola_is_found_as_it_is():
     lengths = (10, 20, 40, 80, 160)
-    found = fit(lengths, [500 + 30 * n + 24 * n**2 for n in lengths], heads=3, bytes_per_value=4, batch=2)
+    found = fit([(n, 500 + 30 * n + 24 * n**2) for n in lengths], heads=3, bytes_per_value=4, batch=2)
     assert (found.a, found.b, found.c) == pytest.approx((500, 30, 24), rel=1e-6)
     assert found.scores == 3 * 4 * 2 and found.matrices == pytest.approx(1) and found.quadratic
     assert found.error < 1e-6 and found.at(100) == pytest.approx(243_500)
@@ -64,7 +64,7 @@ def test_a_parabola_is_found_as_it_is():
 def test_noise_is_numpys_standard_error_and_a_line_is_no_parabola():
     lengths = np.array([32, 64, 128, 256, 504])
     nbytes = 1e6 + 9_000 * lengths + np.array([3e4, -5e4, 2e4, 4e4, -1e4])
-    found = fit(list(lengths), list(nbytes), heads=4, bytes_per_value=2)
+    found = fit(list(zip(lengths, nbytes, strict=True)), heads=4, bytes_per_value=2)
     coefficients, covariance = np.polyfit(lengths, nbytes, 2, cov=True)
     assert (found.c, found.error) == pytest.approx((coefficients[0], covariance[0, 0] ** 0.5), rel=1e-4)
     assert found.told and not found.quadratic and "does not grow with N²" in verdict(found)
@@ -72,13 +72,13 @@ def test_noise_is_numpys_standard_error_and_a_line_is_no_parabola():
 
 def test_prompts_too_short_to_tell_are_said_to_be():
     """As measured: up to 256 tokens something else is the peak, and the parabola bends the wrong way."""
-    found = fit((32, 64, 128, 256), [770_000, 1_300_000, 2_450_000, 4_450_000], 4, 2)
+    found = fit([(32, 770_000), (64, 1_300_000), (128, 2_450_000), (256, 4_450_000)], 4, 2)
     found = replace(found, error=3.6)
     assert found.c < 0 and not found.told and "is not told by prompts this short" in verdict(found)
 
 
 def test_three_lengths_are_too_few():
-    assert fit((1, 2, 3, 3), [1, 4, 9, 9], heads=1, bytes_per_value=2) is None
+    assert fit([(1, 1), (2, 4), (3, 9), (3, 9)], heads=1, bytes_per_value=2) is None
 
 
 @pytest.mark.parametrize(

@@ -46,15 +46,13 @@ class Fit:
         return self.a + self.b * tokens + self.c * tokens**2
 
 
-def fit(
-    lengths: Sequence[int], nbytes: Sequence[int], heads: int, bytes_per_value: int, batch: int = 1
-) -> Fit | None:
-    """The parabola nearest to `nbytes` at `lengths`; None for fewer than `LEAST` different lengths."""
-    if len(set(lengths)) < LEAST:
+def fit(told: Sequence[tuple[int, int]], heads: int, bytes_per_value: int, batch: int = 1) -> Fit | None:
+    """The parabola nearest to (length, bytes); None for fewer than `LEAST` different lengths."""
+    if len(dict(told)) < LEAST:
         return None
-    scale = max(lengths)  # powers of like size: N² of long prompts would drown the others
-    found, covariance = np.polyfit(np.asarray(lengths) / scale, np.asarray(nbytes, dtype=float), 2, cov=True)
-    c, b, a = (float(value) for value in found)
-    error = float(covariance[0, 0]) ** 0.5 / scale**2
-    scores = attention_scores(heads, 1, bytes_per_value) * batch
-    return Fit(a, b / scale, c / scale**2, error, scores)
+    lengths, nbytes = np.asarray(told, dtype=float).T
+    scale = lengths.max()  # powers of like size: N² of long prompts would drown the others
+    found, covariance = np.polyfit(lengths / scale, nbytes, 2, cov=True)
+    c, b, a = (found / scale ** np.array([2, 1, 0])).tolist()
+    error = float(covariance[0, 0]) ** 0.5 / float(scale) ** 2
+    return Fit(a, b, c, error, attention_scores(heads, 1, bytes_per_value) * batch)

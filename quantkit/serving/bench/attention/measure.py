@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import statistics
 import textwrap
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.attention.fit import Fit, fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.attention.settings import Settings
+from quantkit.serving.bench.generation import clock_of
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
@@ -37,7 +38,7 @@ SHORT = 16  # tokens of the first, unmeasured run, or as few as the shortest pro
 REFUSALS = (ImportError, RuntimeError, ValueError)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One implementation at one length. kernel: what ran. seconds: of the prefill, a value a repeat;
     step_seconds: of a decoded token, the median of each repeat. prefill_bytes, decode_bytes: peaks above the
@@ -46,8 +47,8 @@ class Row:
     attention: str
     length: int
     kernel: str = ""
-    seconds: tuple[float, ...] = ()
-    step_seconds: tuple[float, ...] = ()
+    seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     prefill_bytes: int | None = None
     decode_bytes: int | None = None
     refused: str = ""
@@ -70,16 +71,6 @@ class Result:
     fits: dict[str, Fit] = field(default_factory=dict)
 
 
-@dataclass
-class _Runs:
-    """What one row gave: seconds of every repeat, the peaks of one run apart."""
-
-    seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    prefill_bytes: int | None = None
-    decode_bytes: int | None = None
-
-
 def measure(
     checkpoint: Checkpoint,
     settings: Settings,
@@ -98,7 +89,8 @@ def measure(
     progress.phase(f"loading {checkpoint.source}")
     loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.steps)
     gc.collect()
-    bench = _Bench(checkpoint, loaded.model, settings, device, min(SHORT, lengths[0]))
+    bench = _Bench(checkpoint, loaded.model, settings, device)
+    bench.warm_up(min(SHORT, lengths[0]))
     rows: list[Row] = []
     for place, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
@@ -106,7 +98,14 @@ def measure(
     if all(row.refused for row in rows):
         said = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
         raise QuantkitError(f"no attention ran: {said}", "eager runs everywhere", UNSUPPORTED)
-    result = Result(
+    fits = {}
+    for name in settings.implementations:
+        told = [
+            (row.length, row.prefill_bytes) for row in rows if row.attention == name and row.prefill_bytes
+        ]
+        if found := fit(told, bench.heads, dtype.itemsize, settings.batch):
+            fits[name] = found
+    return Result(
         model=checkpoint.source,
         settings=settings,
         dtype=str(dtype).removeprefix("torch."),
@@ -117,60 +116,53 @@ def measure(
         heads=bench.heads,
         memory=_counted_by(device),
         rows=tuple(rows),
-        fits=_fits(rows, settings, bench.heads, dtype.itemsize),
+        fits=fits,
     )
-    del bench, loaded
-    gc.collect()
-    give_back(device)
-    return result
 
 
 class _Bench:
     """The loaded model, and which implementations have been refused so far, with the reason."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        model: nn.Module,
-        settings: Settings,
-        device: torch.device,
-        short: int,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: Settings, device: torch.device):
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
         self.heads = getattr(checkpoint.text_config, "num_attention_heads", 1) or 1
         self.refused: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         self.last: dict[str, tuple[int, float]] = {}  # length and seconds of the prefill before
-        self.last_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        generator = torch.Generator().manual_seed(settings.seed)
-        vocabulary = checkpoint.text_config.vocab_size
-        self.draw = lambda length: torch.randint(
-            vocabulary, (settings.batch, length), generator=generator
-        ).to(device)
-        for name in settings.implementations:
-            self._try(name, lambda name=name: self._warm_up(name, short))
+        self.clock = clock_of(device)
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        # logits of the last token only where the model can, as in serving: all take more than attention does
+        last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.few = {"logits_to_keep": 1} if last else {}
+
+    def draw(self, length: int) -> Tensor:
+        """Prompts of random tokens `[batch, length]`."""
+        size, vocabulary = (self.settings.batch, length), self.checkpoint.text_config.vocab_size
+        return torch.randint(vocabulary, size, generator=self.generator).to(self.device)
 
     def at(self, length: int) -> list[Row]:
         """Rows of all implementations at a length; they take turns."""
         ids, names = self.draw(length), self.settings.implementations
+        rows = {name: Row(name, length, self.kernels.get(name, "")) for name in names}
         for name in names:
             if name not in self.refused and (reason := self._too_much(name, length)):
                 self.refused[name] = reason
-        runs = {name: _Runs() for name in names}
-        for name in names:
-            self._try(name, lambda name=name: self._weigh(ids, runs[name]))
-        for _ in range(self.settings.repeats):
-            for name in names:
-                self._try(name, lambda name=name: self._time(name, ids, runs[name]))
-        return [self._row(name, length, runs[name]) for name in names]
+        for work in (self._weigh, *[self._time] * self.settings.repeats):
+            for name, row in rows.items():
+                self._try(name, work, ids, row)
+        return [
+            Row(name, length, row.kernel, refused=self.refused[name]) if name in self.refused else row
+            for name, row in rows.items()
+        ]
 
-    def _try(self, name: str, work: Callable[[], None]) -> None:
+    def _try(self, name: str, work: Callable[[Tensor, Row], None], ids: Tensor, row: Row) -> None:
         """Do it, unless the implementation has been refused; note it when it is now."""
         if name in self.refused:
             return
         try:
             engine.set_attention(self.checkpoint, self.model, name)
-            work()
+            with torch.no_grad():
+                work(ids, row)
         except QuantkitError as error:
             self.refused[name] = _reason(error.__cause__ or error)
         except REFUSALS as error:
@@ -178,18 +170,20 @@ class _Bench:
             gc.collect()
             give_back(self.device)
 
-    def _warm_up(self, name: str, length: int) -> None:
-        """A short run unmeasured, then the same one watched for which kernel runs."""
-        ids = self.draw(length)
-        self._time(name, ids, _Runs())
-        with torch.no_grad(), Operators() as seen:
-            self._forward(ids)
-        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
-        instead = f", for transformers took {ran}" if ran != name else ""
-        self.kernels[name] = describe(seen.names, ran) + instead
+    def warm_up(self, length: int) -> None:
+        """A short run of each unmeasured, then the same one watched for which kernel runs."""
+        for name in self.settings.implementations:
+            self._try(name, self._watch, self.draw(length), Row(name, length))
 
-    @torch.no_grad()
-    def _weigh(self, ids: Tensor, runs: _Runs) -> None:
+    def _watch(self, ids: Tensor, row: Row) -> None:
+        self._time(ids, row)
+        with Operators() as seen:
+            self._forward(ids)
+        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", row.attention)
+        instead = f", for transformers took {ran}" if ran != row.attention else ""
+        self.kernels[row.attention] = describe(seen.names, ran) + instead
+
+    def _weigh(self, ids: Tensor, row: Row) -> None:
         """Note the peaks of one run. The warm-up has allocated what libraries keep."""
 
         def decode() -> None:
@@ -197,59 +191,35 @@ class _Bench:
             for _ in range(self.settings.steps):
                 rest = self._forward(rest[1], rest[0])
 
-        (cache, token), kept, runs.prefill_bytes = allocations(self.device, lambda: self._forward(ids))
+        (cache, token), kept, row.prefill_bytes = allocations(self.device, lambda: self._forward(ids))
         _, _, most = allocations(self.device, decode)
-        runs.decode_bytes = None if most is None else kept + most
+        row.decode_bytes = None if most is None else kept + most
 
-    @torch.no_grad()
-    def _time(self, name: str, ids: Tensor, runs: _Runs) -> None:
-        began = self._now()
-        cache, token = self._forward(ids)
-        runs.seconds.append(self._now() - began)
-        steps = []
-        for _ in range(self.settings.steps):
-            began = self._now()
+    def _time(self, ids: Tensor, row: Row) -> None:
+        times = [self.clock()]
+        cache, token = None, ids
+        for _ in range(1 + self.settings.steps):
             cache, token = self._forward(token, cache)
-            steps.append(self._now() - began)
-        runs.step_seconds.append(statistics.median(steps))
-        self.last[name] = ids.shape[1], runs.seconds[-1]
+            times.append(self.clock())
+        prefill, *steps = (after - before for before, after in itertools.pairwise(times))
+        row.seconds.append(prefill)
+        row.step_seconds.append(statistics.median(steps))
+        self.last[row.attention] = row.length, prefill
 
     def _forward(self, ids: Tensor, cache: Any = None) -> tuple[Any, Tensor]:
-        """Cache and next token `[batch, 1]`. Logits of the last token only where the model can, as in
-        serving: of all, they take more memory than attention does."""
-        few = {"logits_to_keep": 1} if self.last_logits else {}
-        out = self.model(ids, past_key_values=cache, use_cache=True, **few)
+        """Cache and next token `[batch, 1]`."""
+        out = self.model(ids, past_key_values=cache, use_cache=True, **self.few)
         return out.get("past_key_values"), out.logits[:, -1:].argmax(-1)
-
-    def _now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
 
     def _too_much(self, name: str, length: int) -> str:
         """Why not to try this length: a CPU does not refuse memory, its processes are killed."""
-        if name in self.last:
-            before, seconds = self.last[name]
-            expected = seconds * (length / before) ** 2
-            if expected > self.settings.limit:
-                return f"would take up to {expected:.0f} s, the limit is {self.settings.limit:.0f} s"
-        if name == "eager":
-            one = attention_scores(self.heads, length, self.model.dtype.itemsize) * self.settings.batch
-            if (need := WRITTEN_OUT * one) > (free := free_memory(self.device)):
-                return f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
+        before, seconds = self.last.get(name, (length, 0.0))
+        if (expected := seconds * (length / before) ** 2) > self.settings.limit:
+            return f"would take up to {expected:.0f} s, the limit is {self.settings.limit:.0f} s"
+        one = attention_scores(self.heads, length, self.model.dtype.itemsize) * self.settings.batch
+        if name == "eager" and (need := WRITTEN_OUT * one) > (free := free_memory(self.device)):
+            return f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
         return ""
-
-    def _row(self, name: str, length: int, runs: _Runs) -> Row:
-        if name in self.refused:
-            return Row(name, length, self.kernels.get(name, ""), refused=self.refused[name])
-        return Row(
-            attention=name,
-            length=length,
-            kernel=self.kernels[name],
-            seconds=tuple(runs.seconds),
-            step_seconds=tuple(runs.step_seconds),
-            prefill_bytes=runs.prefill_bytes,
-            decode_bytes=runs.decode_bytes,
-        )
 
 
 def allocations(device: torch.device, work: Callable[[], Any]) -> tuple[Any, int, int | None]:
@@ -290,14 +260,3 @@ def _counted_by(device: torch.device) -> str:
 def _reason(error: BaseException) -> str:
     """In the library's words; some first lines are a paragraph."""
     return textwrap.shorten(first_line(error), REASON, placeholder=" …")
-
-
-def _fits(rows: Sequence[Row], settings: Settings, heads: int, itemsize: int) -> dict[str, Fit]:
-    found = {}
-    for name in settings.implementations:
-        mine = [row for row in rows if row.attention == name and row.prefill_bytes is not None]
-        lengths = [row.length for row in mine]
-        made = fit(lengths, [row.prefill_bytes for row in mine], heads, itemsize, settings.batch)
-        if made is not None:
-            found[name] = made
-    return found
