@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from quantkit.serving.bench import machine, measure, memory, runners, show, subj
 from quantkit.serving.bench.attention.settings import Settings as Attention
 from quantkit.serving.bench.batching.measure import Settings as Batching
 from quantkit.serving.bench.record import record
-from quantkit.serving.bench.runners import llama_bench, llamacpp, vllm
+from quantkit.serving.bench.runners import llamacpp, vllm
 from quantkit.serving.bench.settings import Point, Settings, parse_list, usual_threads
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.endpoint.load import Settings as Load
@@ -169,38 +168,6 @@ def test_vllms_own_clock():
     assert (found.decode_tokens, found.decode_seconds, found.step_seconds) == (6, 3.0, ())
 
 
-# What llama-bench prints, of its keys those that matter.
-LLAMA_BENCH = """#!{python}
-import json, sys
-told = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if "broken" in told["-m"]:
-    sys.exit("error: failed to load model")
-prompt, new = int(told["-p"]), int(told["-n"])
-ns = 1_000_000 * (prompt * 2 + new * (10 + int(told.get("-d", 0))))
-print(json.dumps([{{"n_prompt": prompt, "n_gen": new, "avg_ns": ns, "samples_ns": [ns]}}]))
-"""
-
-
-def test_llama_bench_on_the_path(tmp_path, tiny_model, monkeypatch):
-    program = tmp_path / "bin" / "llama-bench"
-    program.parent.mkdir()
-    program.write_text(LLAMA_BENCH.format(python=sys.executable))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
-    known = subjects.open_subject(str(path))
-    asked = Job(known, "llama-bench", SMALL, SMALL.points)
-    found = llama_bench.start(asked).run([[1] * 5], 4)
-    assert (found.prefill_tokens, found.prefill_seconds) == (5, 0.01)
-    assert (found.decode_tokens, found.decode_seconds) == (3, 0.045)  # 3 tokens of 10 + 5 ms
-    with pytest.raises(QuantkitError, match="one sequence"):
-        llama_bench.start(asked).run([[1] * 5] * 2, 4)
-    path.rename(tmp_path / "broken.gguf")
-    broken = subjects.open_subject(str(tmp_path / "broken.gguf"))
-    with pytest.raises(QuantkitError, match="failed to load model"):
-        llama_bench.start(Job(broken, "llama-bench", SMALL, SMALL.points)).run([[1] * 5], 4)
-
-
 def test_a_device_of_the_data_sheets_is_not_measured(monkeypatch):
     far = SimpleNamespace(type="cuda")
     monkeypatch.setattr(machine.torch, "get_device_module", lambda device: SimpleNamespace(
@@ -238,11 +205,11 @@ def test_auto_is_planned_in_the_precision_that_runs(tiny_model, monkeypatch, cap
     monkeypatch.setattr(processor, "has_bfloat16", lambda: capable)
     planned = []
 
-    def refuse(self, point, settings, value_bytes, *more):
+    def refuse(self, point, value_bytes, *more):
         planned.append(value_bytes)
         return "too large"
 
-    monkeypatch.setattr(subjects.Subject, "refusal", refuse)
+    monkeypatch.setattr(Job, "refusal", refuse)
     told(tiny_model("llama", num_hidden_layers=1, dtype="bfloat16"), replace(SMALL, dtype="auto"))
     assert set(planned) == {nbytes}
 
@@ -253,8 +220,9 @@ def test_a_batch_is_refused_for_what_its_prefill_takes(tiny_model):
     assert known.working_bytes(point, 4, 1 << 40) == 2 * 5000 * (64 + 128) * 4 + 4 * 100 * 512
     assert known.working_bytes(point, 2, 512) == 2 * 512 * (64 + 128) * 2 + 4 * 100 * 512
     need = known.parameters * 4 + known.cache_bytes(point, 4, 4) + known.working_bytes(point, 4, 1 << 40)
-    assert known.refusal(point, SMALL, 4, False, 1 << 40, need) is None
-    assert "to compute" in known.refusal(point, SMALL, 4, False, 1 << 40, need - 1)
+    asked = Job(known, "transformers", SMALL, [point])
+    assert asked.refusal(point, 4, 1 << 40, need) is None
+    assert "to compute" in asked.refusal(point, 4, 1 << 40, need - 1)
 
 
 def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):
@@ -320,12 +288,9 @@ def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
 def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, monkeypatch):
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     monkeypatch.setattr(choose, "installed", lambda name: False)
-    monkeypatch.setattr(choose.shutil, "which", lambda name: None)
-    auto, *others = measure.rows([str(path)], "auto,llama.cpp,llama-bench,vllm", SMALL)
+    auto, *others = measure.rows([str(path)], "auto,llama.cpp,vllm", SMALL)
     assert auto.engine == "transformers" and "llama.cpp is not installed" in auto.note
     assert all("not installed" in row.error for row in others)
-    monkeypatch.setattr(choose.shutil, "which", lambda name: "/bin/llama-bench")
-    assert measure.rows([str(path)], "llama.cpp", SMALL)[0].engine == "llama-bench"
 
 
 # ---- the command

@@ -79,8 +79,8 @@ FLAGS = {
     "seed": Flag(int, dict.fromkeys((*LOADED, URL), "seed"), RUN, "Of the prompts. (default: 0)"),
     "engine": Flag(
         str, {PLAIN: ""}, ENGINE,
-        "auto, transformers, llama.cpp, llama-bench or vllm, or several. auto: llama.cpp for GGUF files "
-        "where it is installed, else transformers. (default: auto)", "LIST",
+        "auto, transformers, llama.cpp or vllm, or several. auto: llama.cpp for GGUF files where it is "
+        "installed, else transformers. (default: auto)", "LIST",
     ),
     "decoded": Flag(
         bool, {PLAIN: "decoded"}, ENGINE,

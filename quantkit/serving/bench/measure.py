@@ -66,7 +66,7 @@ def rows(
         for name in asked:
             try:
                 folders = [] if subject.container == "gguf" else [subject.source]
-                engine, note = choose_local(name, folders, settings.decoded, program=True)
+                engine, note = choose_local(name, folders, settings.decoded)
                 if engine not in taken:
                     found.append(Measured(subject, engine, note))
                 taken.add(engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,89 @@ from quantkit.serving.bench.settings import Point, Settings
 from quantkit.serving.bench.subjects import Subject
 
 SCHEMA = "quantkit.bench/1"
-UNTOLD = ("trust_remote_code",)  # settings that change no figure
+ENGINE = ("version", "kernels", "packed", "dtype", "attention", "weight_bytes")
+FIGURES = ("prefill", "decode", "latency", "memory", "ratio")
 Run = dict[str, Any]
+Rounds = Sequence[Sequence[Run]]
 
 
 def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None = None) -> dict[str, Any]:
-    """All that was measured. evaluated: what `read_quality` says."""
-    told = asdict(settings)
+    """All that was measured; ratios are to the first row. evaluated: what `read_quality` says."""
+    asked = asdict(settings)
+    del asked["trust_remote_code"]  # it changes no figure
+    named = zip(rows, names(rows), strict=True)
     return {
         "schema": SCHEMA,
-        "settings": {key: value for key, value in told.items() if key not in UNTOLD},
-        "models": models(rows, settings, evaluated),
+        "settings": asked,
+        "models": [_model(row, rows[0], label, settings, evaluated) for row, label in named],
         "quality": evaluated
         and {key: evaluated["data"][key] for key in ("text", "sha256", "tokens", "ctx")}
         | {"reference": evaluated["models"][0]["source"]},
         "env": environment(settings.device),
     }
+
+
+def _model(
+    row: Measured, first: Measured, label: str, settings: Settings, evaluated: dict | None
+) -> dict[str, Any]:
+    quality, quality_note = match(row.subject, evaluated)
+    loaded = row.loaded or {}
+    return {
+        "source": row.subject.source,
+        "label": label,
+        "size": {
+            "disk_bytes": row.subject.disk_bytes,
+            "weight_bytes": row.subject.weight_bytes,
+            "bits_per_weight": row.subject.bits_per_weight,
+        },
+        "quality": quality,
+        "quality_note": quality_note,
+        "engine": {
+            "name": row.engine,
+            **{key: loaded.get(key) for key in ENGINE},
+            "note": "; ".join(filter(None, (row.note, loaded.get("note")))),
+        },
+        "load": row.loaded
+        and {
+            "seconds": median(row.load_seconds),
+            "peak_bytes": loaded["peak_bytes"],
+            "memory": loaded["how"],
+        },
+        "error": row.error,
+        "points": [_point(row, first, point, settings) for point in settings.points],
+        "roofline": [_roofline(row, prompt, settings) for prompt in settings.prompts],
+    }
+
+
+def names(rows: Sequence[Measured]) -> list[str]:
+    """The shortest ends of the sources that tell them apart, with the engine where one model has several; a
+    row that is there again is numbered."""
+    sources = list(dict.fromkeys(row.subject.source for row in rows))
+    short = dict(zip(sources, labels(sources), strict=True))
+    made: list[str] = []
+    for row in rows:
+        engines = {other.engine for other in rows if other.subject.source == row.subject.source}
+        made.append(short[row.subject.source] + (f" ({row.engine})" if len(engines) > 1 else ""))
+    again = [made[:position].count(name) for position, name in enumerate(made)]
+    return [f"{name} #{count + 1}" if count else name for name, count in zip(made, again, strict=True)]
+
+
+# ---- figures of runs
+
+
+def prefill(run: Run) -> float:
+    """Tokens a second."""
+    return run["prefill_tokens"] / run["prefill_seconds"]
+
+
+def decode(run: Run) -> float:
+    """Tokens a second, of all sequences together."""
+    return run["decode_tokens"] / run["decode_seconds"]
+
+
+def median(values: Any) -> float:
+    """numpy's, as JSON takes it."""
+    return float(np.median(values))
 
 
 def summary(values: Sequence[float]) -> dict[str, float | int]:
@@ -53,76 +120,19 @@ def summary(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def median(values: Any) -> float:
-    """numpy's, as JSON takes it."""
-    return float(np.median(values))
-
-
-def models(rows: Sequence[Measured], settings: Settings, evaluated: dict | None) -> list[dict[str, Any]]:
-    """A record of each row; ratios are to the first one."""
-    found = []
-    named = names(rows)
-    for row, label in zip(rows, named, strict=True):
-        quality, quality_note = match(row.subject, evaluated)
-        found.append(
-            {
-                "source": row.subject.source,
-                "label": label,
-                "size": {
-                    "disk_bytes": row.subject.disk_bytes,
-                    "weight_bytes": row.subject.weight_bytes,
-                    "bits_per_weight": row.subject.bits_per_weight,
-                },
-                "quality": quality,
-                "quality_note": quality_note,
-                "engine": _engine(row),
-                "load": row.loaded
-                and {
-                    "seconds": median(row.load_seconds),
-                    "peak_bytes": row.loaded["peak_bytes"],
-                    "memory": row.loaded["how"],
-                },
-                "error": row.error,
-                "points": [_point(row, rows[0], point, settings) for point in settings.points],
-                "roofline": [_roofline(row, prompt, settings) for prompt in settings.prompts],
-            }
-        )
-    return found
-
-
-def names(rows: Sequence[Measured]) -> list[str]:
-    """The shortest ends of the sources that tell them apart, with the engine where one model has several; a
-    row that is there again is numbered."""
-    sources = list(dict.fromkeys(row.subject.source for row in rows))
-    short = dict(zip(sources, labels(sources), strict=True))
-    made: list[str] = []
-    for row in rows:
-        engines = {other.engine for other in rows if other.subject.source == row.subject.source}
-        made.append(short[row.subject.source] + (f" ({row.engine})" if len(engines) > 1 else ""))
-    again = [made[:position].count(name) for position, name in enumerate(made)]
-    return [f"{name} #{count + 1}" if count else name for name, count in zip(made, again, strict=True)]
-
-
-def _engine(row: Measured) -> dict[str, Any]:
-    keys = ("version", "kernels", "packed", "dtype", "attention", "weight_bytes")
-    told = row.loaded or dict.fromkeys(keys)
-    note = "; ".join(filter(None, (row.note, told.get("note"))))
-    return {"name": row.engine, **{key: told[key] for key in keys}, "note": note}
-
-
 def _point(row: Measured, first: Measured, point: Point, settings: Settings) -> dict[str, Any]:
     """One point's figures; `error` says why there are none."""
-    rounds = [runs for runs in row.runs.get(point, []) if runs]
-    runs = [run for runs in rounds for run in runs]
-    why = None if runs else row.refused.get(point) or row.error or "it was not reached"
-    made: dict[str, Any] = asdict(point) | {"tokens": settings.tokens, "error": why}
-    if not runs:
-        return made | dict.fromkeys(("prefill", "decode", "latency", "memory", "ratio"))
+    rounds, others = _rounds(row, point), _rounds(first, point)
+    made: dict[str, Any] = asdict(point) | {"tokens": settings.tokens, "error": None}
+    if not rounds:
+        why = row.refused.get(point) or row.error or "it was not reached"
+        return made | {"error": why} | dict.fromkeys(FIGURES)
+    runs = sum(rounds, [])
     steps = [step for run in runs for step in run["step_seconds"]]
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
+    seconds = summary([run["prefill_seconds"] for run in runs])
     return made | {
-        "prefill": _speed(rounds, prefill, runs[0]["prefill_tokens"])
-        | {"seconds": summary([run["prefill_seconds"] for run in runs])},
+        "prefill": _speed(rounds, prefill, runs[0]["prefill_tokens"]) | {"seconds": seconds},
         "decode": _speed(rounds, decode, runs[0]["decode_tokens"]),
         "latency": summary(steps) if steps else None,
         "memory": {
@@ -130,78 +140,54 @@ def _point(row: Measured, first: Measured, point: Point, settings: Settings) -> 
             "kv_bytes": runs[0]["kv_bytes"],
             "peak_bytes": max(peaks, default=None),
         },
-        "ratio": {
-            name: _ratio(row, first, point, speed)
-            for name, speed in (("prefill", prefill), ("decode", decode))
-        },
+        "ratio": {"prefill": _ratio(rounds, others, prefill), "decode": _ratio(rounds, others, decode)},
     }
 
 
-def prefill(run: Run) -> float:
-    """Tokens a second."""
-    return run["prefill_tokens"] / run["prefill_seconds"]
+def _rounds(row: Measured, point: Point) -> list[list[Run]]:
+    return [runs for runs in row.runs.get(point, ()) if runs]
 
 
-def decode(run: Run) -> float:
-    """Tokens a second, of all sequences together."""
-    return run["decode_tokens"] / run["decode_seconds"]
-
-
-def _speed(rounds: Sequence[Sequence[Run]], speed: Any, tokens: int) -> dict[str, Any]:
+def _speed(rounds: Rounds, speed: Callable[[Run], float], tokens: int) -> dict[str, Any]:
+    speeds = [[speed(run) for run in runs] for runs in rounds]
     return {
         "tokens": tokens,
-        "tokens_per_second": summary([speed(run) for runs in rounds for run in runs]),
-        "rounds": [median([speed(run) for run in runs]) for runs in rounds],
+        "tokens_per_second": summary(sum(speeds, [])),
+        "rounds": [median(found) for found in speeds],
     }
 
 
-def _ratio(row: Measured, first: Measured, point: Point, speed: Any) -> dict[str, float] | None:
+def _ratio(own: Rounds, other: Rounds, speed: Callable[[Run], float]) -> dict[str, float] | None:
     """To the first model: of the medians, and least and most of the rounds'; None where that did not run."""
-    own, other = row.runs.get(point), first.runs.get(point)
-    if not own or not other:
+    if not other:
         return None
-    medians = [[median([speed(run) for run in runs]) for runs in rounds if runs] for rounds in (own, other)]
-    overall = [median([speed(run) for runs in rounds for run in runs]) for rounds in (own, other)]
-    pairs = [mine / theirs for mine, theirs in zip(*medians, strict=False)]
-    return {"value": overall[0] / overall[1], "min": min(pairs), "max": max(pairs)}
+    mine, theirs = (_speed(rounds, speed, 0) for rounds in (own, other))
+    pairs = [a / b for a, b in zip(mine["rounds"], theirs["rounds"], strict=False)]
+    value = mine["tokens_per_second"]["median"] / theirs["tokens_per_second"]["median"]
+    return {"value": value, "min": min(pairs), "max": max(pairs)}
 
 
 def _roofline(row: Measured, prompt: int, settings: Settings) -> dict[str, Any]:
     """What the machine allows for prompts of a length, and what was measured: b* of both."""
     points = [Point(batch, prompt) for batch in settings.batches]
-    ran = {point: [run for runs in row.runs.get(point, ()) for run in runs] for point in points}
-    times = [
-        (point.batch, point.batch / median([decode(run) for run in runs]))
-        for point, runs in ran.items()
-        if runs
-    ]
+    ran = {point.batch: sum(rounds, []) for point in points if (rounds := _rounds(row, point))}
+    times = [(batch, batch / median([decode(run) for run in runs])) for batch, runs in ran.items()]
     made: dict[str, Any] = {"prompt": prompt, "predicted": None, "measured": None}
-    fitted = roofline.fit(times)
-    if fitted:
-        made["measured"] = asdict(fitted) | {
-            "optimal_batch": fitted.optimal_batch,
-            "where": roofline.where(fitted, times),
-        }
-    roof = (
-        times and row.rates and roof_of(row, next(run for runs in ran.values() for run in runs), times[0][0])
-    )
-    if roof:
-        made["predicted"] = asdict(roof) | {
-            "optimal_batch": roof.optimal_batch,
-            "source": row.rates["source"],
-        }
+    if fitted := roofline.fit(times):
+        best = {"optimal_batch": fitted.optimal_batch, "where": roofline.where(fitted, times)}
+        made["measured"] = asdict(fitted) | best
+    if ran and row.rates:
+        batch, runs = next(iter(ran.items()))
+        roof = roofline.Roof(
+            weight_bytes=row.loaded["weight_bytes"] * row.subject.read_share,
+            cache_bytes=(runs[0]["kv_bytes"] or 0) / batch,
+            active=row.subject.active,
+            bandwidth=row.rates["bandwidth"],
+            flops=row.rates["flops"],
+        )
+        best = {"optimal_batch": roof.optimal_batch, "source": row.rates["source"]}
+        made["predicted"] = asdict(roof) | best
     return made
-
-
-def roof_of(row: Measured, run: Run, batch: int) -> roofline.Roof:
-    """From the weights as they lie in memory, and the cache of a run of so many sequences."""
-    return roofline.Roof(
-        weight_bytes=row.loaded["weight_bytes"] * row.subject.read_share,
-        cache_bytes=(run["kv_bytes"] or 0) / batch,
-        active=row.subject.active,
-        bandwidth=row.rates["bandwidth"],
-        flops=row.rates["flops"],
-    )
 
 
 # ---- quality
@@ -220,23 +206,20 @@ def match(subject: Subject, evaluated: dict[str, Any] | None) -> tuple[dict[str,
     """
     if evaluated is None:
         return None, ""
-    models = evaluated["models"]
+    models, name = evaluated["models"], _name(subject.source)
     same = [model for model in models if model["source"] == subject.source]
-    named = same or [model for model in models if _name(model["source"]) == _name(subject.source)]
+    named = same or [model for model in models if _name(model["source"]) == name]
     if not named:
         return None, f"{subject.source} is not among the models of --quality"
     if len(named) > 1:
-        return None, f"several models of --quality are called {_name(subject.source)}"
+        return None, f"several models of --quality are called {name}"
     (found,) = named
     if found["size"]["weight_bytes"] != subject.weight_bytes:
         sizes = f"{found['size']['weight_bytes']:,} bytes there, {subject.weight_bytes:,} here"
         return None, f"{subject.source} is another model in --quality: {sizes}"
-    first = found is models[0]
     metrics = found["metrics"]
-    return {
-        "kld": 0.0 if first else (metrics.get("kld") or {}).get("mean"),
-        "perplexity": metrics["ppl"]["value"],
-    }, ""
+    kld = 0.0 if found is models[0] else (metrics.get("kld") or {}).get("mean")
+    return {"kld": kld, "perplexity": metrics["ppl"]["value"]}, ""
 
 
 def _name(source: str) -> str:

@@ -64,26 +64,6 @@ class Subject:
         weights = formats.weights(formats.STORED, known.parameters, known.settings)
         return weights.read_bytes / weights.bytes if weights.read_bytes else 1.0
 
-    def refusal(
-        self, point: Point, settings: Settings, value_bytes: int, packed: bool, at_once: int, free: int
-    ) -> str | None:
-        """Why a point cannot run, None if it can. value_bytes: of a decoded weight and of the cache.
-
-        at_once: prompt tokens that the engine computes at a time.
-        """
-        length = point.prompt + settings.tokens
-        if self.context is not None and length > self.context:
-            return (
-                f"{point.prompt} prompt + {settings.tokens} new tokens, the model was made for {self.context}"
-            )
-        weights = self.weight_bytes if packed else self.parameters * value_bytes
-        cache = self.cache_bytes(point, settings.tokens, Fraction(value_bytes)) or 0
-        working = self.working_bytes(point, value_bytes, at_once)
-        if weights + cache + working > free:
-            parts = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
-            return f"it takes {parts}, {megabytes(working)} to compute: {megabytes(free)} of memory are free"
-        return None
-
     def working_bytes(self, point: Point, value_bytes: int, at_once: int) -> int:
         """At least, of a prefill: of `at_once` tokens the hidden states and what its widest linear makes of
         them, twice; and a row of logits for each sequence."""
@@ -111,6 +91,22 @@ class Job:
     settings: Settings
     points: Sequence[Point]
     rates: bool = False
+
+    def refusal(self, point: Point, value_bytes: int, at_once: int, free: int) -> str | None:
+        """Why a point cannot run, as far as headers tell, or None. value_bytes: of a decoded weight and
+        of the cache. at_once: prompt tokens that the engine computes at a time. free: bytes of memory."""
+        subject, tokens = self.subject, self.settings.tokens
+        if subject.context is not None and point.prompt + tokens > subject.context:
+            return f"{point.prompt} prompt + {tokens} new tokens, the model was made for {subject.context}"
+        own = subject.container == "gguf" and self.engine != "transformers"
+        packed = own or (subject.stored not in (None, "gguf") and not self.settings.decoded)
+        weights = subject.weight_bytes if packed else subject.parameters * value_bytes
+        cache = subject.cache_bytes(point, tokens, Fraction(value_bytes)) or 0
+        working = subject.working_bytes(point, value_bytes, at_once)
+        if weights + cache + working > free:
+            parts = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
+            return f"it takes {parts}, {megabytes(working)} to compute: {megabytes(free)} of memory are free"
+        return None
 
 
 def open_subject(source: str, revision: str | None = None, offline: bool = False) -> Subject:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from quantkit.errors import QuantkitError, first_line
@@ -62,47 +63,42 @@ def main() -> None:
 def measure(job: Job, emit: Emit) -> None:
     """Load, warm up, run. Raises QuantkitError where the checkpoint cannot be loaded."""
     engine = runners.find(job.engine)
-    device = engine.prepare(job)
-    possible = _possible(job, engine, device, emit)
-    if not possible:
-        emit({"event": "done"})
-        return
+    device, value_bytes = engine.prepare(job)
+    free, possible = room().nbytes, []
+    if device is not None:  # torch is here
+        from quantkit.models.machine.device import free_memory
+
+        free = free_memory(device)
+    for point in job.points:
+        if why := job.refusal(point, value_bytes, engine.AT_ONCE, free):
+            emit({"event": "refused", **asdict(point), "message": why})
+        else:
+            possible.append(point)
+    if possible:
+        _run_all(replace(job, points=possible), engine, device, emit)
+    emit({"event": "done"})
+
+
+def _run_all(job: Job, engine: ModuleType, device: Any, emit: Emit) -> None:
     meter = Meter(device)
     began = time.perf_counter()
-    runner = engine.start(replace(job, points=possible))
+    runner = engine.start(job)
     loaded = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
     emit({"event": "loaded", **asdict(runner.facts), **loaded})
-    for point in possible:
+    for point in job.points:
         _run(job, point, runner, meter, emit)
     facts = runner.facts
     del runner
     gc.collect()
     return_freed_pages()
     if job.rates:
-        emit({"event": "rates", **_rates(job, device, facts)})
-    emit({"event": "done"})
+        import torch
 
+        from quantkit.serving.bench import machine
 
-def _possible(job: Job, engine: Any, device: Any, emit: Emit) -> list[Point]:
-    """Points that can run, as far as headers tell; the others are refused with the reason."""
-    free = room().nbytes
-    if device is not None:  # torch is here
-        from quantkit.models.machine.device import free_memory
-
-        free = free_memory(device)
-    packed = job.subject.container == "gguf" and job.engine != "transformers"
-    if job.engine == "transformers":
-        value_bytes = engine.value_bytes(job)
-    else:
-        value_bytes = 4 if job.settings.dtype == "float32" and not packed else 2
-    packed = packed or (job.subject.stored not in (None, "gguf") and not job.settings.decoded)
-    found = []
-    for point in job.points:
-        if why := job.subject.refusal(point, job.settings, value_bytes, packed, engine.AT_ONCE, free):
-            emit({"event": "refused", **asdict(point), "message": why})
-        else:
-            found.append(point)
-    return found
+        torch.set_num_threads(job.settings.threads)
+        place, dtype = device or torch.device("cpu"), getattr(torch, facts.dtype)
+        emit({"event": "rates", **machine.rates(place, dtype, facts.weight_bytes)})
 
 
 def _run(job: Job, point: Point, runner: runners.Runner, meter: Meter, emit: Emit) -> None:
@@ -117,20 +113,8 @@ def _run(job: Job, point: Point, runner: runners.Runner, meter: Meter, emit: Emi
                 raise
             emit({"event": "refused", **asdict(point), "message": first_line(error)})
             return
-        warmup = index < job.settings.warmup
-        told = asdict(timing) | {"step_seconds": list(timing.step_seconds)}
-        emit({"event": "run", **asdict(point), "warmup": warmup, **told, "peak_bytes": meter.peak()})
-
-
-def _rates(job: Job, device: Any, facts: runners.Facts) -> dict[str, Any]:
-    """Of the machine, in the precision that the engine computes in, for a model of this size."""
-    import torch
-
-    from quantkit.serving.bench import machine
-
-    torch.set_num_threads(job.settings.threads)
-    place, dtype = device or torch.device("cpu"), getattr(torch, facts.dtype)
-    return machine.rates(place, dtype, facts.weight_bytes)
+        told = {"warmup": index < job.settings.warmup, **asdict(timing), "peak_bytes": meter.peak()}
+        emit({"event": "run", **asdict(point), **told})
 
 
 def _memory_ran_out(error: Exception) -> bool:

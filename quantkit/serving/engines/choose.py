@@ -109,32 +109,23 @@ def require_known(name: str, names: Collection[str]) -> None:
     require(name in names, f"no engine {name!r}", f"{meant}choose {', '.join(names)}", USAGE)
 
 
-def choose_local(
-    asked: str, folders: Sequence[str] = (), decoded: bool = False, program: bool = False
-) -> tuple[str, str]:
+def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
     """The engine that this process loads checkpoints with, and what to know about the choice.
 
-    asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers, llama.cpp,
-    llama-bench or vllm. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are
-    asked for. program: whether llama-bench may stand in for llama.cpp.
+    asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers, llama.cpp
+    or vllm. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are asked for.
 
     Raises QuantkitError (exit code 4) where the engine that was asked for cannot run them, or is missing.
     """
-    wheel, bench = installed("xllamacpp"), bool(program and shutil.which("llama-bench"))
+    wheel = installed("xllamacpp")
     if asked == "auto":
-        if folders or decoded or wheel:
-            return "transformers" if folders or decoded else "llama.cpp", ""
-        return ("llama-bench", "") if bench else ("transformers", f"llama.cpp is not installed ({WHEEL})")
-    if asked in ("llama.cpp", "llama-bench") and folders:
+        if folders or decoded or not wheel:
+            return "transformers", "" if folders or decoded else f"llama.cpp is not installed ({WHEEL})"
+        return "llama.cpp", ""
+    if asked == "llama.cpp" and folders:
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
         raise QuantkitError(f"{asked} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
-    if asked == "llama.cpp" and bench and not wheel:
-        return "llama-bench", "by llama-bench: xllamacpp is not installed"
-    ways = {
-        "llama.cpp": (wheel, WHEEL),
-        "llama-bench": (bench, "put llama.cpp's programs on the PATH"),
-        "vllm": (installed("vllm"), ENGINES[0].install),
-    }
+    ways = {"llama.cpp": (wheel, WHEEL), "vllm": (installed("vllm"), ENGINES[0].install)}
     there, way = ways.get(asked, (True, ""))
     require(there, f"{asked} is not installed", way, UNSUPPORTED)
     return asked, ""

@@ -1,8 +1,8 @@
 """The engines that are measured, one file each, found by its name: how it loads, prefills and decodes.
 
 A file has `AT_ONCE`, the prompt tokens that the engine computes at a time; `prepare(job)`, which imports the
-engine's libraries and returns torch's device or None; and `start(job)`, which loads the model and returns a
-`Runner`.
+engine's libraries and returns torch's device or None, and the bytes of a decoded weight and of a value in the
+cache; and `start(job)`, which loads the model and returns a `Runner`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from quantkit.serving.engines.choose import require_known
 
-NAMES = ("auto", "transformers", "llama.cpp", "llama-bench", "vllm")
+NAMES = ("auto", "transformers", "llama.cpp", "vllm")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Runner(Protocol):
 
 def find(engine: str) -> ModuleType:
     """The file of an engine."""
-    return import_module(f"{__name__}.{engine.replace('.', '').replace('-', '_')}")
+    return import_module(f"{__name__}.{engine.replace('.', '')}")
 
 
 def parse(text: str) -> tuple[str, ...]:

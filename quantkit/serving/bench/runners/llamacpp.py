@@ -18,9 +18,10 @@ PAD = 256  # tokens by which llama.cpp rounds a sequence's cache up
 KV_DTYPE, KV_BYTES = "float16", Fraction(2)  # llama.cpp's default
 
 
-def prepare(job: Job) -> None:
+def prepare(job: Job) -> tuple[None, int]:
     """Import the library. torch does not compute here."""
     llamacpp.library()
+    return None, int(KV_BYTES)
 
 
 def start(job: Job) -> Completions:

@@ -20,18 +20,14 @@ AT_ONCE = 1 << 40  # all there are
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def prepare(job: Job) -> torch.device:
+def prepare(job: Job) -> tuple[torch.device, int]:
     """Threads, the device, and the family's own code, which transformers imports when it is asked for."""
     torch.set_num_threads(job.settings.threads)
     if not job.settings.decoded:
         engine.import_client(job.subject.stored)
-    transformers.AutoModelForCausalLM._model_mapping.get(type(_open(job)[0].config), None)
-    return choose_device(job.settings.device)
-
-
-def value_bytes(job: Job) -> int:
-    """Bytes of a decoded weight and of a value in the cache, in the precision that will compute."""
-    return _open(job)[1].itemsize
+    checkpoint, dtype, device = _open(job)
+    transformers.AutoModelForCausalLM._model_mapping.get(type(checkpoint.config), None)
+    return device, dtype.itemsize
 
 
 def start(job: Job) -> Generation:

@@ -14,14 +14,15 @@ from quantkit.serving.engines import vllm
 AT_ONCE = 2048  # max_num_batched_tokens where a prompt is computed in chunks
 
 
-def prepare(job: Job) -> Any:
+def prepare(job: Job) -> tuple[Any, int]:
     """Import vLLM, which chooses the device itself."""
     import torch
 
     torch.set_num_threads(job.settings.threads)
     if vllm.version():
         import_module("vllm")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, 4 if job.settings.dtype == "float32" else 2
 
 
 def start(job: Job) -> Offline:
