@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quantkit.distillation.compressed.student import Floats, Student, TracedBlock
 from quantkit.distillation.descent import Shares, order
+from quantkit.distillation.options import DistillOptions
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import States, embedded
 from quantkit.quantize.progress import Progress
@@ -39,29 +40,21 @@ class Text:
 @dataclass(frozen=True)
 class Final:
     """Final hidden states: the teacher's, of the training text, too; the student's as it was, and as its
-    blocks became; what each block became."""
+    blocks became; what the blocks became, by names in the model."""
 
     taught: States
     teacher: States
     before: States
     after: States
-    floats: list[Floats]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """epochs: over the text for each block; 0: the blocks stay as they are."""
-
-    epochs: int
-    lr: float
-    seed: int
+    floats: Floats
 
 
 def walk(
     teacher: Skeleton,
     student: Student,
     text: Text,
-    plan: Plan,
+    options: DistillOptions,
+    seed: int,
     staging: Staging,
     timings: Timings,
     progress: Progress,
@@ -72,8 +65,8 @@ def walk(
     progress.start(student.depth, sum(done))
     taught, theirs = (_enter(teacher, ids) for ids in (text.train, text.held_out))
     before, after = (_enter(student.skeleton, text.held_out) for _ in range(2))
-    ours = _enter(student.skeleton, text.train) if plan.epochs else None
-    floats = []
+    ours = _enter(student.skeleton, text.train) if options.block_epochs else None
+    floats: Floats = {}
     for index in range(student.depth):
         with timings("teacher"):
             teacher.load_block(index)
@@ -84,16 +77,17 @@ def walk(
             _advance(student, block, before, block.floats)
             if done[index]:
                 found = _staged(staging, block)
-            elif plan.epochs:
+            elif options.block_epochs:
                 with timings("blocks"):
-                    found = _improved(student, block, (ours, taught), (after, theirs), plan)
+                    found = _improved(student, block, (ours, taught), (after, theirs), options, seed)
                 staging.write_block(index, _named(found), [])
             else:
                 found = block.floats
             _advance(student, block, after, found)
             if ours is not None:
                 _advance(student, block, ours, found)
-            floats.append({name: value.cpu() for name, value in found.items()})
+            of_block = student.skeleton.names.of_block
+            floats |= {of_block(index, name): value.cpu() for name, value in found.items()}
         progress.block(index, replayed=done[index])
     staging.wait()
     return Final(taught, theirs, before, after, floats)
@@ -104,15 +98,16 @@ def _improved(
     block: TracedBlock,
     train: tuple[Sequence[Tensor], Sequence[Tensor]],
     held_out: tuple[Sequence[Tensor], Sequence[Tensor]],
-    plan: Plan,
+    options: DistillOptions,
+    seed: int,
 ) -> Floats:
     """The block's floats after training, as they will be stored; the old ones where those are nearer to the
     teacher on text held out. train, held_out: what enters the block, and what is to leave it."""
     inputs, targets = train
-    steps = plan.epochs * len(inputs)
-    descent = Shares(block.floats, block.floats.keys() - block.dtypes.keys(), plan.lr, steps)
-    for epoch in range(plan.epochs):
-        for batch in order(len(inputs), plan.seed, block.index, epoch):
+    steps = options.block_epochs * len(inputs)
+    descent = Shares(block.floats, block.floats.keys() - block.dtypes.keys(), options.block_lr, steps)
+    for epoch in range(options.block_epochs):
+        for batch in order(len(inputs), seed, block.index, epoch):
             with torch.enable_grad():
                 found = student.run(block, inputs[batch], descent.values())
                 error(found, targets[batch]).mean().backward()

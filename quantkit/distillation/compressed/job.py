@@ -82,8 +82,7 @@ class CompressedJob(Job):
             self.student.skeleton.load_rest()
         self._check_embeddings()
         options, text, seed = self.request.options, self.text, self.request.calibration.seed
-        plan = blocks.Plan(options.block_epochs, options.block_lr, seed)
-        final = blocks.walk(self.teacher, self.student, text, plan, self.staging, timings, progress)
+        final = blocks.walk(self.teacher, self.student, text, options, seed, self.staging, timings, progress)
         rest = {name: value.cpu() for name, value in self.student.rest().items()}
         with timings("measure"):
             before = best = self._divergence(final, final.before)
@@ -92,14 +91,13 @@ class CompressedJob(Job):
         if options.block_epochs:
             stages.append(_stage("block by block", before, after, progress))
             if after < best:
-                best, floats = after, self._named(final.floats) | rest
+                best, floats = after, final.floats | rest
         if options.epochs:
-            start = floats or self._named(self._stored_floats()) | rest
-            plan = whole.Plan(options.epochs, options.lr, options.temperature, seed, self.memory.hold)
-            learner, epoch = (
-                whole.EndToEnd(self.teacher, self.student, final, start, plan, text),
-                len(text.train),
+            start = floats or self.student.floats(self.memory.hold) | rest
+            learner = whole.EndToEnd(
+                self.teacher, self.student, final, start, text, options, seed, self.memory.hold
             )
+            epoch = len(text.train)
             with timings("end to end"):
                 curve = training.train(
                     learner, learner.steps, epoch, best, self.staging, progress, "end to end"
@@ -131,18 +129,6 @@ class CompressedJob(Job):
         pairs = zip(final.teacher, states, strict=True)
         return divergence.mean(self.teacher.logits, self.student.skeleton.logits, pairs, vocabulary)
 
-    def _named(self, floats: list[Floats]) -> Floats:
-        """Those of all blocks by their names in the model."""
-        of_block = self.student.skeleton.names.of_block
-        return {of_block(i, name): value for i, some in enumerate(floats) for name, value in some.items()}
-
-    def _stored_floats(self) -> list[Floats]:
-        found = []
-        for index in range(self.student.depth):
-            with self.student.block(index, self.memory.hold) as block:
-                found.append({name: value.cpu() for name, value in block.floats.items()})
-        return found
-
     def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
         """Put the output together and read it back."""
         progress.phase("writing the checkpoint")
@@ -153,23 +139,10 @@ class CompressedJob(Job):
             )
         progress.phase("verifying what was written")
         with timings("verify"):
-            ids = self.text.held_out[0]
-            expected = self._final_states(ids, floats)
-            publish.verify(self.student, place, ids, expected, self.request.trust_remote_code)
+            publish.verify(self.student, floats, place, self.text.held_out[0])
         if place.is_dir():
             told = {"seconds": timings.seconds, "steps_down": []}
             (place / TIMINGS).write_text(json.dumps(told, indent=2) + "\n")
-
-    def _final_states(self, ids: Tensor, floats: Floats | None) -> Tensor:
-        """Of the student as it is to be written."""
-        of_block, hidden = self.student.skeleton.names.of_block, self.student.skeleton.embed(ids)
-        for index in range(self.student.depth):
-            with self.student.block(index, self.memory.hold) as block:
-                now = block.floats
-                if floats is not None:
-                    now = {name: floats[of_block(index, name)].to(hidden.device) for name in now}
-                (hidden,) = self.student.outputs(block, [hidden], now)
-        return hidden
 
     def _described(self) -> dict:
         """What the manifest says of the job; nothing in it depends on time or place."""

@@ -29,7 +29,7 @@ class Memory:
 
 
 def plan(teacher: Skeleton, student: Student, text: Text, options: DistillOptions) -> Memory:
-    """What both stages take, and whether the codes of all blocks find room.
+    """What the stages take at most, one estimate for both, and whether the codes of all blocks find room.
 
     Raises QuantkitError (exit code 5) where not even one block's do.
     """
@@ -42,16 +42,10 @@ def plan(teacher: Skeleton, student: Student, text: Text, options: DistillOption
     width = teacher.checkpoint.text_config.hidden_size * element
     matrices = [p.shape for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
     tracing = largest * TRACED + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
-    states = width * (2 * train + 3 * held_out)
-    by_blocks = (
-        outside + largest * element + states + (tracing if options.block_epochs else largest * FLOAT32)
-    )
-    vocabulary = student.checkpoint.text_config.vocab_size
-    logits = 4 * min(FLOAT32 * CHUNK_TOKENS * vocabulary, CHUNK_BYTES)
-    entering = width * batch * (student.depth + 2)
-    whole = outside + width * (train + held_out) + tracing + entering + logits
-    hold = bool(options.epochs) and whole + HELD * inside <= ROOM * free
-    need = max(by_blocks, whole if options.epochs else 0)
+    states = width * (2 * train + 3 * held_out + batch * (student.depth + 2))
+    logits = 4 * min(FLOAT32 * CHUNK_TOKENS * student.checkpoint.text_config.vocab_size, CHUNK_BYTES)
+    need = outside + tracing + states + logits
+    hold = bool(options.epochs) and need + HELD * inside <= ROOM * free
     remedy = "fewer --samples, shorter --seqlen or a smaller --batch-size"
     check_memory(need, free, remedy, teacher.device)
-    return Memory(by_blocks, whole + HELD * inside * hold if options.epochs else 0, hold)
+    return Memory(need, need + HELD * inside * hold if options.epochs else 0, hold)

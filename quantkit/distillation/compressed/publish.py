@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from quantkit.models.files import gguf_writer, sums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.coded import CodedGguf
 from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
 from quantkit.quantize.outputs.folder import TIMINGS
@@ -44,8 +45,8 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
             manifest = {"schema": "quantkit.manifest/1", "quantkit": __version__, "distilled": record}
         text = json.dumps(manifest, ensure_ascii=False)
         moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
-        with open(place, "r+b") as file:
-            _patch(file, ((start + moved, data) for _, start, data in changes))
+        for _, start, data in changes:
+            _write(place, start + moved, data)
         sums.seal(place)
         return
     place.mkdir()
@@ -53,8 +54,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         if path.is_file() and path.name not in (CARD, MANIFEST, TIMINGS):
             shutil.copyfile(path, place / path.name)
     for path, start, data in changes:
-        with open(place / path.name, "r+b") as file:
-            _patch(file, [(start, data)])
+        _write(place / path.name, start, data)
     if manifest is not None:
         manifest = manifest | {"files": sums.of_folder(place, ())}
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
@@ -74,44 +74,32 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
                 stored = names.stored_of(index, f"{local}.weight")
                 parts = checkpoint.parts(stored)
                 found = layout.refilled(parts, block.of_linear(local, inside))
-                yield from _of_linear(checkpoint, stored, parts, found)
+                if isinstance(checkpoint, CodedGguf):
+                    yield _patch(checkpoint, stored, found["ggml"])
+                    continue
+                places = dict(zip(parts, checkpoint.stored_as(stored), strict=True))
+                for part, tensor in found.items():
+                    if tensor is not parts[part]:
+                        yield _patch(checkpoint, places[part], tensor)
             for name in block.dtypes:
-                yield from _of_vector(checkpoint, names.stored_of(index, name), inside[name])
+                yield _patch(checkpoint, names.stored_of(index, name), inside[name])
     for name in student.rest_names():
-        yield from _of_vector(checkpoint, names.stored[name], floats[name])
+        yield _patch(checkpoint, names.stored[name], floats[name])
 
 
-def _of_linear(
-    checkpoint: Checkpoint, weight: str, parts: Mapping[str, Tensor], found: Mapping[str, Tensor]
-) -> Iterator[Patch]:
+def _patch(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
+    """Another value of a stored tensor."""
     if isinstance(checkpoint, CodedGguf):
-        yield (checkpoint.folder, *checkpoint.placed(weight, found["ggml"]))
-        return
-    stored = {
-        name.removeprefix(f"{weight.removesuffix('.weight')}."): name for name in checkpoint.stored_as(weight)
-    }
-    for part, tensor in found.items():
-        if tensor is not parts[part]:
-            yield _exact(checkpoint, stored[part], tensor)
-
-
-def _of_vector(checkpoint: Checkpoint, name: str, value: Tensor) -> Iterator[Patch]:
-    if isinstance(checkpoint, CodedGguf):
-        yield (checkpoint.folder, *checkpoint.placed(name, value))
-    else:
-        yield _exact(checkpoint, name, value.to(checkpoint.load(name).dtype))
-
-
-def _exact(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
+        return checkpoint.folder, *checkpoint.placed(name, tensor)
     info = checkpoint.infos[name]
-    fresh = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.flatten())  # of stride 1
-    data = fresh.view(torch.uint8).numpy().tobytes()
+    fresh = tensor.to(DTYPES[info.dtype]).clone(memory_format=torch.contiguous_format)
+    data = fresh.view(-1).view(torch.uint8).numpy().tobytes()
     assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
     return info.file, info.offset, data
 
 
-def _patch(file, changes) -> None:
-    for start, data in changes:
+def _write(place: Path, start: int, data: bytes) -> None:
+    with open(place, "r+b") as file:
         file.seek(start)
         file.write(data)
 
@@ -160,23 +148,28 @@ def _card(record: dict, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verify(student: Student, place: Path, ids: Tensor, expected: Tensor, trust_remote_code: bool) -> None:
-    """Read the output back: the codes must be the student's, the final hidden states of `ids` those expected
-    `[batch, tokens, hidden]`.
+def verify(student: Student, floats: Floats | None, place: Path, ids: Tensor) -> None:
+    """Read the output back: its codes must be the student's, its final hidden states of `ids [batch, tokens]`
+    those of the student with these floats.
 
     Raises QuantkitError (exit code 6) for anything else.
     """
-    written = open_checkpoint(str(place), trust_remote_code=trust_remote_code)
+    written = open_checkpoint(str(place), trust_remote_code=student.checkpoint.trust_remote_code)
     again = Student(written, student.skeleton.dtype, student.skeleton.device)
     again.skeleton.load_rest()
     hint = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
-    hidden = again.skeleton.embed(ids)
+    expected, hidden = student.skeleton.embed(ids), again.skeleton.embed(ids)
     for index in range(again.depth):
         with student.block(index) as before, again.block(index) as after:
             odd = [n for n in before.weights if not before.weights[n].codes.equal(after.weights[n].codes)]
             if odd or before.weights.keys() != after.weights.keys():
                 what = f"the checkpoint read back from {place} has other codes in block {index + 1}"
                 raise QuantkitError(what, hint, VERIFICATION)
+            now = before.floats
+            if floats is not None:
+                of_block = student.skeleton.names.of_block
+                now = {name: floats[of_block(index, name)].to(hidden.device) for name in now}
+            (expected,) = student.outputs(before, [expected], now)
             (hidden,) = again.outputs(after, [hidden], after.floats)
     difference = relative_distance(hidden, expected)
     dtype = str(student.skeleton.dtype).removeprefix("torch.")

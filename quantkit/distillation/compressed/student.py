@@ -60,11 +60,6 @@ class TracedBlock:
             found |= {f"{local}.weight.{name}": value for name, value in kept.items()}
         return {name: found[name] for name in self.floats}
 
-    @property
-    def codes(self) -> int:
-        """Bytes of all codes in memory."""
-        return sum(weight.codes.nbytes for weight in self.weights.values())
-
 
 class Student:
     """A compressed checkpoint, opened to be trained, in `dtype` on `device`. rows: its packed linears."""
@@ -139,6 +134,15 @@ class Student:
             with torch.no_grad(), _rounded_inputs(self.skeleton.blocks[block.index], block, floats):
                 found = self.skeleton.trace_block(block.index, hidden, values)
             yield found
+
+    def floats(self, hold: bool) -> Floats:
+        """Those of all blocks as they are stored, by names in the model, on the host."""
+        found = {}
+        for index in range(self.depth):
+            with self.block(index, hold) as block:
+                of_block = self.skeleton.names.of_block
+                found |= {of_block(index, name): value.cpu() for name, value in block.floats.items()}
+        return found
 
     def rest_names(self) -> list[str]:
         """Norms and biases outside the blocks, by their names in the model."""

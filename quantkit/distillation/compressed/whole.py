@@ -10,7 +10,6 @@ teacher nothing is left but its head and its final hidden states.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,37 +19,31 @@ from quantkit.distillation import divergence
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.distillation.descent import Shares, order
+from quantkit.distillation.options import DistillOptions
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
 
 
-@dataclass(frozen=True)
-class Plan:
-    """hold: keep the codes of all blocks in memory."""
-
-    epochs: int
-    lr: float
-    temperature: float
-    seed: int
-    hold: bool
-
-
 class EndToEnd:
-    """Trains `start`, floats of all blocks and of what follows them by their names in the model."""
+    """Trains `start`, floats of all blocks and of what follows them by their names in the model. hold: keep
+    the codes of all blocks in memory."""
 
     def __init__(
-        self, teacher: Skeleton, student: Student, final: Final, start: Floats, plan: Plan, text: Text
-    ):
-        self.teacher, self.student, self.final, self.plan, self.text = teacher, student, final, plan, text
+        self, teacher: Skeleton, student: Student, final: Final, start: Floats, text: Text,
+        options: DistillOptions, seed: int, hold: bool,
+    ):  # fmt: skip
+        self.teacher, self.student, self.final, self.text = teacher, student, final, text
+        self.options, self.seed, self.hold = options, seed, hold
         placed = {name: value.to(student.skeleton.device) for name, value in start.items()}
-        self.steps = plan.epochs * len(text.train)
-        self.descent = Shares(placed, self._coded(), plan.lr, self.steps)
+        self.steps = options.epochs * len(text.train)
+        coded = start.keys() - student.skeleton.names.stored.keys()  # no parameters by themselves
+        self.descent = Shares(placed, coded, options.lr, self.steps)
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def step(self, number: int) -> None:
         """One batch of the text, in another order each epoch."""
         epoch, place = divmod(number, len(self.text.train))
-        batch = order(len(self.text.train), self.plan.seed, self.student.depth, epoch)[place]
+        batch = order(len(self.text.train), self.seed, self.student.depth, epoch)[place]
         self._descend(self.text.train[batch], self.final.taught[batch], self.descent.values())
         self.descent.step()
 
@@ -71,7 +64,7 @@ class EndToEnd:
         floats = {name: value.detach() for name, value in self.descent.values().items()}
         found = self.student.rest_stored(self._rest(floats))
         for index in range(self.student.depth):
-            with self.student.block(index, self.plan.hold) as block:
+            with self.student.block(index, self.hold) as block:
                 inside = block.stored(self._inside(index, floats))
             found |= {self._name(index, name): value for name, value in inside.items()}
         return {name: found[name].cpu().contiguous() for name in floats}
@@ -81,7 +74,7 @@ class EndToEnd:
         with torch.no_grad():
             flows = [self.student.skeleton.embed(ids)]
             for index in range(self.student.depth):
-                with self.student.block(index, self.plan.hold) as block:
+                with self.student.block(index, self.hold) as block:
                     flows.append(self.student.run(block, flows[-1], self._inside(index, floats)))
         return flows
 
@@ -91,7 +84,7 @@ class EndToEnd:
         flows = self._forward(ids, leaves)
         gradient = self._through_head(taught, flows.pop(), self._rest(leaves))
         for index in reversed(range(self.student.depth)):
-            with self.student.block(index, self.plan.hold) as block:
+            with self.student.block(index, self.hold) as block:
                 inside = self._inside(index, leaves)
                 run = partial(self.student.run, block, floats=inside)
                 gradient = through_block(run, flows.pop(), gradient)
@@ -106,17 +99,10 @@ class EndToEnd:
             with torch.no_grad():
                 expected = self.teacher.logits(taught[span])
             found = self.student.logits(ours, rest)
-            return divergence.of_logits(expected, found, self.plan.temperature).sum() / tokens
+            temperature = self.options.temperature
+            return (divergence.kl(expected, found, temperature) * temperature**2).sum() / tokens
 
         return through_head(final, chunk_tokens(self._vocabulary), loss)
-
-    def _coded(self) -> set[str]:
-        """Names of what goes with codes."""
-        found = set()
-        for index in range(self.student.depth):
-            with self.student.block(index, self.plan.hold) as block:
-                found |= {self._name(index, name) for name in block.floats if name not in block.dtypes}
-        return found
 
     def _name(self, index: int, local: str) -> str:
         return self.student.skeleton.names.of_block(index, local)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
+from quantkit.distillation.divergence import kl
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
@@ -91,10 +91,3 @@ def divergence(skeleton: Skeleton, teacher: Sequence[Tensor], student: Sequence[
                 total += kl(skeleton.logits(part), skeleton.logits(now)).sum().item()
                 tokens += len(part)
     return total / tokens
-
-
-def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL divergence in nats of each prediction, `[...]`, from logits `[..., vocabulary]`, in float32."""
-    expected = torch.log_softmax(teacher.float() / temperature, -1)
-    found = torch.log_softmax(student.float() / temperature, -1)
-    return (expected.exp() * (expected - found)).sum(-1)

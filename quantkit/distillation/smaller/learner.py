@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from quantkit.distillation.descent import Descent
+from quantkit.distillation.divergence import kl
 from quantkit.distillation.options import SmallerOptions
-from quantkit.distillation.smaller.blocks import kl
 from quantkit.distillation.smaller.targets import Prediction, Targets, entering
 
 BETAS = 0.9, 0.95
