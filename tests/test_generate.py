@@ -23,7 +23,7 @@ PROMPT = "Badeku kobu ridoma"
 
 def made(folder, first=None, dtype=torch.float32, **settings) -> generate.Continuation:
     checkpoint = open_checkpoint(str(folder))
-    return generate.continue_prompt(checkpoint, Settings(PROMPT, **settings), dtype, CPU, first)
+    return generate.continue_prompt(checkpoint, Settings(prompt=PROMPT, **settings), dtype, CPU, first)
 
 
 def theirs(folder, tokens: int, text: str = PROMPT, **options) -> list[int]:
@@ -118,7 +118,7 @@ def test_top_k_and_top_p_leave_the_likeliest(tiny_model):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
 
     def ids(**settings):
-        asked = generate.Settings(PROMPT, 12, **settings)
+        asked = generate.Settings(12, prompt=PROMPT, **settings)
         return generate.continue_prompt(checkpoint, asked, torch.float32, torch.device("cpu")).ids
 
     greedy = ids()

@@ -52,7 +52,7 @@ def test_continuations_are_scored_as_by_the_whole_model(tiny_model, monkeypatch,
                 continuation = [rng.randrange(512) for _ in range(count)]
             ids = (context + continuation)[-(longest + 1) :]
             logs = log_softmax(model(torch.tensor([ids[:-1]])).logits[0].double(), -1)[-count:]
-        requests.append(score.Request(context, continuation))
+        requests.append((context, continuation))
         hits = [int(row.argmax()) == token for row, token in zip(logs, continuation, strict=True)]
         expected.append((sum(logs[k, t].item() for k, t in enumerate(continuation)), all(hits)))
     found = score.score(streamed(folder), requests, longest, silent)
@@ -77,8 +77,8 @@ def test_memory_does_not_grow_with_the_number_of_requests(tiny_model, monkeypatc
         peaks[-1] = max(peaks[-1], sum(storages.values()))
 
     for count in (40, 160):
-        requests = [score.Request(list(range(1, 200 - k)), [5]) for k in range(count)]
-        tokens.append(sum(len(request.context) for request in requests))
+        requests = [(list(range(1, 200 - k)), [5]) for k in range(count)]
+        tokens.append(sum(len(context) for context, _ in requests))
         peaks.append(0)
         found = score.score(model, requests, 256, listen)
         assert len(found) == count
@@ -89,7 +89,7 @@ def test_a_continuation_longer_than_the_context_keeps_its_end(tiny_model):
     folder = tiny_model("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     continuation = list(range(100, 120))
-    (found,) = score.score(streamed(folder), [score.Request([1, 2], continuation)], 8, silent)
+    (found,) = score.score(streamed(folder), [([1, 2], continuation)], 8, silent)
     with torch.no_grad():
         logs = log_softmax(model(torch.tensor([continuation[-9:-1]])).logits[0].double(), -1)
     expected = sum(logs[k, token].item() for k, token in enumerate(continuation[-8:]))

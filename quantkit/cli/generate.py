@@ -62,7 +62,7 @@ def command(
             from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
 
-        settings = generate.Settings(text, tokens, temperature, seed, chat, top_k, top_p)
+        settings = generate.Settings(tokens, temperature, seed, top_k, top_p, prompt=text, chat=chat)
         settings.check()
         checkpoints = [
             open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)

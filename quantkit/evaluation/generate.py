@@ -32,26 +32,16 @@ DECODED, REPEATED = 64, 8  # tokens of a stream: decoded at once at most, and ag
 BROKEN = "\ufffd"  # what tokens decode to that end inside a character
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What is asked of every model: see `Sampling`. chat: the prompt is a user's message."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Sampling):
+    """What is asked of every model. chat: the prompt is a user's message."""
 
     prompt: str
-    tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
     chat: bool = False
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are chosen."""
-        return Sampling(self.tokens, self.temperature, self.seed, self.top_k, self.top_p)
 
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense."""
-        self.sampling.check()
+        super().check()
         if not self.prompt:
             raise QuantkitError("the prompt is empty", "give some text with -p", USAGE)
 
@@ -157,7 +147,7 @@ def continue_prompt(
             ids.to(device),
             attention_mask=torch.ones_like(ids).to(device),
             # What the checkpoint recommends would make models differ by more than their weights.
-            generation_config=generation_config(settings.sampling, ends),
+            generation_config=generation_config(settings, ends),
             logits_processor=[recorder],
             streamer=Streamer(tokenizer, stream) if stream else None,
         )

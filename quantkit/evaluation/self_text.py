@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation.sampling import Sampling, generation_config
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
@@ -68,17 +69,8 @@ def sequences(
     """
     first, samples = beginning(checkpoint), settings.samples
     model = load_model(checkpoint, dtype, device, min(settings.batch_size, samples) * settings.seqlen)
-    how = transformers.GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_new_tokens=settings.seqlen - 1,
-        max_new_tokens=settings.seqlen - 1,
-        eos_token_id=None,
-        pad_token_id=first,
-        use_cache=True,
-    )
+    how = generation_config(Sampling(settings.seqlen - 1, temperature=1.0), [])
+    how.update(min_new_tokens=settings.seqlen - 1, pad_token_id=first)
     model.generation_config = transformers.GenerationConfig()  # nothing of its own counts
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(settings.seed)

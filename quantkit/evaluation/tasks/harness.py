@@ -11,7 +11,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.stream import Listener, StreamedModel
-from quantkit.evaluation.tasks.score import Request, score
+from quantkit.evaluation.tasks.score import score
 
 DEFAULT_CONTEXT = 2048  # the harness's, for models without a limit
 
@@ -51,9 +51,8 @@ class HarnessModel(TemplateLM):
 
     def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
         """requests: `(texts, ids of the context, ids of the continuation)`."""
-        pairs = [Request(context, continuation) for _, context, continuation in requests]
-        found = score(self.model, pairs, self.max_length, self.listen)
-        return [(one.log_prob, one.greedy) for one in found]
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return score(self.model, pairs, self.max_length, self.listen)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows that do not overlap."""
@@ -62,7 +61,7 @@ class HarnessModel(TemplateLM):
             windows = list(
                 get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             )
-            pairs += [Request(*make_disjoint_window(window)) for window in windows]
+            pairs += map(make_disjoint_window, windows)
             counts.append(len(windows))
         found = iter(score(self.model, pairs, self.max_length, self.listen))
         return [sum(next(found).log_prob for _ in range(count)) for count in counts]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,25 +14,11 @@ from quantkit.quantize.prepare.memory import BATCH_TOKENS
 ROUND_TOKENS = 1 << 16  # whose hidden states are held while the blocks pass by
 LENGTHS = 32  # of a batch are multiples of this: few shapes, and little padding
 
-
-@dataclass(frozen=True)
-class Request:
-    """A continuation to be scored after its context; token ids, neither empty."""
-
-    context: list[int]
-    continuation: list[int]
+Request = tuple[list[int], list[int]]  # ids of a context and of its continuation, neither empty
+Batch = tuple[Tensor, list["Row"]]  # ids [rows, tokens], padded
 
 
-@dataclass(frozen=True)
-class Score:
-    """log_prob: of the whole continuation, in nats. greedy: every token of it was the likeliest."""
-
-    log_prob: float
-    greedy: bool
-
-
-@dataclass(frozen=True)
-class _Row:
+class Row(NamedTuple):
     """What a model reads for the request at `place`: its last `len(targets)` positions predict `targets`."""
 
     place: int
@@ -40,61 +26,58 @@ class _Row:
     targets: list[int]
 
 
+class Score(NamedTuple):
+    """log_prob: of the whole continuation, in nats. greedy: every token of it was the likeliest."""
+
+    log_prob: float
+    greedy: bool
+
+
 def score(model: StreamedModel, requests: Sequence[Request], longest: int, listen: Listener) -> list[Score]:
     """The score of every request, in order. What is longer than `longest` tokens loses its beginning.
 
     Rows are padded at the end, which no position before it attends to in a causal model.
     """
-    rows = []
-    for place, request in enumerate(requests):
-        ids = (request.context + request.continuation)[-(longest + 1) :]
-        targets = request.continuation[-longest:]
-        rows.append(_Row(place, ids[:-1], targets))
+    rows = [
+        Row(place, (context + continuation)[-(longest + 1) : -1], continuation[-longest:])
+        for place, (context, continuation) in enumerate(requests)
+    ]
     rows.sort(key=lambda row: len(row.ids), reverse=True)
     found: dict[int, Score] = {}
-    for batches in _rounds(_batches(rows, longest)):
+    for batches in _rounds(rows, longest):
         states = model.states([ids for ids, _ in batches], listen)
         for (_, inside), hidden in zip(batches, states, strict=True):
             found |= _scores(model, inside, hidden)
     return [found[place] for place in range(len(requests))]
 
 
-Batch = tuple[Tensor, list[_Row]]  # ids [rows, tokens], padded
-
-
-def _batches(rows: Sequence[_Row], longest: int) -> Iterator[Batch]:
-    """Rows, the longest first, cut into batches of about equal work."""
-    start = 0
+def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
+    """Batches of about equal work, the longest rows first, as many at a time as pass the blocks together."""
+    together: list[Batch] = []
+    start = held = 0
     while start < len(rows):
         length = min(longest, -(-len(rows[start].ids) // LENGTHS) * LENGTHS)
         inside = list(rows[start : start + max(1, BATCH_TOKENS // length)])
         ids = torch.zeros(len(inside), length, dtype=torch.int64)
         for k, row in enumerate(inside):
             ids[k, : len(row.ids)] = torch.tensor(row.ids)
-        yield ids, inside
-        start += len(inside)
-
-
-def _rounds(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-    """Batches that pass through the blocks together."""
-    together: list[Batch] = []
-    for batch in batches:
-        if together and sum(ids.numel() for ids, _ in together) + batch[0].numel() > ROUND_TOKENS:
+        if together and held + ids.numel() > ROUND_TOKENS:
             yield together
-            together = []
-        together.append(batch)
+            together, held = [], 0
+        together.append((ids, inside))
+        start, held = start + len(inside), held + ids.numel()
     if together:
         yield together
 
 
-def _scores(model: StreamedModel, rows: Sequence[_Row], hidden: Tensor) -> dict[int, Score]:
+def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[int, Score]:
     """Of all rows of a batch, from its final hidden states `[rows, tokens, hidden]`."""
     picked = torch.cat(
         [hidden[k, len(row.ids) - len(row.targets) : len(row.ids)] for k, row in enumerate(rows)]
     )
     targets = torch.tensor([token for row in rows for token in row.targets], device=picked.device)
-    size = model.chunk_tokens
     log_probs, likeliest = [], []
+    size = model.chunk_tokens
     for part, wanted in zip(picked.split(size), targets.split(size), strict=True):
         predicted = model.log_probs(part)
         log_probs.append(predicted.gather(1, wanted[:, None].to(predicted.device))[:, 0].cpu().double())
