@@ -54,9 +54,9 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
         found = job.compare(own, guesses, settings, progress)
     if not values["as_json"]:
         show.show(found, own.tokenizer, quiet)
-    found.refuse_unlike()
+    job.refuse_unlike(found)
     if values["as_json"]:
-        print(json.dumps(found.record(), indent=2, default=str, allow_nan=False))
+        print(json.dumps(found, indent=2, default=str, allow_nan=False))
 
 
 command = flags.sign(

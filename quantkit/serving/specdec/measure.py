@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -86,103 +86,7 @@ class Engine(Protocol):
         """Free what is loaded."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median over repeats, and the least and the largest of them."""
-
-    median: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(values: Iterable[float]) -> Spread:
-        return Spread(*np.quantile(list(values), (0.5, 0, 1)).tolist())
-
-
 Repeats = Sequence[Sequence[Run]]  # by repeat, then by prompt
-
-
-@dataclass(frozen=True)
-class Alone:
-    """The target without a draft: seconds of all texts, those of a token once decoding, tokens per second."""
-
-    seconds: Spread
-    step_seconds: Spread
-    tokens_per_second: float
-
-    @staticmethod
-    def of(repeats: Repeats) -> Alone:
-        steps = Spread.of(map(_decoding, repeats))
-        return Alone(Spread.of(_sum(runs, "seconds") for runs in repeats), steps, 1 / steps.median)
-
-
-@dataclass(frozen=True)
-class Swept:
-    """One k of one draft. tokens_per_step: mean; expected_tokens: by α (equation 1), for as many tokens as
-    each step was really given. histogram: steps with 0 to k accepted tokens, None where only totals are told.
-
-    cost: c; check: v (see theory.py). expected, decode: speed-up by theory and as measured, after the first
-    tokens. net: speed-up of the whole call, both models' prompts included; seconds: of all texts.
-    """
-
-    k: int
-    tokens_per_step: float
-    expected_tokens: float
-    drafted_per_step: float
-    alpha: float | None
-    alpha_error: float | None
-    judged: int
-    histogram: list[int] | None
-    cost: float
-    check: float
-    expected: float
-    decode: Spread
-    net: Spread
-    seconds: Spread
-
-
-@dataclass(frozen=True)
-class Best:
-    """k: 0 where not drafting is best. speedup: expected, or measured."""
-
-    k: int
-    speedup: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A draft. alpha, cost: of all k together. drafting: what c is made of, where runs tell it: drafting k
-    tokens takes fixed + per_token · k steps of the target, and the first is the engine's own.
-
-    in_theory: the best k that α and c give, of any up to MOST; measured: of those that were tried, by net
-    speed-up; by_bytes: in theory where a step takes as long as its weights, as stored, take to be read,
-    which is c = cost_by_bytes.
-    """
-
-    draft: str
-    engine: str
-    alone: Alone
-    swept: list[Swept]
-    alpha: float | None
-    cost: float
-    drafting: dict[str, float] | None
-    in_theory: Best
-    measured: Best
-    cost_by_bytes: float
-    by_bytes: Best
-    proof: Greedy | Uniformity | None
-    target_memory: Footprint
-    draft_memory: Footprint | None
-
-    @property
-    def slows(self) -> bool:
-        """Whether no k that was tried gains anything."""
-        return self.measured.speedup <= 1
-
-
-def runs_of(settings: Settings) -> int:
-    """Return how many runs a draft takes, for progress."""
-    return (1 + len(settings.ks)) * (settings.prompts * settings.repeats + 1)
 
 
 def measure(
@@ -190,48 +94,60 @@ def measure(
     engine: Engine,
     settings: Settings,
     sizes: tuple[Footprint, Footprint | None],
-    tick: Callable[[], None],
-) -> Measured:
-    """Warm up, run everything `settings.repeats` times, sum up, prove. tick: called after every run."""
+    counting: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Warm up, run everything `settings.repeats` times, sum up, prove. counting: told runs done and in all.
+
+    Returns the record of a draft. alone: the target without it, of which seconds are of all texts, and
+    step_seconds of a token once decoding. swept: see `sweep`. alpha, cost: α and c of all k together.
+    drafting: what c is made of, where runs tell it: drafting k tokens takes fixed + per_token · k steps of
+    the target (fixed is the engine's own). Best k (0: not drafting) and its speed-up: in_theory as α and c
+    give it, of any up to MOST; measured of those that were tried, net; by_bytes in theory where a step takes
+    as long as its weights, as stored, take to be read, which is c = cost_by_bytes.
+    """
+
+    planned, done = (1 + len(settings.ks)) * (settings.prompts * settings.repeats + 1), itertools.count(1)
 
     def run(prompt: int, k: int, repeat: int) -> Run:
         made = engine.run(prompt, k, _seed(settings, repeat, prompt, k))
-        tick()
+        counting(now := next(done), max(planned, now))  # a proof that draws more moves the end
         return made
 
-    variants = (0, *settings.ks)
-    for k in variants:
+    found: dict[int, list[list[Run]]] = {k: [] for k in (0, *settings.ks)}
+    for k in found:
         run(0, k, 0)
-    found: dict[int, list[list[Run]]] = {k: [] for k in variants}
     for repeat in range(settings.repeats):
         for runs in found.values():
             runs.append([])
-        for prompt, k in _order(variants, repeat, settings.prompts, engine.reloads):
+        for prompt, k in _order([*found], repeat, settings.prompts, engine.reloads):
             found[k][repeat].append(run(prompt, k, repeat))
-    alone, step, (target, small) = Alone.of(found[0]), engine.draft_step(), sizes
-    cost = None if step is None else step / alone.step_seconds.median
+    step, told = _spread(map(_decoding, found[0])), engine.draft_step()
+    cost = None if told is None else told / step["median"]
     swept = [sweep(k, found[k], found[0], cost) for k in settings.ks]
-    judged = sum(row.judged for row in swept)  # each k weighs as much as it has judged tokens
-    alpha = sum((row.alpha or 0.0) * row.judged for row in swept) / judged if judged else None
-    whole = float(np.median([row.cost for row in swept])) if cost is None else cost
+    judged = sum(row["judged"] for row in swept)  # each k weighs as much as it has judged tokens
+    alpha = sum((row["alpha"] or 0.0) * row["judged"] for row in swept) / judged if judged else None
+    whole = float(np.median([row["cost"] for row in swept])) if cost is None else cost
+    target, small = sizes
     by_bytes = small.stored / target.stored if small else 0.0
-    best = max(swept, key=lambda row: row.net.median)
-    return Measured(
-        draft=draft.source if draft else LOOKUP,
-        engine=engine.name,
-        alone=alone,
-        swept=swept,
-        alpha=alpha,
-        cost=whole,
-        drafting=_drafting(swept) if cost is None and draft else None,
-        in_theory=_in_theory(swept, alpha, whole, draft is not None),
-        measured=Best(best.k, best.net.median),
-        cost_by_bytes=by_bytes,
-        by_bytes=_in_theory(swept, alpha, by_bytes, draft is not None),
-        proof=_prove(engine, found, settings, run),
-        target_memory=target,
-        draft_memory=small,
-    )
+    best = max(swept, key=lambda row: row["net"]["median"])
+    seconds = _spread(_sum(runs, "seconds") for runs in found[0])
+    proof = _prove(engine, found, settings, run)
+    return {
+        "draft": draft.source if draft else LOOKUP,
+        "engine": engine.name,
+        "alone": {"seconds": seconds, "step_seconds": step, "tokens_per_second": 1 / step["median"]},
+        "swept": swept,
+        "alpha": alpha,
+        "cost": whole,
+        "drafting": _drafting(swept) if cost is None and draft else None,
+        "in_theory": _in_theory(swept, alpha, whole, draft is not None),
+        "measured": {"k": best["k"], "speedup": best["net"]["median"]},
+        "cost_by_bytes": by_bytes,
+        "by_bytes": _in_theory(swept, alpha, by_bytes, draft is not None),
+        "proof": proof and {**asdict(proof), "alike": proof.alike},
+        "target_memory": asdict(target),
+        "draft_memory": small and asdict(small),
+    }
 
 
 def _order(ks: Sequence[int], repeat: int, prompts: int, reloads: bool) -> Iterator[tuple[int, int]]:
@@ -249,8 +165,14 @@ def _seed(settings: Settings, repeat: int, prompt: int, k: int) -> int:
     return (settings.seed * 1_000_003 + place) % 2**31
 
 
-def sweep(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None) -> Swept:
-    """Sum up one k. alone: runs of the target in the same repeats; cost: c where runs do not tell it."""
+def sweep(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None) -> dict[str, Any]:
+    """Sum up one k. alone: runs of the target in the same repeats; cost: c where runs do not tell it.
+
+    tokens_per_step: mean; expected_tokens: by α (equation 1), for as many tokens as each step was given.
+    histogram: steps with 0 to k accepted tokens, None where only totals are told. check: v (see theory.py).
+    expected, decode: speed-up by theory and as measured, after the first tokens. net: speed-up of the whole
+    call, both models' prompts included; seconds: of all texts.
+    """
     runs = list(itertools.chain(*repeats))
     step = float(np.median([_decoding(plain) for plain in alone]))
     passes, drafted = _sum(runs, "passes"), _sum(runs, "drafted")
@@ -271,22 +193,27 @@ def sweep(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None) -
         alpha = theory.acceptance_of_mean(1 + _sum(runs, "accepted") / full, k) if drafted else None
         tokens = _sum(runs, "decoded")
         expected = 1 + full / max(1, passes) * (theory.tokens_of_step(alpha or 0.0, k) - 1)
-    return Swept(
-        k=k,
-        tokens_per_step=tokens / max(1, passes),
-        expected_tokens=expected,
-        drafted_per_step=each,
-        alpha=alpha,
-        alpha_error=error,
-        judged=judged,
-        histogram=histogram,
-        cost=cost,
-        check=check,
-        expected=expected / (each * cost + 1),
-        decode=_gain(_decoding, alone, repeats),
-        net=_gain(lambda found: _sum(found, "seconds") / _sum(found, "tokens"), alone, repeats),
-        seconds=Spread.of(_sum(repeat, "seconds") for repeat in repeats),
-    )
+    return {
+        "k": k,
+        "tokens_per_step": tokens / max(1, passes),
+        "expected_tokens": expected,
+        "drafted_per_step": each,
+        "alpha": alpha,
+        "alpha_error": error,
+        "judged": judged,
+        "histogram": histogram,
+        "cost": cost,
+        "check": check,
+        "expected": expected / (each * cost + 1),
+        "decode": _gain(_decoding, alone, repeats),
+        "net": _gain(lambda found: _sum(found, "seconds") / _sum(found, "tokens"), alone, repeats),
+        "seconds": _spread(_sum(repeat, "seconds") for repeat in repeats),
+    }
+
+
+def _spread(values: Iterable[float]) -> dict[str, float]:
+    """Median over repeats, and the least and the largest of them."""
+    return dict(zip(("median", "low", "high"), np.quantile(list(values), (0.5, 0, 1)).tolist(), strict=True))
 
 
 def _sum(runs: Iterable[Run], name: str) -> float:
@@ -298,30 +225,32 @@ def _decoding(runs: Sequence[Run]) -> float:
     return _sum(runs, "decode_seconds") / max(1, _sum(runs, "decoded"))
 
 
-def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Repeats) -> Spread:
+def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Repeats) -> dict[str, float]:
     """Repeat by repeat: what slows the machine down meanwhile slows both."""
     pairs = zip(alone, repeats, strict=True)
-    return Spread.of(seconds(plain) / max(seconds(runs), 1e-12) for plain, runs in pairs)
+    return _spread(seconds(plain) / max(seconds(runs), 1e-12) for plain, runs in pairs)
 
 
-def _drafting(swept: Sequence[Swept]) -> dict[str, float] | None:
+def _drafting(swept: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """None with a single k, which cannot tell the two apart."""
-    drafted = [row.drafted_per_step for row in swept]
     if len(swept) < 2:
         return None
-    per_token, fixed = np.polyfit(drafted, [row.drafted_per_step * row.cost for row in swept], 1).tolist()
+    drafted = np.array([row["drafted_per_step"] for row in swept])
+    per_token, fixed = np.polyfit(drafted, drafted * [row["cost"] for row in swept], 1).tolist()
     return {"fixed": fixed, "per_token": per_token}
 
 
-def _in_theory(swept: Sequence[Swept], alpha: float | None, cost: float, model: bool) -> Best:
+def _in_theory(
+    swept: Sequence[Mapping[str, Any]], alpha: float | None, cost: float, model: bool
+) -> dict[str, float]:
     """By α and c; for a look-up, which often finds nothing to draft, of the k that were tried."""
-    if alpha is None:
-        return Best(0, 1.0)
-    if model:
-        k = theory.best_k(alpha, cost)
-        return Best(k, theory.speedup(alpha, cost, k))
-    tried = [Best(row.k, row.expected_tokens / (row.drafted_per_step * cost + 1)) for row in swept]
-    return max([Best(0, 1.0), *tried], key=lambda best: best.speedup)
+    gains = {0: 1.0}
+    if alpha is not None and model:
+        gains = {(k := theory.best_k(alpha, cost)): theory.speedup(alpha, cost, k)}
+    elif alpha is not None:
+        gains |= {row["k"]: row["expected_tokens"] / (row["drafted_per_step"] * cost + 1) for row in swept}
+    best = max(gains, key=gains.__getitem__)
+    return {"k": best, "speedup": gains[best]}
 
 
 def _prove(

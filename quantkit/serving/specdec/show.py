@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.columns import Columns
@@ -9,9 +10,7 @@ from rich.console import Console
 
 from quantkit.errors import count
 from quantkit.serving.specdec import theory
-from quantkit.serving.specdec.job import Comparison
-from quantkit.serving.specdec.lossless import Greedy, Parting, Uniformity
-from quantkit.serving.specdec.measure import Footprint, Measured, Swept
+from quantkit.serving.specdec.lossless import Parting
 from quantkit.serving.specdec.settings import MOST
 from quantkit.tables import make_table, megabytes, print_line
 
@@ -25,131 +24,123 @@ LEGEND = (
 )
 
 
-def show(made: Comparison, tokenizer: Any, quiet: bool = False) -> None:
-    """Print everything. tokenizer: the target's, to name tokens; quiet: no explanations."""
+def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None:
+    """Print a record of `job.compare`. tokenizer: the target's, to name tokens; quiet: no explanations."""
     console = Console(highlight=False, markup=False)
-    for draft in made.drafts:
-        print_line(console, verdict(draft), "bold yellow" if draft.slows else "bold green")
-    for draft in made.drafts:
+    for draft in record["drafts"]:
+        slows = draft["measured"]["speedup"] <= 1
+        print_line(console, verdict(draft), "bold yellow" if slows else "bold green")
+    for draft in record["drafts"]:
         console.print()
-        print_line(console, f"{draft.draft} drafts for {made.target}", "bold")
+        print_line(console, f"{draft['draft']} drafts for {record['target']}", "bold")
         table = make_table("k", "tokens", "by α", "α", "c", "v", "theory", "decode", "net", "seconds")
         table.padding = (0, 1, 0, 0)  # ten columns on a narrow terminal
-        seconds = f"{draft.alone.seconds.median:.2f}"
+        seconds = f"{draft['alone']['seconds']['median']:.2f}"
         table.add_row("alone", "1.00", "", "", "", "1.00", "", "", "1.00x", seconds)
-        for row in draft.swept:
+        for row in draft["swept"]:
             table.add_row(*_row(row))
         console.print(table)
-        console.print(Columns([_histogram(row) for row in draft.swept if row.histogram], padding=(0, 2)))
+        bars = [_histogram(row) for row in draft["swept"] if row["histogram"]]
+        console.print(Columns(bars, padding=(0, 2)))
         for text in (*_theory(draft), _memory(draft), *_proof(draft, tokenizer)):
             print_line(console, text)
     if not quiet:
         console.print()
         print_line(console, LEGEND, "dim")
-        print_line(console, _conditions(made), "dim")
+        print_line(console, _conditions(record), "dim")
 
 
-def verdict(draft: Measured) -> str:
+def verdict(draft: Mapping[str, Any]) -> str:
     """In a line, and first of all, whether it pays."""
-    best, name = draft.measured, draft.draft
-    net = next(row.net for row in draft.swept if row.k == best.k)
-    said = f"{best.speedup:.2f}x at best (k = {best.k})"
-    if draft.slows:
+    best, name = draft["measured"], draft["draft"]
+    net = next(row["net"] for row in draft["swept"] if row["k"] == best["k"])
+    said = f"{best['speedup']:.2f}x at best (k = {best['k']})"
+    if best["speedup"] <= 1:
         return f"{name}: drafting slows this target down, {said}"
-    if net.low <= 1:
-        return f"{name}: drafting may pay, {said}, but {net.low:.2f}x to {net.high:.2f}x in its repeats"
+    if net["low"] <= 1:
+        return f"{name}: drafting may pay, {said}, but {net['low']:.2f}x to {net['high']:.2f}x in its repeats"
     return f"{name}: drafting pays, {said}"
 
 
-def _row(row: Swept) -> list[str]:
-    spread = (row.net.high - row.net.low) / 2  # of one repeat, nothing is known
+def _row(row: Mapping[str, Any]) -> list[str]:
+    names = ("tokens_per_step", "expected_tokens", "alpha", "cost", "check")
+    spread = (row["net"]["high"] - row["net"]["low"]) / 2  # of one repeat, nothing is known
     return [
-        str(row.k),
-        f"{row.tokens_per_step:.2f}",
-        f"{row.expected_tokens:.2f}",
-        "–" if row.alpha is None else f"{row.alpha:.2f}",
-        f"{row.cost:.2f}",
-        f"{row.check:.2f}",
-        f"{row.expected:.2f}x",
-        f"{row.decode.median:.2f}x",
-        f"{row.net.median:.2f}x " + (f"±{spread:.2f}" if spread else "±?"),
-        f"{row.seconds.median:.2f}",
+        str(row["k"]),
+        *("–" if row[name] is None else f"{row[name]:.2f}" for name in names),
+        f"{row['expected']:.2f}x",
+        f"{row['decode']['median']:.2f}x",
+        f"{row['net']['median']:.2f}x " + (f"±{spread:.2f}" if spread else "±?"),
+        f"{row['seconds']['median']:.2f}",
     ]
 
 
-def _histogram(row: Swept) -> str:
+def _histogram(row: Mapping[str, Any]) -> str:
     """Bars of a character that every terminal has, longest for the commonest."""
-    total, most = sum(row.histogram), max(row.histogram)
-    lines = [f"k = {row.k}, {count(total, 'step')}"]
-    for accepted, steps in enumerate(row.histogram):
+    total, most = sum(row["histogram"]), max(row["histogram"])
+    lines = [f"k = {row['k']}, {count(total, 'step')}"]
+    for accepted, steps in enumerate(row["histogram"]):
         bar = "█" * round(BAR * steps / max(1, most))
         lines.append(f"{accepted:2d} {bar:{BAR}s} {steps / max(1, total):4.0%}")
     return "\n".join(lines)
 
 
-def _theory(draft: Measured) -> list[str]:
-    if draft.alpha is None:
+def _theory(draft: Mapping[str, Any]) -> list[str]:
+    alpha, best, drafting = draft["alpha"], draft["in_theory"], draft["drafting"]
+    if alpha is None:
         return ["nothing was found to draft: the texts say nothing twice"]
-    best, measured, known = draft.in_theory, draft.measured, draft.by_bytes
-    error = theory.standard_error(draft.alpha, sum(row.judged for row in draft.swept))
-    told = f"α = {draft.alpha:.2f} ±{error:.2f}, c = {draft.cost:.2f}"
-    gain = f"{best.speedup:.2f}x" if best.k else "no k gains anything"
-    k = _many(best.k) if best.k else "none"
-    lines = [
-        f"best k by theory: {k} ({told}: {gain}); best measured: {measured.k} ({measured.speedup:.2f}x net)"
-    ]
-    if draft.drafting is not None:
+    error = theory.standard_error(alpha, sum(row["judged"] for row in draft["swept"]))
+    told = f"α = {alpha:.2f} ±{error:.2f}, c = {draft['cost']:.2f}"
+    gain = f"{best['speedup']:.2f}x" if best["k"] else "no k gains anything"
+    measured = f"{draft['measured']['k']} ({draft['measured']['speedup']:.2f}x net)"
+    lines = [f"best k by theory: {_many(best['k'])} ({told}: {gain}); best measured: {measured}"]
+    if drafting is not None:
         lines.append(
-            f"drafting k tokens takes {draft.drafting['fixed']:.2f} + {draft.drafting['per_token']:.2f} k "
-            "steps of the target: the first part is the engine's own, once a pass"
+            f"drafting k tokens takes {drafting['fixed']:.2f} + {drafting['per_token']:.2f} k steps of the "
+            "target: the first part is the engine's own, once a pass"
         )
-    if draft.draft_memory is not None:
-        gain = f"{known.speedup:.2f}x at k = {_many(known.k)}" if known.k else "no k gains anything"
+    if draft["draft_memory"] is not None:
+        known = draft["by_bytes"]
+        gain = f"{known['speedup']:.2f}x at k = {_many(known['k'])}" if known["k"] else "no k gains anything"
         lines.append(
             "where a step takes as long as its stored weights take to be read, as on a GPU with one text "
-            f"and kernels for this layout (c = {draft.cost_by_bytes:.2f}), the same α gives {gain}"
+            f"and kernels for this layout (c = {draft['cost_by_bytes']:.2f}), the same α gives {gain}"
         )
     return lines
 
 
 def _many(k: int) -> str:
-    return f"{k} or more" if k == MOST else str(k)
+    return f"{k} or more" if k == MOST else str(k or "none")
 
 
-def _memory(draft: Measured) -> str:
-    big, small = draft.target_memory, draft.draft_memory
-    parts, known = [f"target {_bytes(big)}"], big.weights + (big.kv or 0)
-    if small is not None:
-        parts.append(f"draft {_bytes(small)}{', decoded' if small.note else ''}")
-        known += small.weights + (small.kv or 0)
+def _memory(draft: Mapping[str, Any]) -> str:
+    parts, known = [], 0
+    for name in ("target", "draft"):
+        if size := draft[f"{name}_memory"]:
+            cache = "a KV cache of unknown size" if size["kv"] is None else f"{megabytes(size['kv'])} KV"
+            decoded = ", decoded" if name == "draft" and size["note"] else ""
+            parts.append(f"{name} {megabytes(size['weights'])} weights + {cache}{decoded}")
+            known += size["weights"] + (size["kv"] or 0)
     return f"memory: {'; '.join(parts)}; together {megabytes(known)}"
 
 
-def _bytes(size: Footprint) -> str:
-    cache = "a KV cache of unknown size" if size.kv is None else f"{megabytes(size.kv)} KV"
-    return f"{megabytes(size.weights)} weights + {cache}"
-
-
-def _proof(draft: Measured, tokenizer: Any) -> list[str]:
-    proof = draft.proof
+def _proof(draft: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    proof = draft["proof"]
     if proof is None:
         return ["proof: none; llama.cpp does not tell the distributions that it samples from"]
-    if isinstance(proof, Uniformity):
-        return _sampled(proof, draft)
-    return _greedy(proof, tokenizer)
-
-
-def _greedy(proof: Greedy, tokenizer: Any) -> list[str]:
-    tokens, parted = f"{count(proof.tokens, 'token')} one by one", len(proof.partings)
+    if proof["kind"] == "sampled":
+        return _sampled(proof, draft["alpha"])
+    partings = [Parting(**found) for found in proof["partings"]]
+    tokens, parted = f"{count(proof['tokens'], 'token')} one by one", len(partings)
     equal = "proof: greedy text equals the target's own in"
     if not parted:
-        texts = f"all {proof.texts:,} texts" if proof.texts > 1 else "the text"
+        texts = f"all {proof['texts']:,} texts" if proof["texts"] > 1 else "the text"
         return [f"{equal} {texts}, {tokens}"]
-    ties = sum(found.tie for found in proof.partings)
+    ties = sum(found.tie for found in partings)
     said = f"{ties} part at a tie" if ties == parted else f"{parted - ties} DIFFER, {ties} part at a tie"
-    worst = sorted(proof.partings, key=lambda found: (found.tie, -(found.margin or 0.0)))
+    worst = sorted(partings, key=lambda found: (found.tie, -(found.margin or 0.0)))
     return [
-        f"{equal} {proof.equal} of {count(proof.texts, 'text')} ({tokens}); {said}",
+        f"{equal} {proof['equal']} of {count(proof['texts'], 'text')} ({tokens}); {said}",
         *(_parted(found, tokenizer) for found in worst[:SHOWN]),
         *([f"  … and {parted - SHOWN} more (--json has all)"] if parted > SHOWN else []),
     ]
@@ -169,24 +160,25 @@ def _parted(parted: Parting, tokenizer: Any) -> str:
     )
 
 
-def _sampled(proof: Uniformity, draft: Measured) -> list[str]:
-    said = "follows the target's distribution" if proof.alike else "does NOT follow the target's distribution"
+def _sampled(proof: Mapping[str, Any], alpha: float | None) -> list[str]:
+    said = "follows" if proof["alike"] else "does NOT follow"
     lines = [
-        f"proof: sampled text {said}: χ² = {proof.chi_square:.1f} of {count(proof.tokens, 'token')} in "
-        f"{proof.bins} bins, p = {proof.p_value:.3g}"
+        f"proof: sampled text {said} the target's distribution: χ² = {proof['chi_square']:.1f} of "
+        f"{count(proof['tokens'], 'token')} in {proof['bins']} bins, p = {proof['p_value']:.3g}"
     ]
-    if proof.overlap is not None and draft.alpha is not None:
+    if proof["overlap"] is not None and alpha is not None:
         lines.append(
-            f"α by the two distributions themselves: {proof.overlap:.3f}; by counting: {draft.alpha:.3f}"
+            f"α by the two distributions themselves: {proof['overlap']:.3f}; by counting: {alpha:.3f}"
         )
     return lines
 
 
-def _conditions(made: Comparison) -> str:
-    asked = made.settings
-    how = f"sampled at temperature {asked.temperature:g}" if asked.temperature else "greedy"
+def _conditions(record: Mapping[str, Any]) -> str:
+    asked, heat = record["settings"], record["settings"]["temperature"]
+    how = f"sampled at temperature {heat:g}" if heat else "greedy"
     return (
-        f"{made.drafts[0].engine}, {made.dtype} on {made.device}, {count(made.threads, 'thread')}; "
-        f"{count(asked.prompts, 'prompt')} of {asked.prompt_tokens} tokens ({made.text}) and up to "
-        f"{asked.tokens} new ones each, {how}, {count(asked.repeats, 'repeat')} after a warm-up, interleaved"
+        f"{record['drafts'][0]['engine']}, {asked['dtype']} on {asked['device']}, "
+        f"{count(asked['threads'], 'thread')}; {count(asked['prompts'], 'prompt')} of "
+        f"{asked['prompt_tokens']} tokens ({asked['text']}) and up to {asked['tokens']} new ones each, "
+        f"{how}, {count(asked['repeats'], 'repeat')} after a warm-up, interleaved"
     )
