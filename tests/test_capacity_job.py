@@ -4,7 +4,7 @@ import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
 from published import CONFIGS, gated
 
-from quantkit.capacity import devices, job, job_time, source
+from quantkit.capacity import devices, job, source
 from quantkit.errors import QuantkitError
 from quantkit.models.machine import processor
 from quantkit.models.machine.device import choose_dtype
@@ -121,7 +121,7 @@ def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_enco
     assert slow("gptq", 65536) == slow("gptq", 4096)
     more = slow("gguf", 65536) - slow("gguf", 4096)
     encoded = 2 * (65536 - 4096) * 512 * methods.load("gguf").WORK.seconds[1]
-    solved = (65536 - 4096) * 512 * 512 * methods.load("gguf").WORK.products / job_time.CORE_FLOPS[1]
+    solved = (65536 - 4096) * 512 * 512 * methods.load("gguf").WORK.products / job.CORE_FLOPS[1]
     assert more == pytest.approx((encoded + solved) / processor.cores())
 
 

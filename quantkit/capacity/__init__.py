@@ -12,7 +12,7 @@ torch; what they leave open is asked of transformers, which takes a few seconds.
     formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
     question.py      what is asked: the command's flags
     devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
-    job.py           peak memory and disk of a quantization job; job_time.py how long it takes
+    job.py           peak memory, disk and time of a quantization job
     forecast.py      all of it as one record; tables.py for people
 
 The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/quantize/prepare/plan.py) builds the

@@ -11,7 +11,7 @@ import re
 
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.parameters import Parameters
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.settings import Settings, Unsupported
 
 # Families that need not be measured. The number: every so many layers attention is full, in the others it
 # slides (0: it slides in all of them), where config.json names a window and no layer types.
@@ -37,10 +37,6 @@ UNUSUAL = re.compile(
     r"|(?<!expert_)share(?!d_expert)"
     r"|cross_attention|is_encoder_decoder"
 )
-
-
-class Unsupported(Exception):
-    """Why the cache of a model is not known."""
 
 
 def layer_caches(settings: Settings, parameters: Parameters | None = None) -> list[LayerCache]:
@@ -75,7 +71,7 @@ def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
 
     try:
         return meta.caches(settings.config), ""
-    except meta.Unknown as error:
+    except Unsupported as error:
         return None, str(error)
 
 

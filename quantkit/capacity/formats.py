@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.capacity import gguf
 from quantkit.capacity.parameters import Parameters, Tensor
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.settings import Settings, Unsupported
 from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.quantize import methods
@@ -26,10 +26,6 @@ STORED = "stored"  # the files as they are, of a model whose headers were read
 ALIASES = {
     "as stored": STORED, "fp16": "bf16", "bfloat16": "bf16", "float16": "bf16", "gguf": "q4_k_m",
 }  # fmt: skip
-
-
-class Unfit(Exception):
-    """Why a format cannot hold a model."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,20 @@ class Packed:
         return 8 * (corners + self.nbytes(low, low)) / low**2
 
     def check(self, parameters: Parameters, model_type: str) -> None:
-        """Raise Unfit naming the linears of the blocks that cannot be packed."""
+        """Raise Unsupported naming the linears of the blocks that cannot be packed."""
         if reason := self.layout.check_model(model_type):
-            raise Unfit(reason)
+            raise Unsupported(reason)
         if parameters.fused_experts or not parameters.linears:
-            raise Unfit("experts of a block are one tensor" if parameters.fused_experts else "no linears")
+            raise Unsupported(
+                "experts of a block are one tensor" if parameters.fused_experts else "no linears"
+            )
         refused: Counter[str] = Counter()
         for group in parameters.groups:
             if group.tensor.is_linear and (why := self._unfit(group.tensor)):
                 refused[why] += group.count
         if refused:
             found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
-            raise Unfit(name_all(found, 2))
+            raise Unsupported(name_all(found, 2))
 
     def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
         width = self.method.width(self.options, in_features)
@@ -161,7 +159,7 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
         found = gguf.file_bytes(name, parameters, settings)
         bits = 8 * found.total / parameters.count
         return Weights(found.total, found.packed, found.read, bits, 8 * found.packed / found.weights)
-    except (Unfit, gguf.Unfit) as error:
+    except Unsupported as error:
         return Weights(None, 0, None, None, 0.0, str(error))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor, from_headers
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.settings import Settings, Unsupported
 from quantkit.errors import QuantkitError, first_line
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
@@ -21,10 +21,6 @@ Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every te
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
 POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
-
-
-class Unfit(Exception):
-    """Why there is no GGUF file of a model."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,11 @@ def typical_bits(file_type: str, count: int) -> tuple[float, float]:
 def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> FileBytes:
     """Bytes of a model in a file of this type.
 
-    Raises Unfit for a family that llama.cpp, or quantkit's exporter, does not know.
+    Raises Unsupported for a family that llama.cpp, or quantkit's exporter, does not know.
     """
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if row is None:
-        raise Unfit(f"{settings.model_type} has no GGUF architecture that quantkit knows")
+        raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
     named = _asked(settings) if row.mixture or row.hybrid else _of_dense(row, parameters)
     experts, chosen = _experts(row, settings)
     model = Model(row.name, settings.layers, settings.heads, settings.kv_heads, experts)
@@ -108,12 +104,10 @@ def _experts(row: Architecture, settings: Settings) -> tuple[int, int]:
 
 def _asked(settings: Settings) -> Named:
     """As the exporter has it, which puts experts together and apart: its model is built, in shapes alone."""
-    from quantkit.capacity import meta
-
     try:
         return settings.gguf_tensors
-    except (QuantkitError, meta.Unknown) as error:
-        raise Unfit(first_line(error)) from error
+    except (QuantkitError, Unsupported) as error:
+        raise Unsupported(first_line(error)) from error
 
 
 def _of_dense(row: Architecture, parameters: Parameters) -> Named:

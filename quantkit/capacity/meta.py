@@ -16,6 +16,7 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.capacity.kv_cache import LayerCache
+from quantkit.capacity.settings import Unsupported
 from quantkit.errors import first_line
 from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors
@@ -28,10 +29,6 @@ LAYERS = (
 )  # fmt: skip
 IRRELEVANT = re.compile("quantization_config|attn_implementation")  # what they ask for may not be installed
 KEPT = ("keys", "values", "indexer_keys")  # of every token
-
-
-class Unknown(Exception):
-    """Why transformers cannot tell."""
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +44,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     try:
         stored = revert_weight_conversion(model, dict(model.named_parameters()))
     except Exception as error:  # rules of families that were not made for shapes alone
-        raise Unknown(f"transformers cannot name what it would store: {first_line(error)}") from error
+        raise Unsupported(f"transformers cannot name what it would store: {first_line(error)}") from error
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
@@ -58,7 +55,7 @@ def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]
 
 
 def caches(config: Mapping[str, Any]) -> list[LayerCache]:
-    """What each decoder block keeps of a sequence, measured on the model. Raises Unknown."""
+    """What each decoder block keeps of a sequence, measured on the model. Raises Unsupported."""
     found = _configuration(config)
     model = _model(found)
     for module in model.modules():
@@ -68,11 +65,11 @@ def caches(config: Mapping[str, Any]) -> list[LayerCache]:
         with torch.no_grad():
             output = model(torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), use_cache=True)
     except Exception as error:  # whatever it is, it is why nothing can be measured
-        raise Unknown(f"transformers cannot run its {found.model_type}: {first_line(error)}") from error
+        raise Unsupported(f"transformers cannot run its {found.model_type}: {first_line(error)}") from error
     cache = output.get("past_key_values") or output.get("cache_params")
     layers = getattr(cache, "layers", ())
     if len(layers) != found.num_hidden_layers:
-        raise Unknown(
+        raise Unsupported(
             f"{found.model_type} is not known: transformers shows caches of {len(layers)} of its "
             f"{found.num_hidden_layers} layers"
         )
@@ -81,7 +78,7 @@ def caches(config: Mapping[str, Any]) -> list[LayerCache]:
 
 def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> LayerCache:
     if type(layer).__name__ not in LAYERS:
-        raise Unknown(f"{config.model_type} is not known: it keeps a {type(layer).__name__}")
+        raise Unsupported(f"{config.model_type} is not known: it keeps a {type(layer).__name__}")
     kept = [tensor for name in KEPT if (tensor := getattr(layer, name, None)) is not None]
     values = sum(tensor.numel() // tensor.shape[-2] for tensor in kept)
     conv, state = (
@@ -108,18 +105,18 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     family = config.get("model_type")
     transformers.logging.set_verbosity_error()
     if family not in transformers.CONFIG_MAPPING:
-        raise Unknown(f"{family} is not known to transformers {transformers.__version__}")
+        raise Unsupported(f"{family} is not known to transformers {transformers.__version__}")
     untrusted.refuse_config(config)
     try:
         told = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
         return transformers.CONFIG_MAPPING[family].from_dict(told).get_text_config()
     except Exception as error:  # the classes check in many ways
         reason = textwrap.shorten(str(error), 200)
-        raise Unknown(f"config.json is none of a {family}: {reason}") from error
+        raise Unsupported(f"config.json is none of a {family}: {reason}") from error
 
 
 def _model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     try:
         return empty(config, config.model_type, torch.float32)
     except Exception as error:  # sizes that do not divide, types that are no language model's
-        raise Unknown(f"transformers builds no language model of it: {first_line(error)}") from error
+        raise Unsupported(f"transformers builds no language model of it: {first_line(error)}") from error

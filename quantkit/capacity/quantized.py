@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantkit.capacity.parameters import DTYPE_BYTES, Tensor
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.settings import Settings, Unsupported
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents
@@ -75,5 +75,5 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
     try:
         return meta.shapes(config)
-    except meta.Unknown:
+    except Unsupported:
         return {}

@@ -16,6 +16,10 @@ HEADS = ("num_attention_heads", "n_head", "n_heads")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
+class Unsupported(Exception):
+    """Why something of a model cannot be known, or a format cannot hold it."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """The part of a config.json that describes the decoder.
@@ -66,14 +70,14 @@ class Settings:
 
         try:
             return meta.settings(self.config)
-        except meta.Unknown:
+        except Unsupported:
             return {}
 
     @cached_property
     def gguf_tensors(self) -> Sequence[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor of a GGUF file, as the exporter has them; that takes seconds.
 
-        Raises QuantkitError, or meta.Unknown, where there is no such file.
+        Raises QuantkitError, or Unsupported, where there is no such file.
         """
         from quantkit.capacity import meta
 

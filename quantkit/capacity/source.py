@@ -163,7 +163,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
 
     try:
         shapes = meta.shapes(config)
-    except meta.Unknown as error:
+    except Unsupported as error:
         raise QuantkitError(
             f"parameters of {settings.model_type} cannot be computed from config.json alone: {error}",
             hint="give a folder or hub id with safetensors, whose headers say it exactly, or say how many "
