@@ -24,7 +24,7 @@ from vocabularies import (
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models.files.tokenizer_hash import SAMPLE, tokenizer_sha256
-from quantkit.models.gguf.pre_tokenizers import CONTRACTION, GPT2, LLAMA3, QWEN2, ROWS, by_name, split
+from quantkit.models.gguf.pre_tokenizers import CONTRACTION, PATTERNS, ROWS, by_name, split
 from quantkit.models.gguf.tokenizer import from_metadata
 from quantkit.models.gguf.vocabulary import metadata
 
@@ -284,11 +284,11 @@ def test_chat_templates(folder):
 @pytest.mark.parametrize(
     ("pattern", "name"),
     [
-        (LLAMA3.replace(CONTRACTION, "'(?i:[sdmt]|ll|ve|re)"), "dbrx"),
-        (LLAMA3.replace(r"|\s*[\r\n]+|", r"|\s*[\r\n]|"), "dbrx"),
-        (QWEN2.replace(r"\p{N}]+[", r"\p{N}]++[").replace(r"]?\p{L}+", r"]?+\p{L}+"), "qwen2"),
-        (QWEN2.replace(r"\p{N}|", r"\p{N}{1}|").replace(r"[\r\n]", "[\r\n]"), "qwen2"),
-        (GPT2, "gpt-2"),
+        (PATTERNS["llama3"].replace(CONTRACTION, "'(?i:[sdmt]|ll|ve|re)"), "dbrx"),
+        (PATTERNS["llama3"].replace(r"|\s*[\r\n]+|", r"|\s*[\r\n]|"), "dbrx"),
+        (PATTERNS["qwen2"].replace(r"\p{N}]+[", r"\p{N}]++[").replace(r"]?\p{L}+", r"]?+\p{L}+"), "qwen2"),
+        (PATTERNS["qwen2"].replace(r"\p{N}|", r"\p{N}{1}|").replace(r"[\r\n]", "[\r\n]"), "qwen2"),
+        (PATTERNS["gpt2"], "gpt-2"),
     ],
 )
 @pytest.mark.parametrize("behavior", [("Isolated", False), ("Removed", True)])

@@ -93,7 +93,7 @@ def _byte_level(keys: _Keys, tokens: Tokens, special: Special) -> tuple[Json, bo
         "ignore_merges": row.ignore_merges
     }
     parts = {"normalizer": row.normalizer, "pre_tokenizer": row.pre_tokenizer, "model": model}
-    return parts | {"decoder": pre_tokenizers.byte_level(use_regex=True)}, row.add_bos
+    return parts | {"decoder": pre_tokenizers.WORDS}, row.add_bos
 
 
 def _halves(merge: str) -> tuple[str, str]:
