@@ -1,4 +1,4 @@
-"""models/machine/processor.py: what the processor says, what the environment takes away, what torch sees."""
+"""models/machine/processor.py: what the processor says, and what torch sees."""
 
 import os
 import subprocess
@@ -15,14 +15,12 @@ SAPPHIRE_RAPIDS = f"{CASCADE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_in
 ALDER_LAKE = "flags\t\t: fpu avx avx2 avx_vnni"
 SKYLAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw"
 NEITHER, INT8, BOTH, BFLOAT16 = (False, False), (False, True), (True, True), (True, False)
-VARIABLES = (processor.ANSWER, "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Nothing is limited."""
-    for name in VARIABLES:
-        monkeypatch.setenv(name, "")
+    """Nobody answers for the processor."""
+    monkeypatch.setenv(processor.ANSWER, "")
 
 
 @pytest.fixture
@@ -57,30 +55,10 @@ def test_what_a_processor_computes_by_itself(of, line, expected):
     assert of(line) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("ATEN_CPU_CAPABILITY", "default", NEITHER),
-        ("ATEN_CPU_CAPABILITY", "avx2", NEITHER),
-        ("ATEN_CPU_CAPABILITY", "avx512", BOTH),
-        ("ONEDNN_MAX_CPU_ISA", "SSE41", NEITHER),
-        ("ONEDNN_MAX_CPU_ISA", "AVX2", NEITHER),
-        ("ONEDNN_MAX_CPU_ISA", "AVX2_VNNI", NEITHER),
-        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", NEITHER),
-        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_VNNI", INT8),
-        ("DNNL_MAX_CPU_ISA", "avx512_core_vnni", INT8),
-        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", BOTH),
-        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX", BOTH),
-        (processor.ANSWER, "poor", NEITHER),
-    ],
-)
-def test_limits_take_away(of, name, value, expected):
-    assert of(SAPPHIRE_RAPIDS, **{name: value}) == expected
-
-
 def test_bfloat16_can_be_asked_for_and_exact_sums_cannot(of):
     assert of(SKYLAKE, QUANTKIT_PROCESSOR="capable") == BFLOAT16
-    assert of(SAPPHIRE_RAPIDS, QUANTKIT_PROCESSOR="capable", ATEN_CPU_CAPABILITY="default") == BFLOAT16
+    assert of(SAPPHIRE_RAPIDS, QUANTKIT_PROCESSOR="capable") == BOTH
+    assert of(SAPPHIRE_RAPIDS, QUANTKIT_PROCESSOR="poor") == NEITHER
     with pytest.raises(QuantkitError, match="QUANTKIT_PROCESSOR is 'rich'") as refused:
         of(SKYLAKE, QUANTKIT_PROCESSOR="rich")
     assert refused.value.exit_code == 2 and refused.value.hint == "it may be poor or capable"

@@ -19,7 +19,7 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
-from quantkit.models.files import reading, safetensors_folder, tokenizing, untrusted
+from quantkit.models.files import reading, safetensors_folder, sums, tokenizing, untrusted
 from quantkit.models.files.headers import MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.files.unchanged import State
@@ -267,16 +267,8 @@ class Checkpoint:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            hash_file(digest, path, progress)
+            sums.add(digest, path, listen=progress)
         return digest.hexdigest()
-
-
-def hash_file(digest, path: Path, progress: Callable[[int], None]) -> None:
-    """Add the bytes of a file to a digest of hashlib."""
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-            progress(len(chunk))
 
 
 def why_no_tokenizer(folder: Path, error: Exception) -> str:

@@ -25,12 +25,17 @@ def of_folder(
 def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:
     """sha256 of a file from a byte on."""
     digest = hashlib.sha256()
+    add(digest, path, start, listen)
+    return digest.hexdigest()
+
+
+def add(digest, path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Add the bytes of a file, from a byte on, to a digest of hashlib."""
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while piece := file.read(PIECE):
             digest.update(piece)
             listen(len(piece))
-    return digest.hexdigest()
 
 
 def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -19,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.files import gguf_file, unchanged
-from quantkit.models.files.checkpoint import Checkpoint, hash_file
+from quantkit.models.files import gguf_file, reading, sums, unchanged
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
 from quantkit.models.gguf.file_config import refuse_imatrix
@@ -138,9 +136,7 @@ class GgufCheckpoint(Checkpoint):
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Hash of the file."""
-        digest = hashlib.sha256()
-        hash_file(digest, self.folder, progress)
-        return digest.hexdigest()
+        return sums.of_file(self.folder, listen=progress)
 
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:
@@ -284,10 +280,7 @@ def _decode(
 ) -> Tensor:
     """Values of `shape`; rows go back to the model's order before they are decoded. scale: of each matrix,
     what its values are multiplied with."""
-    raw = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset)
-    if len(raw) != info.nbytes:
-        raise QuantkitError(f"{info.name} ends early in {info.file}", "download the file again")
-    encoded = torch.from_numpy(raw)
+    encoded = reading.octets(info.file, info.offset, info.nbytes, info.name)
     if target is not None and target.index is not None:
         encoded = target.to_hf(encoded.view(shape[0], -1))
     encoded = encoded.view(math.prod(shape[:-1]), -1)

@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
+from quantkit.models.files import reading
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.skeleton.loading import TORCH_DTYPES
@@ -46,10 +45,8 @@ class CodedGguf(GgufCheckpoint):
     def parts(self, name: str) -> dict[str, Tensor]:
         """Blocks `[out, row_bytes]` of a packed linear (`X.weight`), and the number of their type."""
         info, target = self.infos[name], self.targets[name]
-        raw = np.fromfile(info.file, np.uint8, info.nbytes, offset=info.offset)
-        if len(raw) != info.nbytes:
-            raise QuantkitError(f"{info.name} ends early in {info.file}", "download the file again")
-        rows = target.to_hf(torch.from_numpy(raw).view(target.shape[-2], -1))
+        raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
+        rows = target.to_hf(raw.view(target.shape[-2], -1))
         number = torch.tensor(GGMLQuantizationType[info.dtype].value, dtype=torch.int32)
         return {"ggml": rows.contiguous(), "ggml_type": number}
 

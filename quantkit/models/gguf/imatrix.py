@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
-from quantkit.models.files import gguf_file, gguf_writer
+from quantkit.models.files import gguf_file, gguf_writer, reading
 from quantkit.models.files.safetensors_folder import TensorInfo
 
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
@@ -130,8 +130,7 @@ def _load(path: Path, info: TensorInfo) -> Tensor:
     """A tensor whose place in the file the header's reader has checked."""
     if info.dtype != "F32":
         _refuse(path, f"{info.name} is {info.dtype}, not F32")
-    values = np.fromfile(path, "<f4", info.nbytes // 4, offset=info.offset)
-    return torch.from_numpy(values.reshape(info.shape))
+    return reading.tensor(info)
 
 
 def _read_legacy(path: Path) -> Imatrix:

@@ -1,9 +1,5 @@
 """What this processor computes by itself, asked in one place, without torch: a plan comes before it loads.
 
-torch chooses kernels by what CPUID says, and two variables of the environment lower that: ATEN_CPU_CAPABILITY
-(`default`, `avx2`, `avx512`) for its own, ONEDNN_MAX_CPU_ISA for those of oneDNN, which multiplies bfloat16
-and int8. Either counts here, so that a process that is limited chooses float32 as a poor machine does.
-
 QUANTKIT_PROCESSOR, for tests and CI, answers instead: `poor` has neither; `capable` computes in bfloat16,
 which torch does everywhere, if slowly. It has int8 products only where the machine has them.
 """
@@ -18,12 +14,6 @@ from quantkit.errors import USAGE, QuantkitError
 
 ANSWER = "QUANTKIT_PROCESSOR"
 CPUINFO = Path("/proc/cpuinfo")  # Linux alone; elsewhere nothing is known, and nothing is assumed
-ATEN = {"default": (), "avx2": ()}  # limit -> what it leaves of the flags asked for below
-ONEDNN = {
-    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE"), ()),
-    "AVX512_CORE_VNNI": ("avx512_vnni",),
-    "AVX512_CORE_BF16": ("avx512_vnni", "avx512_bf16"),
-}
 
 
 def has_bfloat16() -> bool:
@@ -32,16 +22,15 @@ def has_bfloat16() -> bool:
     oneDNN wants AVX512_BF16 for that, even for AMX; on Arm, BF16. macOS has neither oneDNN nor this list.
     """
     answer = _answer()
-    return answer == "capable" if answer else bool(_flags() & {"avx512_bf16", "bf16"})
+    return answer == "capable" if answer else bool(_flags(CPUINFO) & {"avx512_bf16", "bf16"})
 
 
 def has_int8_products() -> bool:
     """Whether `torch._int_mm` is fast and exact: from AVX512_VNNI on.
 
-    A processor without it gets a scalar loop, a hundred times slower than float32; where only oneDNN is kept
-    from it, sums saturate.
+    A processor without it gets a scalar loop, a hundred times slower than float32.
     """
-    return _answer() != "poor" and "avx512_vnni" in _flags()
+    return _answer() != "poor" and "avx512_vnni" in _flags(CPUINFO)
 
 
 def cores() -> int:
@@ -59,19 +48,9 @@ def _answer() -> str:
     return answer
 
 
-def _flags() -> frozenset[str]:
-    """Linux's names of what the processor has and the environment leaves."""
-    found = _listed(CPUINFO)
-    onednn = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    for left in (ATEN.get(os.environ.get("ATEN_CPU_CAPABILITY", "")), ONEDNN.get(onednn.upper())):
-        if left is not None:
-            found &= set(left)
-    return found
-
-
 @functools.cache
-def _listed(path: Path) -> frozenset[str]:
-    """The flags of the first core, which stands for all."""
+def _flags(path: Path) -> frozenset[str]:
+    """Linux's names of what the first core has, which stands for all."""
     try:
         with path.open(errors="replace") as lines:
             for line in lines:

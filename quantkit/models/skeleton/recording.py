@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton.flow import Flow, Part
+from quantkit.models.skeleton.towers import StandIn
 
 RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple with this behind it
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not
@@ -173,11 +174,11 @@ class Recorder:
         class are taken to be alike."""
         ids = torch.zeros(1, CHUNKS, dtype=torch.long)
         flow = self._flow.pack(0, self._record(ids)[0], ids, ()).to("meta")
-        classes = {type(stub.block): index for index, stub in reversed(list(enumerate(self._stubs)))}
+        classes = {type(stub.whole): index for index, stub in reversed(list(enumerate(self._stubs)))}
 
         def runs(index: int) -> bool:
             try:
-                self.run(index, _on_meta(self._stubs[index].block), flow)
+                self.run(index, _on_meta(self._stubs[index].whole), flow)
             except UNFIT:  # a block may also look at values, which the meta device lacks
                 return False
             return True
@@ -264,21 +265,14 @@ class _Recorded(Exception):
     """Ends a forward pass once every block's arguments are known."""
 
 
-class _Stub(nn.Module):
-    """Stands in for a block: passes hidden states on, shows the block's attributes to the model."""
+class _Stub(StandIn):
+    """Stands in for a block: passes hidden states on."""
 
     def __init__(self, block: nn.Module):
-        super().__init__()
-        self.__dict__["block"] = block  # not a child: its weights are not the model's to move
+        super().__init__(block)
         self.returns = RETURNS[0]
         self.record: Record | None = None
         self.replacement: Tensor | None = None
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["block"], name)
 
     def forward(self, *args, **kwargs):
         kwargs = dict(kwargs)

@@ -15,25 +15,25 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton.names import Names
 
 
-class Tower(nn.Module):
-    """Stands in for a tower, whose weights stay on the meta device: the model's device is where text runs."""
+class StandIn(nn.Module):
+    """Shows the attributes of a module to the model; its weights stay on the meta device, or come and go."""
 
-    def __init__(self, tower: nn.Module):
+    def __init__(self, whole: nn.Module):
         super().__init__()
-        self.__dict__["tower"] = tower  # not a child: its weights are not the model's to move
+        self.__dict__["whole"] = whole  # not a child: its weights are not the model's to move
 
     def __getattr__(self, name: str):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["tower"], name)
+            return getattr(self.__dict__["whole"], name)
 
 
 def set_aside(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """Put stand-ins in the places of these towers; returns the towers."""
     towers = {name: model.get_submodule(name) for name in names}
     for name, tower in towers.items():
-        model.set_submodule(name, Tower(tower))
+        model.set_submodule(name, StandIn(tower))
     return towers
 
 
