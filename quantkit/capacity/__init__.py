@@ -18,3 +18,7 @@ torch; what they leave open is asked of transformers, which takes a few seconds.
 The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/quantize/prepare/plan.py) builds the
 model's modules and so knows more; its memory comes from the same formula.
 """
+
+
+class Unsupported(Exception):
+    """Why something of a model cannot be known, or a format cannot hold it."""

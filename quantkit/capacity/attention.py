@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 
+from quantkit.capacity import Unsupported
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.parameters import Parameters
-from quantkit.capacity.settings import Settings, Unsupported
+from quantkit.capacity.settings import Settings
 
 # Families that need not be measured. The number: every so many layers attention is full, in the others it
 # slides (0: it slides in all of them), where config.json names a window and no layer types.

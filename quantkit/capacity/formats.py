@@ -13,9 +13,9 @@ from functools import cache, cached_property
 from types import ModuleType
 from typing import Any
 
-from quantkit.capacity import gguf
+from quantkit.capacity import Unsupported, gguf
 from quantkit.capacity.parameters import Parameters, Tensor
-from quantkit.capacity.settings import Settings, Unsupported
+from quantkit.capacity.settings import Settings
 from quantkit.errors import USAGE, QuantkitError, count, name_all
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.quantize import methods

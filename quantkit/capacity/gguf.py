@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor, from_headers
-from quantkit.capacity.settings import Settings, Unsupported
+from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError, first_line
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture

@@ -15,8 +15,8 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
+from quantkit.capacity import Unsupported
 from quantkit.capacity.kv_cache import LayerCache
-from quantkit.capacity.settings import Unsupported
 from quantkit.errors import first_line
 from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors

@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import DTYPE_BYTES, Tensor
-from quantkit.capacity.settings import Settings, Unsupported
+from quantkit.capacity.settings import Settings
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from quantkit.capacity import Unsupported
 from quantkit.errors import UNSUPPORTED, QuantkitError
 
 LARGEST = 1 << 40  # of any size; above this config.json is damaged
@@ -14,10 +15,6 @@ MOST_LAYERS = 10_000
 # Names that a number has; what a file says under one of them is not filled in under another.
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
-
-
-class Unsupported(Exception):
-    """Why something of a model cannot be known, or a format cannot hold it."""
 
 
 @dataclass(frozen=True)
