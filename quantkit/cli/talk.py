@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -28,31 +28,27 @@ class Terminal:
         self.as_json, self.quiet = as_json, quiet
         self.typed = sys.stdin.isatty()
         self.console = Console(stderr=True, highlight=False, markup=False)
-        if self.typed and sys.stdout.isatty():
-            try:
+        self._edits = self.typed and sys.stdout.isatty() and not as_json
+        if self._edits:
+            with suppress(ImportError):  # there is none on Windows, which edits by itself
                 import readline  # noqa: F401  (input() edits lines with it)
-            except ImportError:  # there is none on Windows, which edits by itself
-                pass
 
     def read(self, more: bool = False) -> str:
         """The next line. Raises EOFError at the end."""
+        prompt = MORE if more else PROMPT
         while True:
             try:
-                return streams.decoded(self._line(MORE if more else PROMPT), "stdin")
+                if self._edits:
+                    return streams.decoded(input(prompt), "stdin")
+                if self.typed:
+                    print(prompt, end="", file=sys.stderr, flush=True)
+                if not (line := sys.stdin.readline()):
+                    raise EOFError
+                return streams.decoded(line.rstrip("\n"), "stdin")
             except KeyboardInterrupt:
                 if not self.typed:
                     raise
                 self.tell("\nCtrl-D or /exit leaves")
-
-    def _line(self, prompt: str) -> str:
-        if self.typed and sys.stdout.isatty() and not self.as_json:
-            return input(prompt)
-        if self.typed:
-            print(prompt, end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line.rstrip("\n")
 
     def write(self, text: str) -> None:
         """A part of an answer, as it comes."""
@@ -62,34 +58,22 @@ class Terminal:
 
     def tell(self, text: str) -> None:
         """What is no answer."""
-        if not self.quiet:
-            for line in text.split("\n"):
-                self.console.print(printable(line), style="dim", markup=False, soft_wrap=True)
-
-    def fail(self, error: QuantkitError) -> None:
-        """An error that a person can go on after; anything else has to stop."""
-        if not self.typed:
-            raise error
-        print_line(self.console, f"error: {error.message}", "red")
-        if error.hint:
-            print_line(self.console, f"hint: {error.hint}")
+        for line in () if self.quiet else text.split("\n"):
+            self.console.print(printable(line), style="dim", markup=False, soft_wrap=True)
 
     def finish(self, session: Session, said: str, made: Answer) -> None:
         """The answer is complete."""
         if self.as_json:
             print(json.dumps(session.record(said, made), ensure_ascii=False), flush=True)
-        else:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+        self.write("\n")
         for note in made.notes:
             print_line(self.console, f"note: {note}", "yellow")
-        if not self.quiet:
-            for line in cost(session, made):
-                print_line(self.console, line, "dim", indent=9)
+        for line in () if self.quiet else cost(session, made):
+            print_line(self.console, line, "dim", indent=9)
 
 
 def run(session: Session, terminal: Terminal) -> None:
-    """Talk until the user leaves."""
+    """Talk until the user leaves. Raises QuantkitError where nobody types, who could go on after it."""
     for line in introduction(session, terminal.typed) if not terminal.quiet else ():
         print_line(terminal.console, line, "dim")
     for said in commands.messages(terminal.read):
@@ -97,7 +81,11 @@ def run(session: Session, terminal: Terminal) -> None:
             if not take(session, terminal, said):
                 return
         except QuantkitError as error:
-            terminal.fail(error)
+            if not terminal.typed:
+                raise
+            print_line(terminal.console, f"error: {error.message}", "red")
+            if error.hint:
+                print_line(terminal.console, f"hint: {error.hint}")
     if terminal.typed:
         terminal.tell("")  # Ctrl-D leaves the prompt's line open
 
@@ -111,55 +99,41 @@ def take(session: Session, terminal: Terminal, said: str) -> bool:
             return False
         except commands.Again:
             _turn(session, terminal, said, session.again)
-        return True
-    if not said.strip() and not session.conversation.raw:
-        return True
-    said = said.removeprefix("/") if said.startswith("//") else said
-    _turn(session, terminal, said, lambda stream: session.say(said, stream))
+    elif said.strip() or session.conversation.raw:
+        said = said.removeprefix("/") if said.startswith("//") else said
+        _turn(session, terminal, said, lambda stream: session.say(said, stream))
     return True
 
 
 def _turn(
     session: Session, terminal: Terminal, said: str, answer: Callable[[Callable[[str], None]], Answer]
 ) -> None:
-    stops = Stops(session.stop)
+    """Answer. Where a person types, the first SIGINT asks the answer to stop, the second interrupts it."""
+    asked, before = 0, signal.getsignal(signal.SIGINT)
+
+    def interrupted(number: int, frame: Any) -> None:
+        nonlocal asked
+        asked += 1
+        session.stop()
+        if asked > 1:
+            raise KeyboardInterrupt
+
+    listens = terminal.typed and before not in (signal.SIG_IGN, None)  # nobody wants it to be ignored
+    if listens:
+        signal.signal(signal.SIGINT, interrupted)
     try:
-        with stops.listening(terminal.typed):
-            made = answer(terminal.write)
+        made = answer(terminal.write)
     except BaseException:
-        if stops.asked < 2:  # libraries turn some interrupts into other exceptions
+        if asked < 2:  # libraries turn some interrupts into other exceptions
             raise
+        made = None
+    finally:
+        if listens:
+            signal.signal(signal.SIGINT, before)
+    if made is None:
         terminal.tell("\nthe answer was dropped")
     else:
         terminal.finish(session, said, made)
-
-
-class Stops:
-    """What SIGINT does while an answer is given: the first asks it to stop, the second interrupts."""
-
-    def __init__(self, stop: Callable[[], None]):
-        self._stop = stop
-        self.asked = 0
-
-    def __call__(self, number: int, frame: Any) -> None:
-        """The handler."""
-        self.asked += 1
-        self._stop()
-        if self.asked > 1:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def listening(self, typed: bool) -> Iterator[None]:
-        """Where a person types, and nobody wants SIGINT to be ignored."""
-        before = signal.getsignal(signal.SIGINT)
-        if not typed or before in (signal.SIG_IGN, None):
-            yield
-            return
-        signal.signal(signal.SIGINT, self)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
 
 def introduction(session: Session, typed: bool) -> list[str]:

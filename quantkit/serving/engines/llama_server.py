@@ -14,20 +14,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+FLAGS = {  # those of llama-server's that `quantkit serve` gives, by the same names, and their defaults
+    "alias": "",
+    "host": "127.0.0.1",
+    "port": 8080,
+    "ctx-size": 0,  # tokens of all sequences together
+    "parallel": 1,
+    "cache-type-k": "f16",
+    "cache-type-v": "f16",
+    "n-gpu-layers": -1,
+    "threads": 0,
+}
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Those of llama-server's flags that `quantkit serve` gives, by the same names."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="llama_server", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", "-m", required=True, help="a GGUF file")
-    parser.add_argument("--alias", "-a", help="what requests call it")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--ctx-size", "-c", type=int, default=0, help="tokens of all sequences together")
-    parser.add_argument("--parallel", "-np", type=int, default=1, help="sequences at once")
-    parser.add_argument("--cache-type-k", "-ctk", default="f16")
-    parser.add_argument("--cache-type-v", "-ctv", default="f16")
-    parser.add_argument("--n-gpu-layers", "-ngl", type=int, default=-1)
-    parser.add_argument("--threads", "-t", type=int)
+    parser.add_argument("--model", required=True, help="a GGUF file")
+    for name, default in FLAGS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     return parser.parse_args(arguments)
 
 
@@ -35,7 +40,7 @@ def parameters(asked: argparse.Namespace, api_key: str | None = None) -> Any:
     """The same as xllamacpp has them."""
     import xllamacpp
 
-    params = xllamacpp.CommonParams()
+    params, kinds = xllamacpp.CommonParams(), xllamacpp.ggml_type
     params.model.path = asked.model
     if asked.alias:
         params.model_alias = {asked.alias}
@@ -43,7 +48,6 @@ def parameters(asked: argparse.Namespace, api_key: str | None = None) -> Any:
     params.api_keys = [api_key] if api_key else []
     params.n_ctx, params.n_parallel = asked.ctx_size, asked.parallel
     params.n_gpu_layers = asked.n_gpu_layers
-    kinds = xllamacpp.ggml_type
     params.cache_type_k = kinds[f"GGML_TYPE_{asked.cache_type_k.upper()}"]
     params.cache_type_v = kinds[f"GGML_TYPE_{asked.cache_type_v.upper()}"]
     if asked.threads:

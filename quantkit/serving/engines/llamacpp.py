@@ -151,11 +151,6 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self._server = None  # its destructor ends llama.cpp's threads
 
-    @property
-    def address(self) -> str:
-        """Where its OpenAI API listens, such as http://127.0.0.1:40123."""
-        return self._server.listening_address
-
     def complete(
         self,
         prompt: str | Sequence[int | str],

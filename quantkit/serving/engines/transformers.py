@@ -64,21 +64,17 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     tokens: int,
-    attention: str | None = None,
     decoded: bool = False,
 ) -> Loaded:
     """The model, for `tokens` of context: packed where its client is installed, unless asked for `decoded`.
 
-    attention: one of transformers' (`eager`, `sdpa`, …); None for the model's own choice.
-    Raises QuantkitError when it does not fit the memory (exit code 5), or has no such attention (4).
+    Raises QuantkitError when it does not fit the memory (exit code 5).
     """
     model, note = None, ""
     if checkpoint.quantized and not decoded:
         model, note = _packed(checkpoint, dtype, device)
     if model is None:
         model = load_model(checkpoint, dtype, device, tokens)
-    if attention is not None:
-        set_attention(checkpoint, model, attention)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     kernels, packed = _kernels(model)
     if checkpoint.quantized and not packed and (decoded or not note):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module, metadata, util
+from contextlib import suppress
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,10 @@ HINT = "install it in an environment of its own beside quantkit: pip install vll
 
 def version() -> str | None:
     """Of the package; None where it is not installed."""
-    if util.find_spec("vllm") is None:
-        return None
-    return next((metadata.version(name) for name in PACKAGES if _distributed(name)), "unknown")
-
-
-def _distributed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def load(path: Path, dtype: str, context: int, sequences: int, seed: int, cache_bytes: int) -> Any:
