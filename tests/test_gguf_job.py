@@ -183,16 +183,17 @@ def test_error_feedback_loses_less_on_every_linear(fed_back, exported):
 
 
 @pytest.mark.processor
-def test_a_killed_job_goes_on_to_the_same_bytes(demo_model, fed_back, tmp_path, monkeypatch):
-    path, _ = fed_back
-    out = tmp_path / "q4.gguf"
-    arguments = {"calibration": jobs.calibration(path.parent)}
-    prepared = jobs.prepare("gguf", demo_model, out, {"type": ("Q4_K_M",)}, **arguments)
+def test_a_killed_job_goes_on_to_the_same_bytes(tiny_model, tmp_path, monkeypatch):
+    model = tiny_model("llama", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=3)
+    whole, out = tmp_path / "whole.gguf", tmp_path / "q4.gguf"
+    arguments = {"options": {"type": ("Q4_0",)}, "calibration": jobs.calibration(tmp_path)}
+    jobs.quantize("gguf", model, whole, **arguments)
+    prepared = jobs.prepare("gguf", model, out, **arguments)
     with monkeypatch.context() as patch:
         write = prepared.staging.write_block
 
         def die(index, *rest):
-            if index == 3:
+            if index == 2:
                 raise KeyboardInterrupt
             write(index, *rest)
 
@@ -200,9 +201,8 @@ def test_a_killed_job_goes_on_to_the_same_bytes(demo_model, fed_back, tmp_path, 
         with pytest.raises(KeyboardInterrupt):
             loop.run(prepared, Progress())
     assert not out.exists()
-    again = jobs.prepare("gguf", demo_model, out, {"type": ("Q4_K_M",)}, resume=True, **arguments)
-    loop.run(again, Progress())
-    assert out.read_bytes() == path.read_bytes()
+    loop.run(jobs.prepare("gguf", model, out, resume=True, **arguments), Progress())
+    assert out.read_bytes() == whole.read_bytes()
 
 
 def test_kept_linears_are_in_16_bit(demo_model, tmp_path):

@@ -20,7 +20,7 @@ CASES = {
     "int8, threshold 0": Case({"threshold": 0.0}, method="int8", loader="bitsandbytes", tolerance=INT8),
     "int8, threshold 3": Case({"threshold": 3.0}, method="int8", loader="bitsandbytes", tolerance=INT8),
     "int8, exclude": Case(method="int8", exclude=(r"layers\.0\.",), loader="bitsandbytes", tolerance=INT8),
-    "int8, shards": Case(method="int8", max_shard_gb=0.002, loader="bitsandbytes", tolerance=INT8),
+    "int8, shards": Case(method="int8", max_shard_gb=0.0005, loader="bitsandbytes", tolerance=INT8),
     "int8, qwen2": Case(source="qwen2", method="int8", loader="bitsandbytes", tolerance=INT8),
     "int8, opt": Case(source="opt", method="int8", loader="bitsandbytes", tolerance=FLIPS),
     "nf4": Case(method="nf4", loader="bitsandbytes decoded", tolerance=NF4),
@@ -30,7 +30,7 @@ CASES = {
     "nf4, exclude": Case(
         method="nf4", exclude=(r"mlp\.down_proj",), loader="bitsandbytes decoded", tolerance=NF4
     ),
-    "nf4, shards": Case(method="nf4", max_shard_gb=0.002, loader="bitsandbytes decoded", tolerance=NF4),
+    "nf4, shards": Case(method="nf4", max_shard_gb=0.0005, loader="bitsandbytes decoded", tolerance=NF4),
     "nf4, qwen2": Case(
         source="qwen2", method="nf4", exclude=("down_proj",), loader="bitsandbytes decoded", tolerance=NF4
     ),  # whose down_proj has rows of 160, no multiple of 64

@@ -13,8 +13,8 @@ from quantkit.models.files.open import open_checkpoint
 pytestmark = cases.MARKS
 
 
-EXCLUDE = (r"layers\.0\.", r"layers\.3\.mlp\.down_proj")
-OVERRIDE = (r"layers\.1\.=8", r"[qkv]_proj$=4,32")
+EXCLUDE = (r"layers\.0\.", r"layers\.1\.mlp\.down_proj")
+OVERRIDE = (r"layers\.1\.mlp=8", r"[qkv]_proj$=4,32")
 
 
 def packed(source: str = "demo", loader: str = "dequantized", **options) -> Case:
@@ -43,7 +43,7 @@ CASES = {
     "qwen3_moe, awq": replace(  # its router is scaled, too
         packed("qwen3_moe", group_size=32, zero_point=False), method="awq"
     ),
-    "shards": replace(packed(), max_shard_gb=0.002),
+    "shards": replace(packed(), max_shard_gb=0.0005),
     "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),
     "override": replace(packed(loader="compressed"), override=OVERRIDE, exclude=EXCLUDE),
 }
@@ -84,7 +84,7 @@ def test_cases_are_what_they_say(folders):
     assert (
         len(
             open_checkpoint(str(folders["4 bit, asymmetric"]))
-            .load("model.layers.2.mlp.down_proj.weight_zero_point")
+            .load("model.layers.1.mlp.down_proj.weight_zero_point")
             .unique()
         )
         > 10
