@@ -9,8 +9,7 @@ from stand_in_openai import StandIn
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
-from quantkit.serving.endpoint.dialect import CHAT, COMPLETIONS, FIELDS, learn
-from quantkit.serving.endpoint.prompts import Ruler, words
+from quantkit.serving.endpoint.dialect import CHAT, COMPLETIONS, FIELDS, learn, words
 
 
 def endpoint(server: StandIn, **options) -> Endpoint:
@@ -118,10 +117,9 @@ def test_which_api_and_which_model():
 
 def test_the_ruler_is_in_the_servers_own_tokens():
     with StandIn() as server:
-        ruler = learn(endpoint(server)).ruler
-    assert ruler == Ruler(overhead=3.0, per_word=1.0)
-    assert ruler.words(64) == 61
-    assert Ruler.fit([(16, 42), (80, 202)]) == Ruler(2.0, 2.5)
+        dialect = learn(endpoint(server))
+    assert (dialect.overhead, dialect.per_word) == (3.0, 1.0)
+    assert dialect.words(64) == 61
 
 
 def test_prompts_are_seeded():

@@ -15,7 +15,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -28,6 +28,7 @@ from quantkit.models.files import untrusted
 MOST_BYTES = 1 << 22  # of an answer that is no stream, or of a line of one
 MOST_TOKENS = 1 << 32  # of a request, where a server counts them: beyond it no count is believed
 SAID = 300  # characters of a server's own message that are shown
+NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 
 class RequestFailed(QuantkitError):
@@ -113,10 +114,10 @@ class Endpoint:
     def healthy(self) -> bool:
         """Whether /health answers well. A server that does not listen yet is not."""
         try:
-            self._whole("GET", self.address.path.removesuffix("/v1") + "/health", None, parse=False)
+            with self._asked("GET", self.address.path.removesuffix("/v1") + "/health", None, self.timeout):
+                return True
         except RequestFailed:
             return False
-        return True
 
     def models(self) -> list[str]:
         """The names it serves; [] where it does not say."""
@@ -146,21 +147,16 @@ class Endpoint:
                 if data.strip() == "[DONE]":
                     finished = True
                     break
-                piece = _piece(at, data, self._hide)
+                piece = self._piece(at, data)
                 finished = finished or piece.finished
                 yield piece
             if not finished:
                 raise RequestFailed("stream", "the answer broke off")
 
-    def _whole(
-        self, method: str, path: str, body: Mapping[str, Any] | None, parse: bool = True
-    ) -> dict[str, Any]:
+    def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         with self._asked(method, path, body, self.timeout) as response:
-            data = response.read(MOST_BYTES)
-            if not parse:
-                return {}
             try:
-                found = untrusted.parse(data)
+                found = untrusted.parse(response.read(MOST_BYTES))
             except ValueError as error:
                 raise RequestFailed("answer", f"{self.address.url} answers with no JSON", NO_API) from error
         if not isinstance(found, dict):
@@ -171,31 +167,44 @@ class Endpoint:
     def _asked(
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
     ) -> Iterator[HTTPResponse]:
-        """Yield a good answer. After `seconds` its connection is shut, however slowly bytes still come."""
+        """Yield a good answer. After `seconds` its connection is shut, however slowly bytes still come. What
+        the network raises becomes RequestFailed."""
         where = {"host": self.address.host, "port": self.address.port}
         where["timeout"] = min(self.timeout, seconds)  # of waiting for the next bytes
         tls = self._tls
         connection = HTTPConnection(**where) if tls is None else HTTPSConnection(**where, context=tls)
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        over = threading.Event()
-        timer = threading.Timer(seconds, lambda: (over.set(), _shut(taken)))
+        over, url = threading.Event(), self.address.url
+
+        def shut() -> None:
+            """End the connection for the thread that waits for it."""
+            over.set()
+            with suppress(OSError):  # it has ended by itself
+                taken.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, shut)
         timer.daemon = True
-        late = f"{self.address.url} did not answer in time: no end within {seconds:g} s"
         try:
-            with _failures(self.address.url, self._hide, late):
-                connection.connect()
-                taken = connection.sock
-                timer.start()
-                data = None if body is None else json.dumps(body).encode()
-                connection.request(method, path, data, headers)
-                response = connection.getresponse()
-                self._refuse(response)
-                yield response
-        except RequestFailed as error:
-            if over.is_set():
+            connection.connect()
+            taken = connection.sock
+            timer.start()
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            self._refuse(response)
+            yield response
+        except (RequestFailed, OSError, HTTPException, OverflowError) as error:
+            if over.is_set() or isinstance(error, TimeoutError):
+                late = f"{url} did not answer in time: no end within {seconds:g} s"
                 raise RequestFailed("timeout", late) from error
-            raise
+            if isinstance(error, RequestFailed):
+                raise
+            if isinstance(error, OSError):
+                message = f"{url} cannot be reached: {first_line(error)}"
+                raise RequestFailed("connection", message, "is the server running?") from error
+            # a chunk of 2^64 bytes overflows
+            raise RequestFailed("HTTP", f"{url}: {self._hide(first_line(error))}", NO_API) from error
         finally:
             timer.cancel()
             connection.close()
@@ -204,66 +213,36 @@ class Endpoint:
         """Raise for an answer that is an error, with what the server says about it."""
         if response.status == 200:
             return
-        said = self._hide(_message(response.read(MOST_BYTES)))
-        hint = {
-            401: "give the key with --api-key, or in its environment variable",
-            404: NO_API,
-        }.get(response.status, "")
-        raise RequestFailed(
-            f"HTTP {response.status}",
-            f"the server answers {response.status} {response.reason}" + (f": {said}" if said else ""),
-            hint,
-            response.status,
-        )
+        said, status = self._hide(_message(response.read(MOST_BYTES))), response.status
+        hints = {401: "give the key with --api-key, or in its environment variable", 404: NO_API}
+        message = f"the server answers {status} {response.reason}" + (f": {said}" if said else "")
+        raise RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
 
     def _hide(self, text: str) -> str:
         """What a server says, without our key where it repeats it."""
         return text.replace(self._key, "…") if self._key else text
 
-
-NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
-
-
-def _shut(taken: socket.socket) -> None:
-    """End a connection for the thread that waits for it."""
-    with suppress(OSError):  # it has ended by itself
-        taken.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def _failures(url: str, hide: Callable[[str], str], late: str) -> Iterator[None]:
-    """Raise what the network raises as RequestFailed. late: the message of a time-out."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise RequestFailed("timeout", late) from error
-    except OSError as error:
-        message = f"{url} cannot be reached: {first_line(error)}"
-        raise RequestFailed("connection", message, "is the server running?") from error
-    except (HTTPException, OverflowError) as error:  # a chunk of 2^64 bytes overflows
-        raise RequestFailed("HTTP", f"{url}: {hide(first_line(error))}", NO_API) from error
-
-
-def _piece(at: float, data: str, hide: Callable[[str], str]) -> Piece:
-    """One event of a stream, of either API: text, or what a chat's delta holds, its thoughts included."""
-    try:
-        event = untrusted.parse(data.encode())
-    except ValueError as error:
-        raise RequestFailed("stream", "a chunk is no JSON") from error
-    if not isinstance(event, dict) or event.get("error"):
-        raise RequestFailed("stream", f"the server broke off: {hide(_message(data.encode()))}")
-    choices = event.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    delta = choice.get("delta") if isinstance(choice.get("delta"), dict) else {}
-    parts = (choice.get("text"), *(delta.get(key) for key in ("content", "reasoning_content", "reasoning")))
-    usage = event.get("usage")
-    counts = usage.items() if isinstance(usage, dict) else ()
-    return Piece(
-        at,
-        "".join(part for part in parts if isinstance(part, str)),
-        bool(choice.get("finish_reason")),
-        {name: n for name, n in counts if type(n) is int and 0 <= n <= MOST_TOKENS},
-    )
+    def _piece(self, at: float, data: str) -> Piece:
+        """One event of a stream, of either API: text, or what a chat's delta holds, its thoughts included."""
+        try:
+            event = untrusted.parse(data.encode())
+        except ValueError as error:
+            raise RequestFailed("stream", "a chunk is no JSON") from error
+        if not isinstance(event, dict) or event.get("error"):
+            raise RequestFailed("stream", f"the server broke off: {self._hide(_message(data.encode()))}")
+        choices = event.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        delta = choice.get("delta") if isinstance(choice.get("delta"), dict) else {}
+        names = ("content", "reasoning_content", "reasoning")
+        parts = (choice.get("text"), *(delta.get(key) for key in names))
+        usage = event.get("usage")
+        counts = usage.items() if isinstance(usage, dict) else ()
+        return Piece(
+            at,
+            "".join(part for part in parts if isinstance(part, str)),
+            bool(choice.get("finish_reason")),
+            {name: n for name, n in counts if type(n) is int and 0 <= n <= MOST_TOKENS},
+        )
 
 
 def _message(data: bytes) -> str:

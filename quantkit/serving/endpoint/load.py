@@ -19,9 +19,8 @@ from typing import Any
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.quantize.progress import Progress
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
-from quantkit.serving.endpoint.dialect import Dialect, learn
+from quantkit.serving.endpoint.dialect import Dialect, learn, words
 from quantkit.serving.endpoint.figures import Timed, summarize
-from quantkit.serving.endpoint.prompts import words
 
 SCHEMA = "quantkit.load/1"
 USERS = (1, 2, 4, 8, 16, 32)
@@ -151,7 +150,7 @@ class _Run:
 
     def __init__(self, endpoint: Endpoint, dialect: Dialect, settings: Settings, listen: Progress):
         self._endpoint, self._dialect, self._settings, self._listen = endpoint, dialect, settings, listen
-        self._words = dialect.ruler.words(settings.prompt_tokens)
+        self._words = dialect.words(settings.prompt_tokens)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._broken: list[BaseException] = []
