@@ -53,7 +53,7 @@ def test_users_ask_together_and_again():
     with StandIn(gate=threading.Barrier(users)) as server:
         result = measure(server.url, Settings(concurrency=(users,), requests=2 * users, **SMALL))
         prompts = server.prompts()
-    (level,) = result.levels
+    (level,) = result["levels"]
     assert (level["users"], level["requests"], level["completed"], level["errors"]) == (users, 6, 6, {})
     assert level["output_tokens"] == 6 * 4 and level["tokens_per_chunk"] == 1.0
     assert level["prompt_tokens"] == 20
@@ -72,7 +72,7 @@ def test_the_same_seed_asks_the_same():
 def test_errors_are_counted():
     with StandIn(failing=(2, "503")) as server:
         result = measure(server.url, Settings(concurrency=(1, 2), requests=8, **SMALL))
-    for level in result.levels:
+    for level in result["levels"]:
         assert level["errors"] == {"HTTP 503": 4} and level["completed"] == 4
         assert level["output_tokens"] == 16
 
@@ -84,7 +84,7 @@ def test_a_server_that_answers_nobody_is_left_alone():
     with StandIn(failing=(1, "break")) as server:
         result = measure(server.url, Settings(concurrency=(1, 2), requests=20, **SMALL), listen)
         assert len(server.prompts()) == load.FAILED
-    assert [level["errors"] for level in result.levels] == [{"stream": load.FAILED}]
+    assert [level["errors"] for level in result["levels"]] == [{"stream": load.FAILED}]
     assert said == [
         f"with 1 user nobody was answered: {load.FAILED} × stream (the answer broke off); stopping here"
     ]
@@ -104,7 +104,7 @@ def test_arrivals_at_a_rate():
     with StandIn() as server:
         result = measure(server.url, Settings(rates=(500.0,), requests=7, **SMALL))
         assert len(set(server.prompts())) == 7
-    (level,) = result.levels
+    (level,) = result["levels"]
     assert (level["rate"], level["requests"], level["completed"]) == (500.0, 7, 7)
 
 
@@ -135,10 +135,10 @@ def test_the_record_and_the_table():
     settings = Settings(concurrency=(1, 2), requests=2, api_key="hush", **SMALL)
     with StandIn(refuses=("ignore_eos",), counts=False, key="hush", failing=(5, "503")) as server:
         result = measure(server.url, settings)
-    record = json.loads(json.dumps(result.record()))
+    record = json.loads(json.dumps(result))
     assert record["schema"] == "quantkit.load/1" and record["model"] == "stand-in"
     assert record["settings"]["output_tokens"] == 4 and not record["ignore_eos"]
-    assert "hush" not in json.dumps(record) + repr(result)
+    assert "hush" not in json.dumps(record) + repr(settings)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))
     show.report(result).show(console)
     text = console.export_text()

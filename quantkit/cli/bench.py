@@ -311,7 +311,7 @@ def _endpoint(asked: Asked, progress: Any) -> tuple[dict, Any]:
     from quantkit.serving.endpoint import load, show
 
     result = load.measure(asked.typed["url"], asked.settings(load.Settings), progress)
-    return result.record(), show.report(result)
+    return result, show.report(result)
 
 
 ANSWERS = {PLAIN: _checkpoints, ATTN: _attention, BATCHING: _batching, URL: _endpoint}

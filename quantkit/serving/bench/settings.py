@@ -64,12 +64,12 @@ class Settings:
         )
 
 
-def require_numbers(*rows: tuple[str, float | tuple[float, ...], float]) -> None:
+def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:
     """Raise QuantkitError (exit code 2) for a value, or one of several, that is less than the least, or
-    beyond MOST. rows: (name, value or values, least)."""
+    beyond MOST. rows: (name, value, values or None, least)."""
     for name, values, least in rows:
         for value in values if isinstance(values, tuple) else (values,):
-            if not least <= value <= MOST:
+            if value is not None and not least <= value <= MOST:
                 raise QuantkitError(f"{name} {value} makes no sense", f"choose {least} or more", USAGE)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.quantize.progress import Progress
+from quantkit.serving.bench.settings import require_numbers
 from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
 from quantkit.serving.endpoint.dialect import Dialect, learn, words
 from quantkit.serving.endpoint.figures import Timed, summarize
@@ -26,6 +27,7 @@ SCHEMA = "quantkit.load/1"
 USERS = (1, 2, 4, 8, 16, 32)
 PER_USER, FEWEST = 4, 8  # requests of a level where nothing is said
 MOST_AT_ONCE = 1024
+LEAST = 1e-6  # seconds, and requests a second
 FAILED = 5  # requests in a row that failed at once: the level ends, the server is not there
 
 
@@ -53,50 +55,23 @@ class Settings:
 
     def check(self) -> None:
         """Raise QuantkitError for numbers that make no sense."""
-        numbers: dict[str, tuple[Any, ...]] = {
-            "concurrency": self.concurrency, "rate": self.rates, "seconds": (self.seconds,),
-            "timeout": (self.timeout,), "prompt tokens": (self.prompt_tokens,),
-            "output tokens": (self.output_tokens,),
-            "requests": () if self.requests is None else (self.requests,),
-        }  # fmt: skip
-        for name, values in numbers.items():
-            for value in values:
-                if not 0 < value < 1e6 or (name == "concurrency" and value > MOST_AT_ONCE):
-                    most = f", at most {MOST_AT_ONCE}" if name == "concurrency" else ""
-                    raise QuantkitError(f"{name} {value:g} makes no sense", f"more than 0{most}", USAGE)
         if not self.concurrency and not self.rates:
             raise QuantkitError("no load is asked for", "give --concurrency or --rate", USAGE)
+        if max(self.concurrency, default=0) > MOST_AT_ONCE:
+            message = f"--concurrency {max(self.concurrency)} makes no sense"
+            raise QuantkitError(message, f"choose at most {MOST_AT_ONCE}", USAGE)
+        require_numbers(
+            ("--concurrency", self.concurrency, 1), ("--rate", self.rates, LEAST),
+            ("seconds", self.seconds, LEAST), ("timeout", self.timeout, LEAST),
+            ("--prompt", self.prompt_tokens, 1), ("--tokens", self.output_tokens, 1),
+            ("--requests", self.requests, 1),
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    """levels: the record of each (see figures.summarize), with `users` or `rate`."""
+def measure(url: str, settings: Settings, listen: Progress | None = None) -> dict[str, Any]:
+    """Put an endpoint under load, level by level: the versioned JSON, in which the key is not.
 
-    url: str
-    dialect: Dialect
-    settings: Settings
-    levels: list[dict[str, Any]]
-    notes: list[str]
-
-    def record(self) -> dict[str, Any]:
-        """The versioned JSON; the key is not in it."""
-        asked = asdict(self.settings)
-        del asked["api_key"]
-        return {
-            "schema": SCHEMA,
-            "url": self.url,
-            "api": self.dialect.path,
-            "model": self.dialect.model,
-            "ignore_eos": "ignore_eos" in self.dialect.fields,
-            "settings": asked,
-            "levels": self.levels,
-            "notes": self.notes,
-        }
-
-
-def measure(url: str, settings: Settings, listen: Progress | None = None) -> Result:
-    """Put an endpoint under load, level by level.
-
+    levels: the record of each (see figures.summarize), with `users` or `rate`.
     Raises QuantkitError for a URL that is none, or of another machine without `remote` (exit code 2), and
     RequestFailed where the endpoint does not answer at all. What fails under load is counted, not raised.
     """
@@ -125,24 +100,30 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> Res
                 break
     finally:
         run.stop.set()  # whoever still asks ends with its next piece
-    return Result(address.url, dialect, settings, levels, _notes(dialect, settings))
+    length = f"about {settings.prompt_tokens} tokens" if dialect.counts else f"{settings.prompt_tokens} words"
+    notes = [f"prompts of {length}, answers of at most {settings.output_tokens}"]
+    if "ignore_eos" not in dialect.fields:
+        notes.append("the server takes no ignore_eos: answers may end earlier")
+    if not dialect.counts:
+        notes.append("the server does not count tokens: chunks are counted instead")
+    asked = asdict(settings)
+    del asked["api_key"]
+    return {
+        "schema": SCHEMA,
+        "url": address.url,
+        "api": dialect.path,
+        "model": dialect.model,
+        "ignore_eos": "ignore_eos" in dialect.fields,
+        "settings": asked,
+        "levels": levels,
+        "notes": notes,
+    }
 
 
 def told(level: dict[str, Any]) -> str:
     """How many of each kind of error, and what the first of them said."""
     told = [f"{number} × {kind} ({level['messages'][kind]})" for kind, number in level["errors"].items()]
     return ", ".join(told) or "no request was made"
-
-
-def _notes(dialect: Dialect, settings: Settings) -> list[str]:
-    """What the figures rest on."""
-    length = f"about {settings.prompt_tokens} tokens" if dialect.counts else f"{settings.prompt_tokens} words"
-    found = [f"prompts of {length}, answers of at most {settings.output_tokens}"]
-    if "ignore_eos" not in dialect.fields:
-        found.append("the server takes no ignore_eos: answers may end earlier")
-    if not dialect.counts:
-        found.append("the server does not count tokens: chunks are counted instead")
-    return found
 
 
 class _Run:

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.errors import count
 from quantkit.evaluation.comparison.report import Report, Table
-from quantkit.serving.endpoint.load import Result, told
+from quantkit.serving.endpoint.load import told
 from quantkit.tables import figure
 
 HEADERS = ("done", "errors", "first token", "between tokens", "tokens/s", "a user")
@@ -15,17 +15,17 @@ EXPLAINED = (
 )
 
 
-def report(result: Result) -> Report:
+def report(record: dict[str, Any]) -> Report:
     """A row a level: milliseconds as p50 / p99, and p50 / p90 / p99 between tokens."""
-    facts = {"endpoint": f"{result.url}{result.dialect.path}"}
-    facts |= {"model": result.dialect.model} if result.dialect.model else {}
-    headers = ("rate/s" if result.settings.rates else "users", *HEADERS)
-    notes = [(note, "") for note in (*result.notes, EXPLAINED)]
-    for level in result.levels:
+    facts = {"endpoint": f"{record['url']}{record['api']}"}
+    facts |= {"model": record["model"]} if record["model"] else {}
+    headers = ("rate/s" if record["settings"]["rates"] else "users", *HEADERS)
+    notes = [(note, "") for note in (*record["notes"], EXPLAINED)]
+    for level in record["levels"]:
         if level["errors"]:
             notes.append((f"errors with {_name(level)}: {told(level)}", "yellow"))
-    rows = [_row(level) for level in result.levels]
-    return Report(result.url, [Table(headers, [("", rows)])], facts, notes)
+    rows = [_row(level) for level in record["levels"]]
+    return Report(record["url"], [Table(headers, [("", rows)])], facts, notes)
 
 
 def _name(level: dict[str, Any]) -> str:
