@@ -27,7 +27,7 @@ from quantkit.quantize.staging import replacing
 from quantkit.quantize.staging.folder import disk_errors
 
 SCHEMA = "quantkit.auto/1"
-TABLE = "sensitivities.json"
+TABLE, SEARCHED = "sensitivities.json", "searched"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 FEW_TOKENS = 1000  # measured on fewer, which of two results is better may be chance
 TRIES = 3  # of the search for the smallest model within a divergence
@@ -37,32 +37,17 @@ CLOSE = 0.9  # share of the divergence asked for above which a result is not mad
 
 @dataclass(frozen=True)
 class Made:
-    """One output, measured. predicted: the sum of its units' divergences, on calibration text; kld: measured
-    on the text that results are measured on. disk_bytes: of all its files."""
+    """One output, measured. written: its recipe; record: JSON of it. predicted_kld is the sum of what its
+    units lose on calibration text, kld is measured on held-out text; disk_bytes: of all files."""
 
-    name: str
+    preset: Preset
     place: Path
     written: str
-    choice: Choice
-    predicted: float
-    nbytes: int
-    disk_bytes: int
-    kld: float
-    kld_stderr: float
-    ppl: float
+    record: dict[str, Any]
 
-    def record(self, auto: Auto) -> dict[str, Any]:
-        """JSON of it."""
-        return {
-            "name": self.name,
-            "bits_per_weight": bits_per_weight(auto.units, self.choice),
-            "chosen_bytes": self.nbytes,
-            "disk_bytes": self.disk_bytes,
-            "predicted_kld": self.predicted,
-            "kld": self.kld,
-            "kld_stderr": self.kld_stderr,
-            "ppl": self.ppl,
-        }
+    @property
+    def kld(self) -> float:
+        return self.record["kld"]
 
 
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
@@ -78,27 +63,25 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     with disk_errors(auto.folder, "run the same command with --resume"):
         table = _sensitivities(auto, known, progress)
         losses = table.losses(auto.units)
-        tried = _within_divergence(auto, losses, progress) if auto.budget_bytes() is None else None
-        searched = tried[-1] if tried else _within_bytes(auto, losses, auto.budget_bytes(), progress)
-        uniform = _uniform(auto, losses, searched, progress)
+        search = _Search(auto, losses, progress)
+        budget = auto.budget_bytes()
+        tried = search.within_divergence() if budget is None else [search.within_bytes(budget)]
+        searched, uniform = tried[-1], search.uniform(tried[-1])
         kept = searched if uniform is None or searched.kld < uniform.kld else uniform
         if recipe := auto.request.options.recipe_out:
             recipe.write_text(kept.written, encoding="utf-8")
         _publish(auto, kept)
-    record = plan_record(auto) | {
-        "output": str(auto.output),
+    return plan_record(auto) | {
         "kept": "searched" if kept is searched else "uniform",
-        "searched": searched.record(auto),
-        "uniform": uniform and uniform.record(auto),
-        "tried": [one.record(auto) for one in tried or ()],
+        "searched": searched.record,
+        "uniform": uniform and uniform.record,
+        "tried": [one.record for one in tried] if budget is None else [],
         "reached": auto.request.options.max_kld is None or kept.kld <= auto.request.options.max_kld,
         "recipe": kept.written,
-        "choice": dict(searched.choice),
-        "measured_on": vars(auto.windows.protocol),
+        "choice": dict(searched.preset.choice),
         "sensitivities_seconds": table.seconds,
         "seconds": time.monotonic() - began,
     }
-    return record
 
 
 def plan_record(auto: Auto) -> dict[str, Any]:
@@ -147,12 +130,8 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
     Raises QuantkitError if the folder holds another search, or a table is not of this one.
     """
     folder, request = auto.folder, auto.request
-    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= {
-        TABLE,
-        USUAL,
-        "searched",
-        "uniform",
-    }
+    own = {TABLE, USUAL, SEARCHED, "uniform"}
+    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= own
     if folder.exists() and not ours:
         raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
     if (folder / TABLE).exists() and not (request.resume or request.overwrite):
@@ -185,116 +164,102 @@ def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) 
             shutil.rmtree(auto.folder)
 
 
-def _within_bytes(auto: Auto, losses: allocation.Losses, budget: int, progress: Progress) -> Made:
-    """The best choice of that size; smaller, where its files take more than was asked for."""
-    limit = None
-    if auto.request.options.max_size is not None:
-        limit = budget + auto.fixed_bytes
-    for attempt in range(SIZES):
-        choice = allocation.within_bytes(auto.units, losses, budget)
-        found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
-        if limit is None or found.disk_bytes <= limit:
-            return found
-        budget -= (found.disk_bytes - limit) << attempt  # another choice takes more or less to be told
-        shutil.rmtree(found.place.parent)
-    raise QuantkitError(
-        f"the files take {found.disk_bytes:,} bytes, whatever is chosen", "raise --max-size", USAGE
-    )
+class _Search:
+    """Choices, made and measured. losses: what every candidate of every unit adds to the divergence."""
 
+    def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
+        self._auto, self._losses, self._progress = auto, losses, progress
 
-def _within_divergence(auto: Auto, losses: allocation.Losses, progress: Progress) -> list[Made]:
-    """The smallest choice whose measured divergence fits, the last of those that were tried: where the
-    prediction was off, the bound is moved by as much."""
-    wanted = auto.request.options.max_kld
-    bound, tried, best = wanted, [], None
-    for _ in range(TRIES):
-        choice = allocation.within_loss(auto.units, losses, bound)
-        if tried and choice == tried[-1].choice:
-            break
-        _clear(auto.folder / "searched")
-        found = _made(auto, "searched", choice, auto.space.values(auto.units, choice), losses, progress)
-        tried.append(found)
-        if found.kld <= wanted and (best is None or found.nbytes < best.nbytes):
-            best = found
-        if CLOSE * wanted <= found.kld <= wanted:
-            break
-        margin = 0.5 * (1 + CLOSE)
-        bound = max(found.predicted * wanted * margin / max(found.kld, 1e-30), 1e-30)
-    if best is None:
-        progress.warn(f"no choice within a divergence of {wanted:g} was found; the nearest is kept")
-        best = min(tried, key=lambda one: one.kld)
-    if best is not tried[-1]:  # made again: one lies there at a time
-        _clear(auto.folder / "searched")
-        values = auto.space.values(auto.units, best.choice)
-        tried.append(_made(auto, "searched", best.choice, values, losses, progress))
-    return tried
+    def within_bytes(self, budget: int) -> Made:
+        """The best choice of that size; smaller, where its files take more than was asked for."""
+        auto, limit = self._auto, None
+        if auto.request.options.max_size is not None:
+            limit = budget + auto.fixed_bytes
+        for attempt in range(SIZES):
+            found = self._made(allocation.within_bytes(auto.units, self._losses, budget))
+            taken = found.record["disk_bytes"]
+            if limit is None or taken <= limit:
+                return found
+            budget -= (taken - limit) << attempt  # another choice takes more or less to be told
+            _clear(found.place.parent)
+        raise QuantkitError(f"the files take {taken:,} bytes, whatever is chosen", "raise --max-size", USAGE)
 
+    def within_divergence(self) -> list[Made]:
+        """The smallest choice whose measured divergence fits, the last of those that were tried: where the
+        prediction was off, the bound is moved by as much."""
+        wanted, tried, best = self._auto.request.options.max_kld, [], None
+        bound = wanted
+        for _ in range(TRIES):
+            choice = allocation.within_loss(self._auto.units, self._losses, bound)
+            if tried and choice == tried[-1].preset.choice:
+                break
+            _clear(self._auto.folder / SEARCHED)
+            tried.append(found := self._made(choice))
+            size = found.record["chosen_bytes"]
+            if found.kld <= wanted and (best is None or size < best.record["chosen_bytes"]):
+                best = found
+            if CLOSE * wanted <= found.kld <= wanted:
+                break
+            margin = 0.5 * (1 + CLOSE)
+            bound = max(found.record["predicted_kld"] * wanted * margin / max(found.kld, 1e-30), 1e-30)
+        if best is None:
+            self._progress.warn(f"no choice within a divergence of {wanted:g} was found; the nearest is kept")
+            best = min(tried, key=lambda one: one.kld)
+        if best is not tried[-1]:  # made again: one lies there at a time
+            _clear(self._auto.folder / SEARCHED)
+            tried.append(self._made(best.preset.choice))
+        return tried
 
-def _uniform(auto: Auto, losses: allocation.Losses, searched: Made, progress: Progress) -> Made | None:
-    """The best preset that the budget allows, made and measured; None where all are larger. A budget of files
-    or of a divergence allows what is no larger than what the search found."""
-    allowed = searched.nbytes if auto.request.options.bpw is None else auto.budget_bytes()
-    fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= allowed]
-    if not fit:
-        return None
+    def uniform(self, searched: Made) -> Made | None:
+        """The best preset that the budget allows; None where all are larger. A budget of files or of a
+        divergence allows what is no larger than what the search found."""
+        auto, allowed = self._auto, searched.record["chosen_bytes"]
+        if auto.request.options.bpw is not None:
+            allowed = auto.budget_bytes()
+        fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= allowed]
+        best = min(fit, key=lambda preset: (self._predicted(preset.choice), preset.name), default=None)
+        return best and self._make(best, "uniform", best.name)
 
-    def predicted(preset: Preset) -> float:
-        return sum(losses[item] for item in preset.choice.items())
+    def _predicted(self, choice: Choice) -> float:
+        return sum(self._losses[item] for item in choice.items())
 
-    best = min(fit, key=lambda preset: (predicted(preset), preset.name))
-    return _made(auto, "uniform", best.choice, best.values, losses, progress, best.name)
+    def _made(self, choice: Choice) -> Made:
+        values = self._auto.space.values(self._auto.units, choice)
+        return self._make(Preset("searched", choice, values), SEARCHED, SEARCHED)
 
+    def _make(self, preset: Preset, folder: str, told: str) -> Made:
+        """Make the output of a choice, unless it is there, and measure it against the original in float32."""
+        auto, progress = self._auto, self._progress
+        bits = bits_per_weight(auto.units, preset.choice)
+        described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
+        written = auto.recipe(preset.values, described)
+        place = auto.folder / folder / auto.output.name
+        request = auto.job_of(written, place)
+        if not (auto.request.resume and finished.is_done(request)):
+            place.parent.mkdir(exist_ok=True)
+            progress.phase(f"making {told}")
+            loop.run(job.prepare(request, progress), progress)
+        source = auto.job.checkpoint
+        models = [source, open_checkpoint(str(place), trust_remote_code=source.trust_remote_code)]
+        device = auto.job.plan.execution.torch_device
 
-def _made(
-    auto: Auto,
-    what: str,
-    choice: Choice,
-    values: Any,
-    losses: allocation.Losses,
-    progress: Progress,
-    name: str = "searched",
-) -> Made:
-    """Make an output of a choice, unless it is there, and measure it."""
-    size = bits_per_weight(auto.units, choice)
-    described = f"{auto.request.source} at {size:.3f} bits per weight for {auto.request.options.engine}"
-    written = auto.recipe(values, described)
-    place = auto.folder / what / auto.output.name
-    request = auto.job_of(written, place)
-    if not (auto.request.resume and finished.is_done(request)):
-        place.parent.mkdir(exist_ok=True)
-        progress.phase(f"making {what if name == 'searched' else name}")
-        loop.run(job.prepare(request, progress), progress)
-    metrics = _evaluated(auto, place, progress)
-    return Made(
-        name,
-        place,
-        written,
-        choice,
-        sum(losses[item] for item in choice.items()),
-        nbytes(auto.units, choice),
-        _disk_bytes(place),
-        metrics.kld.mean,
-        metrics.kld.stderr,
-        metrics.ppl.value,
-    )
+        def listen(name: str, done: int, total: int) -> None:
+            progress.counting(f"evaluating {name}", done, total)
 
-
-def _evaluated(auto: Auto, place: Path, progress: Progress) -> Any:
-    """Metrics of an output against the original, in float32."""
-    source = auto.job.checkpoint
-    found = open_checkpoint(str(place), trust_remote_code=source.trust_remote_code)
-    device = auto.job.plan.execution.torch_device
-
-    def listen(name: str, done: int, total: int) -> None:
-        progress.counting(f"evaluating {name}", done, total)
-
-    result = evaluate.evaluate([source, found], auto.windows, torch.float32, device, listen, chosen=METRICS)
-    return result.results[1].metrics
-
-
-def _disk_bytes(place: Path) -> int:
-    files = place.iterdir() if place.is_dir() else [place]
-    return sum(path.stat().st_size for path in files)
+        result = evaluate.evaluate(models, auto.windows, torch.float32, device, listen, chosen=METRICS)
+        metrics = result.results[1].metrics
+        files = place.iterdir() if place.is_dir() else [place]
+        record = {
+            "name": preset.name,
+            "bits_per_weight": bits,
+            "chosen_bytes": nbytes(auto.units, preset.choice),
+            "disk_bytes": sum(path.stat().st_size for path in files),
+            "predicted_kld": self._predicted(preset.choice),
+            "kld": metrics.kld.mean,
+            "kld_stderr": metrics.kld.stderr,
+            "ppl": metrics.ppl.value,
+        }
+        return Made(preset, place, written, record)
 
 
 def _clear(folder: Path) -> None:
@@ -306,7 +271,7 @@ def _publish(auto: Auto, kept: Made) -> None:
     """Rename what is kept into place, and remove the rest; the table stays where it was asked for."""
     if auto.output.exists():
         replacing.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
-        old = auto.folder / "searched" / "replaced"
+        old = auto.folder / SEARCHED / "replaced"
         old.parent.mkdir(exist_ok=True)
         os.rename(auto.output, old)
     auto.output.parent.mkdir(parents=True, exist_ok=True)

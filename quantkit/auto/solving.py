@@ -6,7 +6,7 @@ costs next to nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from quantkit.auto.curve import TINY, Errors
 from quantkit.auto.engines import Space
 from quantkit.auto.gguf import GgufOutside
 from quantkit.auto.scaling import Scales
-from quantkit.auto.streams import States, Values
 from quantkit.auto.units import ANCHORS, Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
@@ -31,6 +30,8 @@ from quantkit.quantize.job import Job
 from quantkit.quantize.solvers import SiteStatistics, loss, rtn
 from quantkit.quantize.timings import Timings
 
+States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
+Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates
 HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts are gathered in turn
 RUNS_ON = 2.0  # what a stream costs in all, in terms of what it has cost when it begins
@@ -69,8 +70,8 @@ class _Known:
 
 
 class Solving:
-    """Replaces units of a job's model; see `streams.Replacer`. units: all there are; folder: where the usual
-    values of blocks wait. `errors` of units that are replaced fill on the way."""
+    """How units of a job's model are stored otherwise. units: all there are; folder: where the usual values
+    of blocks wait. `errors` of units that are replaced fill on the way."""
 
     def __init__(
         self,
@@ -96,7 +97,8 @@ class Solving:
         return self._wanted[unit.name]
 
     def usual(self, index: int, entering: States) -> Values:
-        """See `streams.Replacer`. Solved once, and written: a walk may begin behind this block."""
+        """The weights of a block that is loaded, as the usual model has them, by the states that enter it.
+        Solved once, and written: a walk may begin behind this block."""
         place = self._folder / f"{index}.safetensors"
         if not place.exists():
             values: dict[str, Tensor] = {}
@@ -157,7 +159,7 @@ class Solving:
         return solved, Errors(*({k: v / scale for k, v in part.items()} for part in _parts(sums)))
 
     def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """See `streams.Replacer`."""
+        """As long as it is open, the model computes with a matrix outside the blocks replaced."""
         assert self._outside is not None, "the space has units outside the blocks, and replaces them"
         if unit.name not in self.errors:
             self.errors[unit.name] = self._outside.solve(unit, self.wanted(unit))

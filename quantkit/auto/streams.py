@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.auto.curve import Divergence
+from quantkit.auto.solving import Solving, States, Values
 from quantkit.auto.units import Candidate, Unit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
@@ -32,8 +32,6 @@ from quantkit.quantize.calibrate import walk
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, for each of the models that are compared
 PATIENCE = 60.0  # seconds in which a walk takes in units
 ENOUGH = 0.25  # of the room, that is taken by then
-States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
-Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 
 
 @dataclass(frozen=True)
@@ -43,23 +41,6 @@ class Found:
 
     usual: Divergence
     changes: dict[tuple[str, str], Divergence]
-
-
-class Replacer(Protocol):
-    """How units are stored otherwise; see `candidates.py`."""
-
-    def wanted(self, unit: Unit) -> Sequence[Candidate]:
-        """Which candidates of a unit are to be measured."""
-
-    def usual(self, index: int, entering: States) -> Values:
-        """The weights of a block that is loaded, as the usual model has them, solved by the states that enter
-        it there the first time."""
-
-    def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """The weights of each of these in a block that is loaded, solved by the same states."""
-
-    def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """As long as it is open, the model computes with a matrix outside the blocks replaced."""
 
 
 @dataclass
@@ -76,7 +57,7 @@ def measure(
     units: Sequence[Unit],
     tokens: Sequence[Tensor],
     calibration: Sequence[Tensor],
-    replacer: Replacer,
+    replacer: Solving,
     room: int,
     heard: Callable[[Unit], None] = lambda unit: None,
     walked: Callable[[Found], None] = lambda found: None,
@@ -144,7 +125,7 @@ class _Entrance:
 
 
 def _outside(
-    skeleton: Skeleton, unit: Unit, candidate: Candidate, tokens: Sequence[Tensor], replacer: Replacer
+    skeleton: Skeleton, unit: Unit, candidate: Candidate, tokens: Sequence[Tensor], replacer: Solving
 ) -> _Stream:
     """A stream that is other from the embedding on, and at the output matrix where that is the same."""
     with replacer.outside(unit, candidate):
