@@ -160,7 +160,7 @@ def test_what_is_refused_before_anything_starts(refuse, demo_model, tiny_model):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         error, hint = refuse(2, "serve", demo_model, "--port", taken.getsockname()[1])
-    assert "is in use" in error and "--port" in hint
+    assert "Address already in use" in error and "--port" in hint
     error, hint = refuse(4, "serve", demo_model, "--engine", "llama.cpp", "--port", 0)
     assert "llama.cpp cannot serve" in error and "it reads GGUF files" in error and "transformers can" in hint
     error, _ = refuse(4, "serve", tiny_model("llama"), "--port", 0)

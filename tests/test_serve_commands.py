@@ -122,11 +122,11 @@ def test_ports():
             free_port("127.0.0.1", port)
         assert (
             refused.value.exit_code == USAGE
-            and f"port {port} of 127.0.0.1 is in use" in refused.value.message
+            and f"--host 127.0.0.1 --port {port} does not do: Address already" in refused.value.message
         )
         assert free_port("127.0.0.1", 0) not in (0, port)
     assert free_port("127.0.0.1", port) == port
-    with pytest.raises(QuantkitError, match="no address of this machine"):
+    with pytest.raises(QuantkitError, match="192.0.2.1 --port 0 does not do: Cannot assign"):
         free_port("192.0.2.1", 0)
 
 

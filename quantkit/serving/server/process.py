@@ -69,7 +69,9 @@ class Engine:
 
     def stop(self) -> None:
         """Ask it and its children to end, and end them. Interrupted in that, end them at once."""
-        family = self._family()
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self.pid).children(recursive=True)
         try:
             if self._process.poll() is None:
                 self._signal(signal.SIGTERM)
@@ -86,11 +88,6 @@ class Engine:
         lines = [printable(line).strip() for line in self.last if line.strip()]
         return f"; it said last: {' / '.join(lines)}" if lines else ", without a word"
 
-    def _family(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.pid).children(recursive=True)
-        return []
-
     def _signal(self, number: signal.Signals) -> None:
         """To the whole group: those that are left of it."""
         with suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of a group of the dead
@@ -101,12 +98,12 @@ class Engine:
         assert stream is not None
         for line in iter(stream.readline, b""):
             self.last.append(line.decode("utf-8", "replace").rstrip())
-            if output is not None:
-                try:
+            try:
+                if output is not None:
                     output.write(line)
                     output.flush()
-                except (OSError, ValueError):  # nobody reads it any more: the engine goes on all the same
-                    output = None
+            except (OSError, ValueError):  # nobody reads it any more: the engine goes on all the same
+                output = None
 
 
 def _tied_to_us() -> Callable[[], None] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import socket
 from dataclasses import dataclass, field
@@ -90,13 +89,10 @@ def free_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed ones may linger
         try:
             probe.bind((host, port))
-        except PermissionError as error:
-            hint = "choose one above 1023, or --port 0 for a free one"
-            raise QuantkitError(f"port {port} is not yours to use", hint, USAGE) from error
         except (OSError, OverflowError) as error:
-            if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-                hint = "choose 127.0.0.1, 0.0.0.0, or one of this machine's own addresses"
-                raise QuantkitError(f"--host {host} is no address of this machine", hint, USAGE) from error
-            hint = f"choose another with --port, or 0 for a free one; who has it: lsof -i :{port}"
-            raise QuantkitError(f"port {port} of {host} is in use", hint, USAGE) from error
+            why = getattr(error, "strerror", None) or error
+            hint = (
+                f"--port 0 takes a free one; who has this: lsof -i :{port}; --host 127.0.0.1 is always there"
+            )
+            raise QuantkitError(f"--host {host} --port {port} does not do: {why}", hint, USAGE) from error
         return probe.getsockname()[1]

@@ -6,7 +6,6 @@ is counted as `quantkit plan` counts it, in pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from quantkit.capacity import kv_cache
@@ -59,6 +58,9 @@ def fit(
 ) -> Room:
     """The most of what was asked for, or is usual, that fits; just that of a model of which nothing is known.
 
+    What was asked for stays; what was not is halved: lengths to what is short, then sequences, then lengths
+    to what is of any use.
+
     parallel: the engine's usual number; reserves: whether it takes the memory of all sequences at their full
     length in advance, rather than in pages. Raises QuantkitError (exit code 5) where not even the least fits.
     """
@@ -82,35 +84,23 @@ def fit(
         """Bytes of one sequence in pages."""
         return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
 
-    left = usable - weight_bytes
-    for length, count in _choices(settings, ctx, slots):
-        each = one(length)
-        if each * (count if reserves else 1) <= left:
-            if (length, count) != (ctx, slots):
-                notes += (f"of {ctx:,} tokens × {slots}, {length:,} × {count} fit in {size(usable)}",)
-            cache = left if paged else min(each * count, left)
-            tokens = cache * length // each if each else length * count  # 0 without attention
-            return Room(length, count, cache, tokens, weight_bytes, memory, notes)
-    least = one(asked or min(ctx, SHORTEST)) * (settings.parallel or 1)
-    raise QuantkitError(
-        f"weights of {size(weight_bytes)} and a cache of {size(least)} do not fit in the "
-        f"{size(usable)} that may be used of the memory",
-        hint="a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
-        exit_code=RESOURCES,
-    )
-
-
-def _choices(settings: Settings, ctx: int, slots: int) -> Iterator[tuple[int, int]]:
-    """What was asked for stays; what was not shrinks: lengths to what is short, then sequences, then lengths
-    to what is of any use."""
-    lengths = [ctx] if settings.tokens else list(_halved(ctx, min(ctx, SHORT)))
-    counts = [slots] if settings.parallel else list(_halved(slots, 1))
-    yield from ((length, count) for count in counts for length in lengths)
-    if not settings.tokens:
-        yield from ((length, counts[-1]) for length in _halved(lengths[-1], min(ctx, SHORTEST)))
-
-
-def _halved(value: int, least: int) -> Iterator[int]:
-    while value >= least:
-        yield value
-        value //= 2
+    left, length, count = usable - weight_bytes, ctx, slots
+    while (each := one(length)) * (count if reserves else 1) > left:
+        if not asked and length // 2 >= min(ctx, SHORT):
+            length //= 2
+        elif not settings.parallel and count > 1:
+            count //= 2
+        elif not asked and length // 2 >= min(ctx, SHORTEST):
+            length //= 2
+        else:
+            raise QuantkitError(
+                f"weights of {size(weight_bytes)} and a cache of {size(each * (settings.parallel or 1))} do "
+                f"not fit in the {size(usable)} that may be used of the memory",
+                "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
+                RESOURCES,
+            )
+    if (length, count) != (ctx, slots):
+        notes += (f"of {ctx:,} tokens × {slots}, {length:,} × {count} fit in {size(usable)}",)
+    cache = left if paged else min(each * count, left)
+    tokens = cache * length // each if each else length * count  # 0 without attention
+    return Room(length, count, cache, tokens, weight_bytes, memory, notes)

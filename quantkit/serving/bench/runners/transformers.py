@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import transformers
@@ -70,22 +69,5 @@ class Generation:
             decode_tokens=len(prompts) * len(steps),
             decode_seconds=sum(steps),
             step_seconds=steps,
-            kv_bytes=cache_bytes(cache),
+            kv_bytes=engine.cache_bytes(cache),
         )
-
-
-def cache_bytes(cache: Any) -> int | None:
-    """Of all tensors of a cache, whatever family's it is; None where there is none."""
-    if cache is None:
-        return None
-    found = {id(tensor): tensor for tensor in _tensors(cache, 0)}
-    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth < 5:
-        inner = value if isinstance(value, (list, tuple, dict)) else getattr(value, "__dict__", ())
-        for one in inner.values() if isinstance(inner, dict) else inner:
-            yield from _tensors(one, depth + 1)
