@@ -23,7 +23,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.reading import DTYPES
-from quantkit.models.gguf.coded import CodedGguf
+from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
 from quantkit.quantize.outputs.folder import TIMINGS
 
@@ -40,7 +40,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
     checkpoint = student.checkpoint
     changes = patches(student, floats) if floats is not None else iter(())
     manifest = _manifest(checkpoint, record)
-    if isinstance(checkpoint, CodedGguf):
+    if isinstance(checkpoint, GgufCheckpoint):
         if manifest is None:
             manifest = {"schema": "quantkit.manifest/1", "quantkit": __version__, "distilled": record}
         text = json.dumps(manifest, ensure_ascii=False)
@@ -74,7 +74,7 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
                 stored = names.stored_of(index, f"{local}.weight")
                 parts = checkpoint.parts(stored)
                 found = layout.refilled(parts, block.of_linear(local, inside))
-                if isinstance(checkpoint, CodedGguf):
+                if isinstance(checkpoint, GgufCheckpoint):
                     yield _patch(checkpoint, stored, found["ggml"])
                     continue
                 places = dict(zip(parts, checkpoint.stored_as(stored), strict=True))
@@ -89,7 +89,7 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
 
 def _patch(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
     """Another value of a stored tensor."""
-    if isinstance(checkpoint, CodedGguf):
+    if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.folder, *checkpoint.placed(name, tensor)
     info = checkpoint.infos[name]
     fresh = tensor.to(DTYPES[info.dtype]).clone(memory_format=torch.contiguous_format)

@@ -228,6 +228,4 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
 
 def _coded(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
     """The same file with the linears of its blocks left packed."""
-    from quantkit.models.gguf.coded import CodedGguf
-
-    return CodedGguf.of(checkpoint, [row.name for row in linears(Skeleton(checkpoint, dtype, device))])
+    return checkpoint.coded([row.name for row in linears(Skeleton(checkpoint, dtype, device))])

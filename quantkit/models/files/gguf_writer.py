@@ -62,8 +62,8 @@ class GgufWriter:
         self._file = open(self._partial, "xb")
         try:
             self._file.write(self._header)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -83,22 +83,14 @@ class GgufWriter:
         return f"{entry.name} was not written, {self._written} bytes of {entry.nbytes} were"
 
     def __exit__(self, kind, error, traceback) -> None:
-        if kind is not None:
-            self._abandon()
-            return
         try:
-            assert self._done == len(self._entries), self._missing()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except BaseException:
-            self._abandon()
-            raise
-        self._file.close()
-        os.replace(self._partial, self.path)
-
-    def _abandon(self) -> None:
-        try:
-            self._file.close()  # flushes, and fails on a full disk
+            with self._file:  # closing flushes, and fails on a full disk
+                if kind is None:
+                    assert self._done == len(self._entries), self._missing()
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                os.replace(self._partial, self.path)
         finally:
             self._partial.unlink(missing_ok=True)
 

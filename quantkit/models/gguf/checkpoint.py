@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 import transformers
+from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.grids.ggml import TYPES
+from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files import gguf_file, reading, sums, unchanged
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
 from quantkit.models.gguf.file_config import refuse_imatrix
+from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
 from quantkit.models.skeleton.loading import TORCH_DTYPES
@@ -67,6 +71,38 @@ class GgufCheckpoint(Checkpoint):
         """The manifest that quantkit wrote into the file."""
         found = self.metadata.get("quantkit.manifest")
         return found if isinstance(found, str) else None
+
+    def coded(self, linears: Collection[str]) -> GgufCheckpoint:
+        """The same file, whose linears of these names stay in their blocks of codes, as packed linears of any
+        other layout do; but for those of types without a grid here or with a scale of their own, and those
+        that the file holds in several pieces."""
+        infos = {name: self.infos.get(f"{name}.weight") for name in linears}
+        packed = {
+            name: {GgmlLayout.marker: info.name}
+            for name, info in infos.items()
+            if info and info.dtype in TYPES and info.dtype not in SCALED and info.name not in self.pieces
+        }
+        return replace(self, layout=GgmlLayout(), _quantized=packed)
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """Blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows as the model has them, and the
+        number of their type."""
+        info, target = self.infos[name], self.targets[name]
+        raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
+        rows = target.to_hf(raw.view(target.shape[-2], -1))
+        number = torch.tensor(GGMLQuantizationType[info.dtype].value, dtype=torch.int32)
+        return {"ggml": rows.contiguous(), "ggml_type": number}
+
+    def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
+        """Where in the file `X.weight` lies and its bytes, of blocks as `parts` has them; or of a vector, of
+        its values."""
+        info, target = self.infos[name], self.targets[name]
+        moved = target.to_gguf(tensor)
+        if tensor.dtype != torch.uint8:
+            moved = moved.to(TORCH_DTYPES[info.dtype])
+        data = moved.contiguous().view(torch.uint8).numpy().tobytes()
+        assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
+        return info.offset, data
 
     @property
     def disk_bytes(self) -> int:

@@ -16,7 +16,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf import architectures, file_config, rope, variants
 from quantkit.models.gguf.architectures import DEFAULTS, LATENT, Architecture
-from quantkit.models.gguf.file_config import PATTERN, SLIDING, layer_types, pattern
+from quantkit.models.gguf.file_config import FULL, PATTERN, SLIDING, layer_types
 from quantkit.models.gguf.variants import head_dim
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
@@ -86,7 +86,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     usual = row.period(len(kinds))
     others = () if row.window_depth else range(1, len(kinds) + 1)
     for period in (usual, *others):
-        if kinds == pattern(period, len(kinds)):
+        if kinds == variants.every(period, len(kinds), FULL, SLIDING):
             return {} if period == usual else {PATTERN: period}
     raise row.inexpressible("sliding attention other than in all but every nth block")
 

@@ -91,11 +91,7 @@ def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[s
         return [SLIDING if slides else FULL for slides in period] if len(period) == blocks else None
     if type(period) is not int or type(blocks) is not int or period < 1 or blocks > most:
         return None
-    return pattern(period, blocks)
-
-
-def pattern(period: int, blocks: int) -> list[str]:
-    return [FULL if index % period == period - 1 else SLIDING for index in range(blocks)]
+    return variants.every(period, blocks, FULL, SLIDING)
 
 
 def dtype(infos: Infos) -> str:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -138,52 +138,39 @@ def _read_legacy(path: Path) -> Imatrix:
 
     The floats are means times `calls`; tokens are not known. What follows the entries may be missing.
     """
-    sums, counts = {}, {}
-    with open(path, "rb") as file:
-        cursor = _Cursor(path, file, path.stat().st_size)
-        entries = cursor.integer("its number of entries", least=1)
-        for position in range(entries):
-            name = cursor.text(f"the name of entry {position + 1} of {entries}", least=1)
-            if name in sums:
-                _refuse(path, f"{name} comes twice")
-            calls = cursor.integer(f"the calls of {name}")
-            sums[name] = cursor.floats(name)
-            counts[name] = torch.tensor([float(max(calls, 1))])
-        chunks = cursor.integer("its number of chunks", least=0) if cursor.left else 0
-        dataset = cursor.text("its dataset", least=0) if cursor.left else ""
-        if cursor.left:
-            _refuse(path, f"{cursor.left} bytes follow its end")
-    return Imatrix(sums, counts, (dataset,) if dataset else (), chunks)
+    left = path.stat().st_size
 
+    def take(nbytes: int, what: str) -> bytes:  # every size is held against what is left
+        nonlocal left
+        if nbytes > left:
+            _refuse(path, f"{what} would take {nbytes} bytes, {left} are left")
+        left -= nbytes
+        return file.read(nbytes)
 
-@dataclass
-class _Cursor:
-    """A file read from front to end; every size is held against what is left before it is believed."""
-
-    path: Path
-    file: BinaryIO
-    left: int
-
-    def take(self, nbytes: int, what: str) -> bytes:
-        if nbytes > self.left:
-            _refuse(self.path, f"{what} would take {nbytes} bytes, {self.left} are left")
-        self.left -= nbytes
-        return self.file.read(nbytes)
-
-    def integer(self, what: str, least: int = -(1 << 31)) -> int:
-        (value,) = struct.unpack("<i", self.take(4, what))
+    def integer(what: str, least: int = -(1 << 31)) -> int:
+        (value,) = struct.unpack("<i", take(4, what))
         if value < least:
-            _refuse(self.path, f"{what} is {value}")
+            _refuse(path, f"{what} is {value}")
         return value
 
-    def text(self, what: str, least: int) -> str:
-        data = self.take(self.integer(f"the length of {what}", least), what)
+    def text(what: str, least: int) -> str:
         try:
-            return data.decode()
+            return take(integer(f"the length of {what}", least), what).decode()
         except UnicodeDecodeError:
-            _refuse(self.path, f"{what} is no text")
+            _refuse(path, f"{what} is no text")
 
-    def floats(self, name: str) -> Tensor:
-        count = self.integer(f"the number of values of {name}", least=1)
-        values = np.frombuffer(self.take(4 * count, name), "<f4")
-        return torch.from_numpy(values.copy())
+    sums, counts = {}, {}
+    with open(path, "rb") as file:
+        entries = integer("its number of entries", least=1)
+        for position in range(entries):
+            name = text(f"the name of entry {position + 1} of {entries}", least=1)
+            if name in sums:
+                _refuse(path, f"{name} comes twice")
+            counts[name] = torch.tensor([float(max(integer(f"the calls of {name}"), 1))])
+            values = take(4 * integer(f"the number of values of {name}", least=1), name)
+            sums[name] = torch.from_numpy(np.frombuffer(values, "<f4").copy())
+        chunks = integer("its number of chunks", least=0) if left else 0
+        dataset = text("its dataset", least=0) if left else ""
+        if left:
+            _refuse(path, f"{left} bytes follow its end")
+    return Imatrix(sums, counts, (dataset,) if dataset else (), chunks)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Keys = Mapping[str, Any]
 SHARED_LENGTH = "expert_shared_feed_forward_length"
 ROPE_SECTIONS = "rope.dimension_sections"  # of heads, by time, height and width: one position for text
+DELTA = "full_attention", "linear_attention"
 UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a model with so many
 
 
@@ -37,6 +38,11 @@ def head_dim(config: PretrainedConfig) -> int:
 
 def rope_sections(config: PretrainedConfig) -> list[int]:
     return [*config.rope_parameters.get("mrope_section", (11, 11, 10)), 0]
+
+
+def every(period: int, blocks: int, last: Any, others: Any) -> list[Any]:
+    """What every nth block is, and the others are."""
+    return [others if (index + 1) % period else last for index in range(blocks)]
 
 
 # ---- refusing
@@ -72,7 +78,7 @@ def rope_by_depth(config: PretrainedConfig) -> str | None:
 
 def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
     rotary = [bool(rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
-    usual = [index % 4 != 3 for index in range(config.num_hidden_layers)]
+    usual = every(4, config.num_hidden_layers, False, True)
     return None if rotary == usual else "no_rope_layers other than every fourth"
 
 
@@ -85,7 +91,7 @@ def unlike_delta_net(config: PretrainedConfig) -> str | None:
         return f"value heads of {config.linear_value_head_dim} over key heads of {config.linear_key_head_dim}"
     kinds, rope = config.layer_types, config.rope_parameters
     period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-    if period < 2 or kinds != _attending(period, len(kinds)):
+    if period < 2 or kinds != every(period, len(kinds), *DELTA):
         return "linear attention other than in all but every nth block"
     sections, angles = rope_sections(config), config.head_dim * rope["partial_rotary_factor"] / 2
     whole = all(angle < 3 * sections[angle % 3] for angle in range(int(angles)))
@@ -113,11 +119,9 @@ def other_blocks(config: PretrainedConfig) -> str | None:
     """Which blocks know positions, have experts and norms is not told: every fourth, every nth, and all but
     those of the largest model."""
     blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
-    rotated = [int(index % 4 != 3) for index in range(blocks)]
-    kinds = ["chunked_attention" if rotates else "full_attention" for rotates in rotated]
     usual = {
-        "no_rope_layers": rotated,
-        "layer_types": kinds,
+        "no_rope_layers": every(4, blocks, 0, 1),
+        "layer_types": every(4, blocks, "full_attention", "chunked_attention"),
         "moe_layers": list(range(step - 1, blocks, step)),
         "use_qk_norm": config.num_local_experts != UNNORMED,
     }
@@ -152,11 +156,7 @@ def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     sizes = inner, heads, period, blocks
     if any(type(size) is not int or size < 1 for size in sizes) or blocks > len(names):
         return {}
-    return {"linear_value_head_dim": inner // heads, "layer_types": _attending(period, blocks)}
-
-
-def _attending(period: int, blocks: int) -> list[str]:
-    return ["linear_attention" if (index + 1) % period else "full_attention" for index in range(blocks)]
+    return {"linear_value_head_dim": inner // heads, "layer_types": every(period, blocks, *DELTA)}
 
 
 def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:

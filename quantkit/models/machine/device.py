@@ -90,11 +90,8 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
     module = _module(kind)
     for index in range(module.device_count()):
         place = torch.device(kind.type, index)
-        total = (
-            module.mem_get_info(place)[1]
-            if hasattr(module, "mem_get_info")
-            else module.recommended_max_memory()
-        )
+        known = hasattr(module, "mem_get_info")
+        total = module.mem_get_info(place)[1] if known else module.recommended_max_memory()
         yield str(place), getattr(module, "get_device_name", str)(place), free_memory(place), total
 
 
