@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import unicodedata
+from collections.abc import Collection, Mapping
 
 RUNTIME = 1
 USAGE = 2
@@ -122,3 +123,20 @@ def name_all(names, limit: int = 8) -> str:
     names = list(names)
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def one_of(
+    name: str, names: Collection[str], complaint: str, aliases: Mapping[str, str] | None = None
+) -> str:
+    """`name`, or what it is an alias of, where `names` has that.
+
+    Raises QuantkitError (exit code 2) with the complaint, the nearest name and all of them.
+    """
+    import difflib
+
+    known = (aliases or {}).get(name, name)
+    if known in names:
+        return known
+    near = difflib.get_close_matches(name, [*names, *(aliases or ())], 1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise QuantkitError(complaint, f"{meant}choose one of {', '.join(names)}", USAGE)

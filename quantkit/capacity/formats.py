@@ -5,7 +5,6 @@ What quantkit's methods write with their default options, to the byte; GGUF with
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from quantkit.capacity import Unsupported, gguf
 from quantkit.capacity.parameters import Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.errors import USAGE, QuantkitError, count, name_all
+from quantkit.errors import count, name_all, one_of
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.quantize import methods
 
@@ -124,13 +123,7 @@ def names() -> tuple[str, ...]:
 def named(text: str) -> str:
     """A format as users call it. Raises QuantkitError with the nearest names for an unknown one."""
     spelled = {name.lower(): name for name in (STORED, *names())}
-    name = spelled.get(ALIASES.get(text.lower(), text.lower()))
-    if name is None:
-        near = difflib.get_close_matches(text.lower(), [*spelled, *ALIASES], 2)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        hint = f"{meant}choose one of {', '.join(spelled)}"
-        raise QuantkitError(f"--method {text!r} is not known", hint, USAGE)
-    return name
+    return spelled[one_of(text.lower(), spelled, f"--method {text!r} is not known", ALIASES)]
 
 
 def of_method(method: str) -> str:

@@ -5,11 +5,10 @@ One list for `eval`, `plan`, `serve`, `chat` and `bench`. What each rounds to: `
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from fractions import Fraction
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import one_of
 
 GROUP = 64  # values of transformers' quantized cache that share a scale and a shift of 16 bit each
 BLOCK = 32  # values of llama.cpp's types that share a 16-bit scale
@@ -50,13 +49,4 @@ ALIASES = {
 
 def named(text: str) -> str:
     """A name of `TYPES`. Raises QuantkitError with the nearest names for an unknown one."""
-    name = ALIASES.get(text.lower(), text.lower())
-    if name in TYPES:
-        return name
-    near = difflib.get_close_matches(text.lower(), [*TYPES, *ALIASES], 2)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise QuantkitError(
-        f"no precision of a key/value cache is called {text!r}",
-        f"{meant}choose one of {', '.join(TYPES)}",
-        USAGE,
-    )
+    return one_of(text.lower(), TYPES, f"no precision of a key/value cache is called {text!r}", ALIASES)

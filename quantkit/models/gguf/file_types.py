@@ -6,14 +6,13 @@ of blocks are those of `gguf.GGML_QUANT_SIZES`, for which plans and help would w
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import one_of
 
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 BLOCKS = {type: tuple(block) for type, block in _stored["blocks"].items()}  # weights and bytes of a block
@@ -125,17 +124,9 @@ def number(file_type: str) -> int:
 
 def parse_file_type(text: str) -> str:
     """The file type a user names, in llama-quantize's spelling. Raises QuantkitError for an unknown one."""
-    return _known(ALIASES.get(text.upper(), text.upper()), FILE_TYPES, f"no file type {text!r}")
+    return one_of(text.upper(), FILE_TYPES, f"no file type {text!r}", ALIASES)
 
 
 def parse_type(text: str, flag: str) -> str:
     """The ggml type a user names after `flag`. Raises QuantkitError for an unknown one."""
-    return _known(text.upper(), BLOCKS, f"{flag}: no type {text!r}")
-
-
-def _known(name: str, names: Collection[str], complaint: str) -> str:
-    if name in names:
-        return name
-    near = difflib.get_close_matches(name, names, 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    raise QuantkitError(complaint, f"{meant}choose one of {', '.join(names)}", USAGE)
+    return one_of(text.upper(), BLOCKS, f"{flag}: no type {text!r}")

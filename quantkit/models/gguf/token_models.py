@@ -7,12 +7,11 @@ text, and else told to `warn`.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, one_of
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 from quantkit.models.gguf.tokenizer_files import TokenizerFiles
@@ -49,13 +48,7 @@ def byte_level(
     if pre is None:
         forms = [step["type"] for step in flat(stored["normalizer"], "normalizers")]
         pre = _recognise(files, "NFC" in forms, merges).names[0]
-    elif pre not in pre_tokenizers.by_name():
-        near = difflib.get_close_matches(pre, pre_tokenizers.by_name(), n=3)
-        raise QuantkitError(
-            f"--pre {pre} is no pre-tokenizer that quantkit knows",
-            hint=f"did you mean {' or '.join(near)}?" if near else f"one of {_names()}",
-            exit_code=USAGE,
-        )
+    one_of(pre, pre_tokenizers.by_name(), f"--pre {pre} is no pre-tokenizer that quantkit knows")
     if otherwise := pre_tokenizers.by_name()[pre].otherwise:
         warn(f"llama.cpp's {pre} {otherwise}")
     return {"model": "gpt2", "pre": pre, "merges": [f"{a} {b}" for a, b in merges]}, vocabulary
