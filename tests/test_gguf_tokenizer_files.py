@@ -169,7 +169,9 @@ def test_tokens_around_a_text_are_those_the_tokenizer_puts_there(processor, adds
     tokenizer = Tokenizer.from_str(small())
     if processor is not None:
         tokenizer.post_processor = processor
+    tokenizer.enable_padding(length=16)
     tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
     change(folder, "tokenizer_config.json", add_bos_token=not adds[0])  # transformers does not heed it either
     found = metadata(folder, 9)
     assert (found[f"{KEY}add_bos_token"], found[f"{KEY}add_eos_token"]) == adds

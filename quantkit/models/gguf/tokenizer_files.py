@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import why_no_tokenizer
 from quantkit.models.files.safetensors_folder import read_json
 
@@ -28,9 +29,21 @@ class TokenizerFiles:
     def tokenizer(self) -> Json:
         """tokenizer.json as the library reads it, or what transformers makes of the older files (vocab.json,
         merges.txt, tokenizer.model)."""
+        return json.loads(self._library.to_str())
+
+    @cached_property
+    def _library(self) -> tokenizers.Tokenizer:
         path = self.folder / "tokenizer.json"
-        found = _from_file(path) if path.is_file() else _from_older_files(self.folder)
-        return json.loads(found.to_str())
+        return _from_file(path) if path.is_file() else _from_older_files(self.folder)
+
+    def affixes(self) -> tuple[list[int], list[int]]:
+        """Ids of the tokens that are put before and after every text."""
+        self._library.no_padding()
+        self._library.no_truncation()
+        with tokenizing.explained():
+            found = self._library.encode("a")
+        inside = [place for place, text in enumerate(found.sequence_ids) if text is not None]
+        return (found.ids[: inside[0]], found.ids[inside[-1] + 1 :]) if inside else (found.ids, [])
 
     @cached_property
     def config(self) -> Json:
@@ -95,27 +108,6 @@ class TokenizerFiles:
                 raise self.damaged("a chat template has no name or no text")
             return {entry["name"]: entry["template"] for entry in stored}
         return {"default": stored} if isinstance(stored, str) else {}
-
-
-def affixes(processor: Json | None) -> tuple[list[int], list[int]]:
-    """Ids of the tokens that a post-processor of tokenizer.json puts before and after a text."""
-    before: list[int] = []
-    after: list[int] = []
-    match processor:
-        case {"type": "Sequence", "processors": steps}:
-            for step in steps:
-                first, last = affixes(step)
-                before, after = first + before, after + last
-        case {"type": "TemplateProcessing", "single": template, "special_tokens": tokens}:
-            place = before
-            for item in template:
-                if "SpecialToken" in item:
-                    place += tokens[item["SpecialToken"]["id"]]["ids"]
-                else:
-                    place = after
-        case {"type": "RobertaProcessing" | "BertProcessing", "cls": cls, "sep": sep}:
-            before, after = [cls[1]], [sep[1]]
-    return before, after
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:

@@ -25,7 +25,7 @@ from quantkit.models.gguf.token_models import (
     Vocabulary,
     Warn,
 )
-from quantkit.models.gguf.tokenizer_files import TokenizerFiles, affixes
+from quantkit.models.gguf.tokenizer_files import TokenizerFiles
 
 DEFAULT_EOS = {"gpt2": 11, "llama": 2}
 ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
@@ -110,11 +110,7 @@ def _special_tokens(
             if isinstance(number, int) and 0 <= number < vocab_size:
                 found.setdefault(role, number)
     adds = {}
-    try:  # transformers, too, believes the file over its own configuration
-        around = affixes(files.tokenizer["post_processor"])
-    except (KeyError, TypeError, IndexError) as error:
-        raise files.damaged("post_processor of tokenizer.json is not understood") from error
-    for role, wanted in zip(("bos", "eos"), around, strict=True):
+    for role, wanted in zip(("bos", "eos"), files.affixes(), strict=True):
         if len(wanted) == 1:
             found.setdefault(role, wanted[0])
         adds[f"add_{role}_token"] = bool(wanted) and wanted == [found.get(role)]
