@@ -3,7 +3,7 @@
 import importlib.resources
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict
 
 import far_device
 import jsonschema
@@ -21,7 +21,7 @@ from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.attention.measure import Row, allocations, measure
 from quantkit.serving.bench.attention.settings import Settings
-from quantkit.serving.bench.attention.show import record, report, verdict
+from quantkit.serving.bench.attention.show import report, verdict
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
@@ -56,9 +56,9 @@ def measured(checkpoint, lengths=LENGTHS):
 def test_a_parabola_is_found_as_it_is():
     lengths = (10, 20, 40, 80, 160)
     found = fit([(n, 500 + 30 * n + 24 * n**2) for n in lengths], heads=3, bytes_per_value=4, batch=2)
-    assert (found.a, found.b, found.c) == pytest.approx((500, 30, 24), rel=1e-6)
-    assert found.scores == 3 * 4 * 2 and found.matrices == pytest.approx(1) and found.quadratic
-    assert found.error < 1e-6 and found.at(100) == pytest.approx(243_500)
+    assert (found["a"], found["b"], found["c"]) == pytest.approx((500, 30, 24), rel=1e-6)
+    assert found["scores"] == 3 * 4 * 2 and found["matrices"] == pytest.approx(1) and found["quadratic"]
+    assert found["error"] < 1e-6
 
 
 def test_noise_is_numpys_standard_error_and_a_line_is_no_parabola():
@@ -66,15 +66,14 @@ def test_noise_is_numpys_standard_error_and_a_line_is_no_parabola():
     nbytes = 1e6 + 9_000 * lengths + np.array([3e4, -5e4, 2e4, 4e4, -1e4])
     found = fit(list(zip(lengths, nbytes, strict=True)), heads=4, bytes_per_value=2)
     coefficients, covariance = np.polyfit(lengths, nbytes, 2, cov=True)
-    assert (found.c, found.error) == pytest.approx((coefficients[0], covariance[0, 0] ** 0.5), rel=1e-4)
-    assert found.told and not found.quadratic and "does not grow with N²" in verdict(found)
+    assert (found["c"], found["error"]) == pytest.approx((coefficients[0], covariance[0, 0] ** 0.5), rel=1e-4)
+    assert found["told"] and not found["quadratic"] and "does not grow with N²" in verdict(found)
 
 
 def test_prompts_too_short_to_tell_are_said_to_be():
     """As measured: up to 256 tokens something else is the peak, and the parabola bends the wrong way."""
     found = fit([(32, 770_000), (64, 1_300_000), (128, 2_450_000), (256, 4_450_000)], 4, 2)
-    found = replace(found, error=3.6)
-    assert found.c < 0 and not found.told and "is not told by prompts this short" in verdict(found)
+    assert found["c"] < 0 and not found["told"] and "is not told by prompts this short" in verdict(found)
 
 
 def test_three_lengths_are_too_few():
@@ -126,37 +125,39 @@ def test_allocations_are_counted_to_the_byte():
 
 def test_two_measurements_count_alike(result, checkpoint):
     again = measured(checkpoint, LENGTHS[:1])
-    counts = [[(row.prefill_bytes, row.decode_bytes) for row in made.rows[:2]] for made in (result, again)]
+    counts = [
+        [(row["prefill_bytes"], row["decode_bytes"]) for row in made["rows"][:2]] for made in (result, again)
+    ]
     assert counts[0] == counts[1] and None not in counts[0][0]
 
 
 def test_decoding_holds_the_cache_of_the_prompt(result, checkpoint):
     sizes = checkpoint.text_config
     values = 2 * sizes.num_key_value_heads * sizes.head_dim * sizes.num_hidden_layers
-    for row in result.rows[:2]:
-        assert row.decode_bytes > 4 * BATCH * values * row.length
+    for row in result["rows"][:2]:
+        assert row["decode_bytes"] > 4 * BATCH * values * row["length"]
 
 
 def test_eager_writes_its_scores_out_and_sdpa_does_not(result):
     """In float32 two at a time (a product and its scaled or masked copy), and the mask for all heads."""
-    eager, sdpa = result.fits["eager"], result.fits["sdpa"]
-    assert eager.scores == 4 * BATCH * result.heads
-    assert eager.matrices == pytest.approx(2 + 1 / result.heads, abs=0.6)
-    assert eager.quadratic and not sdpa.quadratic and abs(sdpa.matrices) < 0.2
+    eager, sdpa = result["fits"]["eager"], result["fits"]["sdpa"]
+    assert eager["scores"] == 4 * BATCH * result["heads"]
+    assert eager["matrices"] == pytest.approx(2 + 1 / result["heads"], abs=0.6)
+    assert eager["quadratic"] and not sdpa["quadratic"] and abs(sdpa["matrices"]) < 0.2
 
 
 def test_rows_say_what_ran_and_why_not(result, folder):
-    assert [(row.length, row.attention) for row in result.rows] == [
-        (length, name) for length in LENGTHS for name in result.settings.implementations
+    assert [(row["length"], row["attention"]) for row in result["rows"]] == [
+        (length, name) for length in LENGTHS for name in result["settings"]["implementations"]
     ]
-    eager, sdpa, missing = result.rows[:3]
-    assert eager.kernel == "scores written out (matmul, softmax, matmul)"
-    assert sdpa.kernel == "flash, torch's own for CPUs"
-    assert len(eager.seconds) == len(eager.step_seconds) == 2 and not eager.refused
+    eager, sdpa, missing = result["rows"][:3]
+    assert eager["kernel"] == "scores written out (matmul, softmax, matmul)"
+    assert sdpa["kernel"] == "flash, torch's own for CPUs"
+    assert len(eager["seconds"]) == len(eager["step_seconds"]) == 2 and not eager["refused"]
     with pytest.raises(ValueError) as reason:
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="no_such_attention")
-    words = missing.refused.removesuffix(" …")  # cut where a first line is a paragraph
-    assert missing == Row("no_such_attention", 256, refused=missing.refused)
+    words = missing["refused"].removesuffix(" …")  # cut where a first line is a paragraph
+    assert missing == asdict(Row("no_such_attention", 256, refused=missing["refused"]))
     assert len(words) > 80 and first_line(reason.value).startswith(words)
 
 
@@ -168,9 +169,9 @@ def test_an_implementation_that_fails_at_a_length_is_refused_from_there_on(check
 
     AttentionInterface.register("short_only", short)
     settings = Settings(("short_only",), (24, 48, 64), steps=1, repeats=1)
-    rows = measure(checkpoint, settings, torch.float32, CPU).rows
-    assert [row.refused for row in rows] == ["", *["headdim not supported"] * 2]
-    assert [bool(row.kernel) for row in rows] == [True] * 3
+    rows = measure(checkpoint, settings, torch.float32, CPU)["rows"]
+    assert [row["refused"] for row in rows] == ["", *["headdim not supported"] * 2]
+    assert [bool(row["kernel"]) for row in rows] == [True] * 3
 
 
 @pytest.mark.parametrize("mistake", [KeyError, TypeError, AttributeError])
@@ -217,7 +218,7 @@ def test_settings_that_make_no_sense_are_refused(values):
 def test_the_record_is_what_its_schema_says(result):
     place = importlib.resources.files("quantkit").joinpath("serving/bench/attention/bench-attention-1.json")
     schema = json.loads(place.read_text(encoding="utf-8"))
-    made = json.loads(json.dumps(record(result), allow_nan=False))
+    made = json.loads(json.dumps(result, allow_nan=False))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(made, schema)
     assert made["rows"][2]["refused"] and made["rows"][0]["length"] == 256
@@ -233,8 +234,8 @@ def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
 
 
 def test_without_a_peak_there_is_no_fit_but_times(result, capsys):
-    rows = tuple(replace(row, prefill_bytes=None, decode_bytes=None) for row in result.rows)
-    blind = replace(result, rows=rows, fits={}, memory="not told by this device")
+    rows = [row | {"prefill_bytes": None, "decode_bytes": None} for row in result["rows"]]
+    blind = result | {"rows": rows, "fits": {}, "memory": "not told by this device"}
     made = report(blind)
     made.show(Console(width=80))
     assert "not told by this device" in (shown := capsys.readouterr().out) and "score matrices" not in shown
@@ -245,7 +246,7 @@ def test_plots_show_times_and_memory(result):
     times, memory = report(result).figures
     assert [series.label for series in times.series] == ["eager", "sdpa"]
     assert [point.x for point in times.series[0].points] == list(LENGTHS)
-    measured = [row.prefill_bytes for row in result.rows if row.attention == "eager"]
+    measured = [row["prefill_bytes"] for row in result["rows"] if row["attention"] == "eager"]
     dots, curve = memory.series[:2]
     assert [point.y for point in dots.points] == measured and curve.bare
     assert drawing.document(memory).count("<title>") == 2 * len(LENGTHS)
@@ -256,6 +257,9 @@ def test_it_runs_on_an_accelerator(checkpoint):
     with far_device.present():
         settings = Settings(("eager", "sdpa"), (8, 16), steps=1, repeats=1)
         made = measure(checkpoint, settings, torch.float32, far_device.FAR)
-    assert [row.refused for row in made.rows] == [""] * 4
-    assert made.rows[0].kernel.startswith("scores written out") and made.rows[0].prefill_bytes is None
-    assert made.memory == "not told by this device"
+    assert [row["refused"] for row in made["rows"]] == [""] * 4
+    assert (
+        made["rows"][0]["kernel"].startswith("scores written out")
+        and made["rows"][0]["prefill_bytes"] is None
+    )
+    assert made["memory"] == "not told by this device"

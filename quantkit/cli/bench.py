@@ -283,7 +283,7 @@ def _attention(asked: Asked, progress: Any) -> tuple[dict, Any]:
     wanted = asked.settings(settings.Settings)
     checkpoint, dtype, device = asked.opened()
     result = measure.measure(checkpoint, wanted, dtype, device, progress)
-    return show.record(result), show.report(result)
+    return result, show.report(result)
 
 
 def _batching(asked: Asked, progress: Any) -> tuple[dict, Any]:

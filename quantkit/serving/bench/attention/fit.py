@@ -7,7 +7,6 @@ scores that are written out. FlashAttention (Dao et al. 2022, arXiv:2205.14135) 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,38 +15,16 @@ from quantkit.capacity.kv_cache import attention_scores
 LEAST = 4  # lengths: three would be met exactly, whatever they are
 
 
-@dataclass(frozen=True)
-class Fit:
-    """bytes = a + b·N + c·N². error: the standard error of c. scores: bytes·N⁻² of one layer's scores, all
-    sequences of the batch; matrices: how many of them c is."""
+def fit(
+    told: Sequence[tuple[int, int]], heads: int, bytes_per_value: int, batch: int = 1
+) -> dict[str, float | bool] | None:
+    """The parabola nearest to (length, bytes); None for fewer than `LEAST` different lengths.
 
-    a: float
-    b: float
-    c: float
-    error: float
-    scores: int
-
-    @property
-    def matrices(self) -> float:
-        return self.c / self.scores
-
-    @property
-    def told(self) -> bool:
-        """Whether the lengths tell c so well that one score matrix could not be missed."""
-        return 3 * self.error < self.scores
-
-    @property
-    def quadratic(self) -> bool:
-        """Whether memory grows with N²: more than the noise, and at least a quarter of one score matrix."""
-        return self.c > 3 * self.error and self.matrices > 0.25
-
-    def at(self, tokens: float) -> float:
-        """Bytes for a prompt of so many tokens."""
-        return self.a + self.b * tokens + self.c * tokens**2
-
-
-def fit(told: Sequence[tuple[int, int]], heads: int, bytes_per_value: int, batch: int = 1) -> Fit | None:
-    """The parabola nearest to (length, bytes); None for fewer than `LEAST` different lengths."""
+    error: the standard error of c. scores: bytes·N⁻² of one layer's scores, all sequences of the batch;
+    matrices: how many of them c is. told: whether the lengths tell c so well that one score matrix could not
+    be missed. quadratic: whether memory grows with N²: more than the noise, and at least a quarter of one
+    score matrix.
+    """
     if len(dict(told)) < LEAST:
         return None
     lengths, nbytes = np.asarray(told, dtype=float).T
@@ -55,4 +32,14 @@ def fit(told: Sequence[tuple[int, int]], heads: int, bytes_per_value: int, batch
     found, covariance = np.polyfit(lengths / scale, nbytes, 2, cov=True)
     c, b, a = (found / scale ** np.array([2, 1, 0])).tolist()
     error = float(covariance[0, 0]) ** 0.5 / float(scale) ** 2
-    return Fit(a, b, c, error, attention_scores(heads, 1, bytes_per_value) * batch)
+    scores = attention_scores(heads, 1, bytes_per_value) * batch
+    return {
+        "a": a,
+        "b": b,
+        "c": c,
+        "error": error,
+        "scores": scores,
+        "matrices": c / scores,
+        "told": 3 * error < scores,
+        "quadratic": c > 3 * error and c / scores > 0.25,
+    }

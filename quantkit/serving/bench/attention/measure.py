@@ -12,7 +12,7 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +24,14 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
 from quantkit.quantize.progress import Progress
-from quantkit.serving.bench.attention.fit import Fit, fit
+from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.attention.settings import Settings
 from quantkit.serving.bench.generation import clock_of
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
+SCHEMA = "quantkit.bench-attention/1"
 WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax in float32 (twice the bytes)
 REASON = 180  # characters of why one is refused
 SHORT = 16  # tokens of the first, unmeasured run, or as few as the shortest prompt has
@@ -54,31 +55,15 @@ class Row:
     refused: str = ""
 
 
-@dataclass(frozen=True)
-class Result:
-    """Rows of growing length, and within one length in the order asked. fits: of the prefill's peaks."""
-
-    model: str
-    settings: Settings
-    dtype: str
-    device: str
-    context: int | None
-    weights: str
-    weight_bytes: int
-    heads: int
-    memory: str
-    rows: tuple[Row, ...]
-    fits: dict[str, Fit] = field(default_factory=dict)
-
-
 def measure(
     checkpoint: Checkpoint,
     settings: Settings,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-) -> Result:
-    """Load the model and run every implementation at every length. Bounded by `settings.limit` a prefill.
+) -> dict[str, Any]:
+    """Load the model and run every implementation at every length: the versioned JSON, which
+    bench-attention-1.json describes. Bounded by `settings.limit` a prefill.
 
     Raises QuantkitError when lengths are beyond the model's context (exit code 2), or it does not fit the
     memory (5), or none of the implementations runs (4). One that does not run is a row.
@@ -105,19 +90,20 @@ def measure(
         ]
         if found := fit(told, bench.heads, dtype.itemsize, settings.batch):
             fits[name] = found
-    return Result(
-        model=checkpoint.source,
-        settings=settings,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        context=checkpoint.context,
-        weights=loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
-        weight_bytes=loaded.weight_bytes,
-        heads=bench.heads,
-        memory=_counted_by(device),
-        rows=tuple(rows),
-        fits=fits,
-    )
+    return {
+        "schema": SCHEMA,
+        "model": checkpoint.source,
+        "settings": asdict(settings),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "context": checkpoint.context,
+        "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
+        "weight_bytes": loaded.weight_bytes,
+        "heads": bench.heads,
+        "memory": _counted_by(device),
+        "rows": [asdict(row) for row in rows],
+        "fits": fits,
+    }
 
 
 class _Bench:
