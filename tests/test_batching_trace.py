@@ -4,12 +4,14 @@ import json
 import math
 import os
 import statistics
+from dataclasses import asdict
 
 import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.serving.bench.batching import trace
 from quantkit.serving.bench.batching.padded import Batch, next_batch
+from quantkit.serving.bench.batching.show import describe
 from quantkit.serving.bench.batching.trace import Lengths, Request, Trace
 
 PROMPTS, OUTPUTS = Lengths.parse("lognormal:64,0.8"), Lengths.parse("geometric:32")
@@ -83,7 +85,7 @@ def test_a_file_is_read_in_order_of_arrival(tmp_path):
     path.write_text("\n".join(json.dumps(dict(zip(fields, line, strict=True))) for line in lines) + "\n\n")
     read = trace.read(path, context=24)
     assert read.requests == (Request(0.0, 20, 4), Request(2.0, 10, 2))
-    assert read.describe() == (
+    assert describe([asdict(request) for request in read.requests]) == (
         "2 requests in 2 s; prompts 10 to 20 tokens (median 15), outputs 2 to 4 tokens (median 3)"
     )
     with pytest.raises(QuantkitError, match="line 2 needs 24 tokens, the model was made for 23"):

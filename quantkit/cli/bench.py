@@ -303,7 +303,7 @@ def _batching(asked: Asked, progress: Any) -> tuple[dict, Any]:
         drawn |= asked.some(count="requests", rate="rate")
         work = trace.sample(**drawn, context=checkpoint.context, seed=settings.seed)
     result = measure.measure(checkpoint, work, settings, dtype, device, progress)
-    return show.record(result), show.report(result)
+    return result, show.report(result)
 
 
 def _endpoint(asked: Asked, progress: Any) -> tuple[dict, Any]:

@@ -73,14 +73,6 @@ class Figures:
     busy: float
     seconds: float
 
-    @property
-    def used_of_held(self) -> float:
-        return self.used / self.held if self.held else 1.0
-
-    @property
-    def used_of_reserved(self) -> float:
-        return self.used / self.reserved if self.reserved else 1.0
-
 
 PERCENTILES = (50, 90, 99)
 

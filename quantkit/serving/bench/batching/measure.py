@@ -13,7 +13,8 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,13 +23,14 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.batching import continuous, padded
-from quantkit.serving.bench.batching.accounting import Figures, Replay, figures
+from quantkit.serving.bench.batching.accounting import Replay, figures
 from quantkit.serving.bench.batching.proof import Proof, compare
 from quantkit.serving.bench.batching.trace import Request, Trace
 from quantkit.serving.bench.generation import clock_of
 from quantkit.serving.bench.settings import require_numbers
 from quantkit.serving.engines import transformers as engine
 
+SCHEMA = "quantkit.bench-batching/1"
 STRATEGIES = ("static", "dynamic", "continuous")
 PROVEN = 2  # batches of requests, served once more in float32 where less was measured
 WARM_TOKENS = 4  # of every answer of the unmeasured round
@@ -62,37 +64,6 @@ class Settings:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Of one strategy. figures: of the repeat whose throughput is the median. tokens_per_second: of every
-    repeat. ratio: to the first strategy's, the median over the repeats. refused: why there is none of it."""
-
-    strategy: str
-    figures: Figures | None = None
-    replay: Replay | None = None
-    tokens_per_second: tuple[float, ...] = ()
-    ratio: float | None = None
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class Result:
-    """proofs: of equal answers, in float32; unproven: why there is none."""
-
-    model: str
-    settings: Settings
-    trace: Trace
-    dtype: str
-    device: str
-    context: int | None
-    attention: str
-    weights: str
-    repeats: int
-    outcomes: tuple[Outcome, ...]
-    proofs: tuple[Proof, ...]
-    unproven: str = ""
-
-
 def measure(
     checkpoint: Checkpoint,
     trace: Trace,
@@ -100,8 +71,9 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-) -> Result:
-    """Load the model, serve the trace with every strategy, compare the answers in float32.
+) -> dict[str, Any]:
+    """Load the model, serve the trace with every strategy, compare the answers in float32: the versioned
+    JSON, which bench-batching-1.json describes.
 
     Raises QuantkitError when settings make no sense (exit code 2), the model does not fit the memory (5), or
     none of the strategies can serve it (4). One that cannot is an outcome.
@@ -113,7 +85,14 @@ def measure(
     loaded = engine.load(checkpoint, dtype, device, settings.size * longest)
     prompts = draw_prompts(trace.requests, checkpoint.text_config.vocab_size, settings.seed)
     bench = _Bench(loaded.model, trace.requests, prompts, settings, device)
-    told = {
+    made = {
+        "schema": SCHEMA,
+        "model": checkpoint.source,
+        "settings": asdict(settings),
+        "trace": asdict(trace),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "context": checkpoint.context,
         "attention": loaded.attention,
         "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
     }
@@ -130,19 +109,8 @@ def measure(
     if len(bench.replays) > 1:
         progress.phase("comparing the answers in float32")
         proofs, unproven = bench.prove(checkpoint, exact, longest)
-    return Result(
-        model=checkpoint.source,
-        settings=settings,
-        trace=trace,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
-        context=checkpoint.context,
-        repeats=rounds,
-        outcomes=tuple(outcomes),
-        proofs=tuple(proofs),
-        unproven=unproven,
-        **told,
-    )
+    told = {"proofs": [asdict(proof) for proof in proofs], "unproven": unproven}
+    return made | {"repeats": rounds, "outcomes": outcomes} | told
 
 
 def draw_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[list[int]]:
@@ -210,22 +178,25 @@ class _Bench:
                     self.replays.setdefault(name, []).append(made)
         return self.settings.repeats
 
-    def outcomes(self) -> list[Outcome]:
-        """Of every strategy the repeat whose throughput is the median."""
+    def outcomes(self) -> list[dict[str, Any]]:
+        """Of every strategy the repeat whose throughput is the median. tokens_per_second: of every repeat.
+        ratio: to the first strategy's, the median over the repeats. refused: why there is none of it."""
         made = {name: [figures(replay) for replay in replays] for name, replays in self.replays.items()}
         speeds = {name: [found.tokens_per_second for found in rows] for name, rows in made.items()}
         names = self.settings.strategies
         first = speeds[next(name for name in names if name in made)]
         found = []
         for name in names:
-            if name not in made:
-                found.append(Outcome(name, refused=self.refused[name]))
-                continue
-            own = speeds[name]
-            middle = sorted(range(len(own)), key=own.__getitem__)[len(own) // 2]
-            ratio = statistics.median(a / b for a, b in zip(own, first, strict=True))
-            chosen = made[name][middle], self.replays[name][middle]
-            found.append(Outcome(name, *chosen, tokens_per_second=tuple(own), ratio=ratio))
+            told: dict[str, Any] = {"strategy": name, "figures": None, "tokens_per_second": [], "ratio": None}
+            if own := speeds.get(name):
+                middle = sorted(range(len(own)), key=own.__getitem__)[len(own) // 2]
+                ratio = statistics.median(a / b for a, b in zip(own, first, strict=True))
+                told |= {"figures": asdict(made[name][middle]), "tokens_per_second": own, "ratio": ratio}
+                told["requests"] = [
+                    {"arrival": served.arrival, "first_token": served.first, "done": served.done}
+                    for served in self.replays[name][middle].requests
+                ]
+            found.append(told | {"refused": self.refused.get(name, "")})
         return found
 
     def prove(self, checkpoint: Checkpoint, exact: bool, longest: int) -> tuple[list[Proof], str]:

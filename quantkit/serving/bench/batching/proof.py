@@ -22,7 +22,8 @@ Answers = Sequence[Sequence[int]]
 @dataclass(frozen=True)
 class Proof:
     """Answers of one strategy against the first one's. ties: those that part where two tokens are equally
-    likely; differing: those that part elsewhere, at most by `gap` of the largest logit."""
+    likely; differing: those that part elsewhere, at most by `gap` of the largest logit, None where one is
+    longer. holds: whether none differ."""
 
     strategy: str
     against: str
@@ -30,11 +31,8 @@ class Proof:
     alike: int
     ties: int
     differing: int
-    gap: float
-
-    @property
-    def holds(self) -> bool:
-        return self.differing == 0
+    gap: float | None
+    holds: bool
 
 
 def compare(model: nn.Module, prompts: Answers, answers: Mapping[str, Answers]) -> list[Proof]:
@@ -46,7 +44,9 @@ def compare(model: nn.Module, prompts: Answers, answers: Mapping[str, Answers]) 
         gaps = [_gap(model, *row, place) for row in rows if (place := first_difference(*row[1:])) is not None]
         differing = sum(gap > TIE for gap in gaps)
         alike, ties = len(rows) - len(gaps), len(gaps) - differing
-        found.append(Proof(name, first, len(rows), alike, ties, differing, max(gaps, default=0.0)))
+        most = max(gaps, default=0.0)
+        gap = most if most < math.inf else None  # JSON has no infinity
+        found.append(Proof(name, first, len(rows), alike, ties, differing, gap, holds=not differing))
     return found
 
 

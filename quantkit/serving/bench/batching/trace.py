@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,23 +77,6 @@ class Trace:
 
     requests: tuple[Request, ...]
     origin: str
-
-    @property
-    def output_tokens(self) -> int:
-        return sum(request.output for request in self.requests)
-
-    def describe(self) -> str:
-        """`32 requests in 3.9 s; prompts 4 to 121 tokens (median 40), outputs …`."""
-        span = self.requests[-1].arrival - self.requests[0].arrival
-        return (
-            f"{len(self.requests)} requests in {span:.3g} s; prompts "
-            f"{_range([request.prompt for request in self.requests])}, outputs "
-            f"{_range([request.output for request in self.requests])}"
-        )
-
-
-def _range(lengths: Sequence[int]) -> str:
-    return f"{min(lengths)} to {max(lengths)} tokens (median {statistics.median(lengths):g})"
 
 
 def sample(
