@@ -13,7 +13,7 @@ import torch
 from far_device import DEVICE
 
 from quantkit.auto import job as budget_job
-from quantkit.auto import measuring
+from quantkit.auto import sensitivities
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.distillation.compressed.student import Student
 from quantkit.grids.affine import AffineGrid
@@ -393,7 +393,7 @@ def test_auto_measures_what_it_measures_on_the_cpu(source, text, tmp_path):
         request = AutoRequest(str(source), options, typed, tmp_path / "out")
         with far_device.present():
             prepared = budget_job.prepare(request, Progress(), dry_run=True)
-            found[device] = measuring.measure(prepared, Progress())
+            found[device] = sensitivities.measure(prepared, Progress())
     assert DEVICE.launches, "nothing ran on the device"
     for unit, row in found["cpu"].measured.items():
         for candidate, divergence in row.items():

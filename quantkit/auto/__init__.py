@@ -7,7 +7,7 @@ streams.py      <- what one unit changes in the divergence at the output, one bl
 solving.py      a unit's candidates as the job's solver makes them; scaling.py behind the job's transform
 curve.py        <- from the measured candidates of a unit to all of them
 allocation.py   <- the integer program
-sensitivities.py  the table of all that, which is saved; measuring.py fills it
+sensitivities.py  the table of all that, measured and saved
 job.py          from options to a prepared search, its recipes and needs; run.py: search, make, measure, keep
                 the better; printed.py: what people read
 """

@@ -43,9 +43,6 @@ class AutoOptions:
     )
     target: str = composing.target_option()
     search_tokens: int = option(4096, "Tokens of the calibration text on which divergences are measured.")
-    search_time: float | None = option(
-        None, "Minutes that measuring may take: where they do not suffice, fewer widths are measured of each."
-    )
     search_streams: int = option(64, "Streams of hidden states in memory at a time, at most.")
 
     text: Path | None = option(
@@ -68,7 +65,7 @@ class AutoOptions:
         if len(budgets) != 1:
             what = "no budget is given" if not budgets else f"{len(budgets)} budgets are given"
             raise QuantkitError(what, "give one of --bpw 4.25, --max-size 4GB or --max-kld 0.02", USAGE)
-        for name in ("bpw", "max_kld", "search_time", "search_tokens", "search_streams"):
+        for name in ("bpw", "max_kld", "search_tokens", "search_streams"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise QuantkitError(

@@ -13,8 +13,7 @@ import torch
 
 from quantkit.auto import allocation, sensitivities
 from quantkit.auto.job import Auto
-from quantkit.auto.measuring import USUAL, measure
-from quantkit.auto.sensitivities import Sensitivities
+from quantkit.auto.sensitivities import USUAL, Sensitivities, measure
 from quantkit.auto.units import Choice, Preset, anchors, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate

@@ -1,20 +1,29 @@
-"""The table of sensitivities: what the search measured, saved so that another budget costs no search."""
+"""The table of sensitivities: what the search measures, saved so that another budget costs no search."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.auto import curve
+import torch
+
+from quantkit.auto import curve, streams
 from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto.job import Auto
+from quantkit.auto.solving import Solving
 from quantkit.auto.units import Unit, usual
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
 from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.prepare.fingerprint import differences
+from quantkit.quantize.progress import Progress
 
+Save = Callable[["Sensitivities"], None]
+USUAL = "usual"  # folder of blocks as they are while units are replaced
 SCHEMA = "quantkit.sensitivities/2"
 ANEW = "leave it out to measure anew"
 AMOUNT = {"type": "number", "minimum": 0}
@@ -75,22 +84,6 @@ class Sensitivities:
     def missing(self, units: Sequence[Unit]) -> list[Unit]:
         """Those of which nothing is known yet."""
         return [unit for unit in units if unit.name not in self.measured]
-
-    def joined(
-        self,
-        errors: Mapping[str, Errors],
-        measured: Mapping[str, Mapping[str, Divergence]],
-        seconds: float,
-        usual: Divergence,
-    ) -> Sensitivities:
-        """With what was found of further units, in so many seconds more."""
-        return replace(
-            self,
-            errors={**self.errors, **errors},
-            measured={**self.measured, **measured},
-            seconds=self.seconds + seconds,
-            usual=usual,
-        )
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
@@ -160,3 +153,58 @@ def read(path: Path) -> Sensitivities:
         stored["seconds"],
         stored["usual"] and Divergence(**stored["usual"]),
     )
+
+
+def measure(
+    auto: Auto, progress: Progress, known: Sensitivities | None = None, save: Save = lambda table: None
+) -> Sensitivities:
+    """Measure all units but those that are known. save: is given the table after each walk through the model.
+
+    What is found of a unit does not depend on where an earlier search ended.
+    """
+    began, prepared = time.monotonic(), auto.job
+    known = known or Sensitivities(auto.identity, {}, {}, auto.tokens.numel(), 0.0)
+    missing = known.missing(auto.units)
+    if not missing:
+        return known
+    skeleton = prepared.skeleton
+    skeleton.streams = False  # a block's experts are replaced together
+    progress.phase("loading")
+    skeleton.load_rest()
+    batch = prepared.plan.execution.batch_size
+    tokens, statistics = auto.tokens.split(batch), auto.statistics.split(batch)
+    done = len(auto.units) - len(missing)
+    outside = auto.space.outside(prepared, statistics)
+    folder = auto.folder / USUAL
+    shutil.rmtree(folder, ignore_errors=True)  # of a search that was killed
+    folder.mkdir(parents=True)
+    solving = Solving(prepared, auto.space, auto.units, outside, folder)
+
+    def heard(unit: Unit) -> None:
+        nonlocal done
+        done += 1
+        progress.counting("measuring sensitivities", done, len(auto.units))
+
+    def table(found: streams.Found) -> Sensitivities:
+        rows: dict[str, dict[str, Divergence]] = {name: {} for name in solving.errors}
+        for (unit, candidate), divergence in found.changes.items():
+            rows[unit][candidate] = divergence
+        return replace(
+            known,
+            errors={**known.errors, **solving.errors},
+            measured={**known.measured, **rows},
+            seconds=known.seconds + time.monotonic() - began,
+            usual=found.usual,
+        )
+
+    progress.counting("measuring sensitivities", done, len(auto.units))
+    try:
+        with torch.no_grad():
+            found = streams.measure(
+                skeleton, missing, tokens, statistics, solving, auto.streams, heard,
+                lambda found: save(table(found)),
+            )  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
+    skeleton.model.to("meta")
+    return table(found)

@@ -5,7 +5,6 @@ costs next to nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from quantkit.auto.curve import TINY, Errors
 from quantkit.auto.engines import Space
 from quantkit.auto.gguf import GgufOutside
 from quantkit.auto.scaling import Scales
-from quantkit.auto.units import ANCHORS, Candidate, Unit, anchors, usual
+from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
 from quantkit.quantize.calibrate.measure import Block, Measuring
@@ -34,29 +33,6 @@ States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates
 HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts are gathered in turn
-RUNS_ON = 2.0  # what a stream costs in all, in terms of what it has cost when it begins
-
-
-class Pace:
-    """How many candidates of each unit are measured, so that all are in time. seconds: None for any time."""
-
-    def __init__(self, units: int, seconds: float | None):
-        self._left, self._seconds, self._begun = units, seconds, 0
-        self._start = time.monotonic()
-        self.short = False  # whether it had to give some up
-
-    def count(self) -> int:
-        """Of the next unit, besides the usual one."""
-        found = ANCHORS - 1
-        if self._seconds is not None and self._begun:
-            spent = time.monotonic() - self._start
-            each = RUNS_ON * spent / self._begun
-            fit = (self._seconds - RUNS_ON * spent) / (each * max(1, self._left))
-            found = max(1, min(ANCHORS - 1, int(fit)))
-        self.short |= found < ANCHORS - 1
-        self._left -= 1
-        self._begun += found
-        return found
 
 
 @dataclass(frozen=True)
@@ -79,22 +55,17 @@ class Solving:
         space: Space,
         units: Sequence[Unit],
         outside: GgufOutside | None,
-        pace: Pace,
         folder: Path,
     ):
-        self._job, self._space, self._outside, self._pace = job, space, outside, pace
+        self._job, self._space, self._outside = job, space, outside
         self._units, self._folder = units, folder
         self.errors: dict[str, Errors] = {}
-        self._wanted: dict[str, tuple[Candidate, ...]] = {}
         self._usual = {row.name: usual(unit).name for unit in units for row in unit.rows}
         self._known: _Known | None = None
 
     def wanted(self, unit: Unit) -> Sequence[Candidate]:
-        """The anchors of a unit but the usual one; where time is short, the largest of them."""
-        if unit.name not in self._wanted:
-            found = [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
-            self._wanted[unit.name] = tuple(found[-1:] if self._pace.count() == 1 else found)
-        return self._wanted[unit.name]
+        """The anchors of a unit but the usual one."""
+        return [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
         """The weights of a block that is loaded, as the usual model has them, by the states that enter it.

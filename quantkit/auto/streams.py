@@ -30,7 +30,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, for each of the models that are compared
-PATIENCE = 60.0  # seconds in which a walk takes in units
+PATIENCE = 60.0  # seconds in which a walk takes in units: of one that never reaches the output, all is lost
 ENOUGH = 0.25  # of the room, that is taken by then
 
 
@@ -79,14 +79,15 @@ def measure(
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
     start, output = 0, None
     while pending or streams:
-        left, entrance = None, _Entrance(room)  # left: block and states with which the next walk begins
+        left, until = None, time.monotonic() + PATIENCE  # left: with what the next walk begins
         for index, block in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):
             values, born = replacer.usual(index, entering), []
             while pending and pending[0].block == index:
                 taken = len(streams) + len(born)
-                if taken and not entrance.is_open(taken, len(replacer.wanted(pending[0]))):
+                late = time.monotonic() > until and taken >= ENOUGH * room
+                if taken and (late or taken + len(replacer.wanted(pending[0])) > room):
                     left = left or (index, usual, entering)
                     break
                 unit = pending.popleft()
@@ -109,19 +110,6 @@ def measure(
         if left:
             start, usual, entering = left
     return Found(output.usual, changes)
-
-
-class _Entrance:
-    """Where units join a walk. Their divergences are known once it has reached the output, so it takes in no
-    more after a while, in which case little is lost if it never does; but enough for the walk to pay."""
-
-    def __init__(self, room: int):
-        self._room, self._until = room, time.monotonic() + PATIENCE
-
-    def is_open(self, taken: int, more: int) -> bool:
-        """To so many streams beside those that there are."""
-        late = time.monotonic() > self._until and taken >= ENOUGH * self._room
-        return not late and taken + more <= self._room
 
 
 def _outside(

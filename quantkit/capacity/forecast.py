@@ -51,8 +51,6 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             f"{question.device.count} devices as if they were one, at most: what they tell each other takes "
             "time, and what cannot be divided lies on each"
         )
-    if question.ranks > 1:
-        notes.append(f"of the jobs, memory and time are those of each of {question.ranks} processes")
     return {
         "schema": SCHEMA,
         "model": source.name,
@@ -69,7 +67,6 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             question.samples,
             question.seqlen,
             source.layout,
-            question.ranks,
         )
         if parameters
         else {},

@@ -47,10 +47,8 @@ def of_model(
     samples: int,
     seqlen: int,
     layout: str | None = None,
-    ranks: int = 1,
 ) -> dict[str, Any]:
-    """Method -> what its job takes with default options, or why quantkit refuses it; of several processes
-    (`ranks`) what each takes, which share this machine where no GPU is asked about.
+    """Method -> what its job takes with default options, or why quantkit refuses it.
 
     layout: how the model is quantized already, None where it is not.
     """
@@ -59,13 +57,13 @@ def of_model(
         return {method: refused for method in methods.available()}
     needs = {"needs": "--allow-requantize" if layout else None}
     seqlen = min(seqlen, settings.context or seqlen)
-    asked = parameters, settings, device, samples, seqlen, ranks
+    asked = parameters, settings, device, samples, seqlen
     return {name: _Job(methods.load(name).WORK, *asked).record(name) | needs for name in methods.available()}
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One method's job on `samples` sequences of `seqlen` tokens, at work in so many processes."""
+    """One method's job on `samples` sequences of `seqlen` tokens."""
 
     work: Work
     parameters: Parameters
@@ -73,7 +71,6 @@ class _Job:
     device: Device | None
     samples: int
     seqlen: int
-    ranks: int
 
     @property
     def on_gpu(self) -> bool:
@@ -81,18 +78,17 @@ class _Job:
 
     def record(self, method: str) -> dict[str, Any]:
         """JSON of it."""
-        work, device, ranks = self.work, self.device, self.ranks
+        work, device = self.work, self.device
         weights = formats.weights(formats.of_method(method), self.parameters, self.settings)
         if weights.reason:
             return NOTHING | {"reason": weights.reason}
-        if ranks > 1 and not work.forwards:
-            return NOTHING | {"reason": f"nothing in it that {ranks} processes could share"}
-        own = -(-self.samples // ranks)
         stored = "float32" if self.parameters.quantized else self.settings.stored_dtype
         dtype = compute_dtype(stored, self.on_gpu)
-        memory = device.memory_bytes if self.on_gpu else room().nbytes // ranks
+        memory = device.memory_bytes if self.on_gpu else room().nbytes
         free = memory if self.on_gpu else None
-        shapes = shapes_of(self.parameters, self.settings, DTYPE_BYTES[dtype], own, self.seqlen, free)
+        shapes = shapes_of(
+            self.parameters, self.settings, DTYPE_BYTES[dtype], self.samples, self.seqlen, free
+        )
         calibrated, base = work.forwards > 0, 0 if self.on_gpu else INTERPRETER_BYTES
         scaled = 1.0 if work.transform else work.sample
         needs = Needs(calibrated, calibrated, scaled, outside=work.outside)
@@ -114,34 +110,27 @@ class _Job:
             "device": device.name if self.on_gpu else "cpu",
             "dtype": dtype,
             "sequential": ("suspend" if suspend else "repeat") if ordered else None,
-            "calibration_tokens": own * self.seqlen if calibrated else 0,
+            "calibration_tokens": self.samples * self.seqlen if calibrated else 0,
             "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks, then the files beside them
             "output_bytes": weights.bytes,
             "seconds": seconds,
             "basis": basis,
-            **({"ranks": ranks} if ranks > 1 else {}),
         }
 
     def _seconds(self, suspend: bool) -> tuple[list[float] | None, str]:
-        """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so. Processes
-        are on a GPU each, or together on the cores of this machine."""
+        """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
         if self.device is not None and self.device.kind == "apple":
             return None, "nothing was measured on Apple's processors"
-        operations = self._operations(suspend, self.ranks)
         if self.on_gpu:
-            times, basis = self._on_gpu()
-            if self.ranks == 1 or times is None:
-                return times, basis
-            left = operations / self._operations(suspend, 1)
-            return [each * left for each in times], f"{basis}; a rank does {left:.0%} of the operations"
+            return self._on_gpu()
+        operations = self._operations(suspend)
         cores, weights = processor.cores(), sum(one.size for one in self.parameters.linears)
         weights += sum(one.size for one in self._outside)
         times = [
-            start + (operations / rate + each * weights / self.ranks) / max(1, cores // self.ranks)
+            start + (operations / rate + each * weights) / cores
             for start, rate, each in zip(START_SECONDS, CORE_FLOPS, self.work.seconds, strict=True)
         ]
-        shared = f", {self.ranks} processes on them" if self.ranks > 1 else ""
-        return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine{shared}"
+        return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
 
     def _on_gpu(self) -> tuple[list[float] | None, str]:
         if self.work.a100_minutes is None:
@@ -161,21 +150,17 @@ class _Job:
         tensors = self.parameters.tensors if self.work.outside else ()
         return [one for one in tensors if one.block is None and len(one.shape) > 1]
 
-    def _operations(self, suspend: bool, ranks: int) -> float:
-        """Floating-point operations of forward passes, second moments, the solver and verification, those of
-        one rank: each has its share of the tokens and of every linear's rows, all factor every Hessian, one
-        verifies."""
+    def _operations(self, suspend: bool) -> float:
+        """Floating-point operations of forward passes, second moments, the solver and verification."""
         work, linears, tokens = self.work, self.parameters.linears, self.samples * self.seqlen
         if not work.forwards:
             return 0.0
         forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # again up to each of a few sites
-        forwards += work.sample + work.outside
-        forwards = forwards / ranks + min(1.0, max(BATCH_TOKENS, self.seqlen) / tokens)
+        forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, self.seqlen) / tokens)
         sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
-        moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample) / ranks
-        factors = sum(width**3 for *_, width in sites) / 3 * (1 - 1 / ranks)
+        moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)
         solved = [*linears, *self._outside[-1:]]
-        solver = work.products * sum(one.size * one.shape[-1] for one in solved) / ranks + factors
+        solver = work.products * sum(one.size * one.shape[-1] for one in solved)
         return forwards * OVERHEAD * 2 * sum(one.size for one in linears) * tokens + moments + solver
 
 

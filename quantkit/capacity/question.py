@@ -47,15 +47,10 @@ class Question:
     )
     samples: int = option(128, "Calibration sequences.")
     seqlen: int = option(512, "Tokens per calibration sequence.")
-    ranks: int = option(
-        1,
-        "So many processes at the job, as torchrun starts them: what each takes. On the CPU they share this "
-        "machine.",
-    )
 
     def check(self) -> None:
         """Raise QuantkitError for what makes no sense, whatever the model."""
-        for name in ("batch", "samples", "ranks", "seqlen"):
+        for name in ("batch", "samples", "seqlen"):
             if not 1 <= getattr(self, name) <= MOST:
                 what = f"--{name} {getattr(self, name)} makes no sense"
                 raise QuantkitError(what, "choose 1 or more", USAGE)

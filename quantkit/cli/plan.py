@@ -22,13 +22,11 @@ EPILOG = """Examples:
 
   quantkit plan config.json --params 671B-A37B --gpu h200 --gpus 8     (of a family that is not known)
 
-  quantkit plan org/name --gpu h100-80g --ranks 8     (memory and time of each of 8 processes)
-
   quantkit plan ./model --gpu h100-80g --method gptq --json"""
 PANELS = {
     "device": ("gpu", "gpus", "vram", "bandwidth", "tflops"),
     "serving": ("ctx", "batch", "kv_dtype", "method"),
-    "quantizing": ("samples", "seqlen", "ranks"),
+    "quantizing": ("samples", "seqlen"),
 }
 MODEL = Annotated[
     str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; nothing is loaded.")

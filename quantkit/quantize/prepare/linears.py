@@ -225,32 +225,22 @@ def _format(row: LinearSpec) -> tuple[int, int] | None:
 
 
 def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
-    uneven = [spec for spec in specs if spec.in_features % spec.grid.group_size]
-    if uneven:
-        sizes = sorted({spec.in_features for spec in specs})
-        places = [f"{spec.local} ({spec.in_features})" for spec in uneven]
-        fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
-        hint = "keep these linears in 16 bit with --exclude"
-        if all("group_size" in {field.name for field in fields(spec.grid)} for spec in uneven):
-            hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
-        raise QuantkitError(
-            f"group size {uneven[0].grid.group_size} does not divide in_features of "
-            f"{count(len(uneven), 'linear')}: "
-            + ", ".join(f"{what} in {count(number, 'block')}" for what, number in Counter(places).items()),
-            hint=hint,
-            exit_code=USAGE,
-        )
-    refused: dict[tuple[str, str], list[str]] = {}  # alike in all blocks: told once
+    refused: dict[tuple[str, str], list[LinearSpec]] = {}  # alike in all blocks: told once
     for spec in specs:
-        if reason := layout.check(spec):
-            refused.setdefault((spec.local, reason), []).append(spec.name)
-    if refused:
-        told = [
-            f"{names[0] if len(names) == 1 else local + ' in ' + count(len(names), 'block')} ({reason})"
-            for (local, reason), names in refused.items()
-        ]
-        raise QuantkitError(
-            f"the layout cannot hold {count(sum(map(len, refused.values())), 'linear')}: {name_all(told)}",
-            hint="change the options as it says, or keep these linears in 16 bit with --exclude",
-            exit_code=UNSUPPORTED,
-        )
+        if reason := _unfit(spec, layout):
+            refused.setdefault((spec.local, reason), []).append(spec)
+    if not refused:
+        return
+    told = [
+        f"{rows[0].name if len(rows) == 1 else local + ' in ' + count(len(rows), 'block')} ({reason})"
+        for (local, reason), rows in refused.items()
+    ]
+    hint, code = "change the options as it says, or keep these linears in 16 bit with --exclude", UNSUPPORTED
+    rows = [row for found in refused.values() for row in found]
+    if any(row.in_features % row.grid.group_size for row in rows):
+        code, hint = USAGE, "keep these linears in 16 bit with --exclude"
+        sizes = {spec.in_features for spec in specs}
+        fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
+        if all("group_size" in {field.name for field in fields(row.grid)} for row in rows):
+            hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
+    raise QuantkitError(f"the layout cannot hold {count(len(rows), 'linear')}: {name_all(told)}", hint, code)
