@@ -63,9 +63,13 @@ def walk(
     earlier run has staged are only run."""
     done = staging.done(student.depth, progress.warn)
     progress.start(student.depth, sum(done))
-    taught, theirs = (_enter(teacher, ids) for ids in (text.train, text.held_out))
-    before, after = (_enter(student.skeleton, text.held_out) for _ in range(2))
-    ours = _enter(student.skeleton, text.train) if options.block_epochs else None
+
+    def enter(skeleton: Skeleton, batches: Sequence[Tensor]) -> States:
+        return embedded(batches, skeleton.embed, skeleton.device)
+
+    taught, theirs = enter(teacher, text.train), enter(teacher, text.held_out)
+    before, after = enter(student.skeleton, text.held_out), enter(student.skeleton, text.held_out)
+    ours = enter(student.skeleton, text.train) if options.block_epochs else None
     floats: Floats = {}
     for index in range(student.depth):
         with timings("teacher"):
@@ -74,18 +78,19 @@ def walk(
                 states.advance(list(teacher.outputs(index, states)))
             teacher.free_block(index)
         with student.block(index) as block:
-            _advance(student, block, before, block.floats)
+            before.advance(student.outputs(block, before, block.floats))
             if done[index]:
-                found = _staged(staging, block)
+                infos = staging.infos(index)
+                found = {name: load_staged(infos[name]).to(old.device) for name, old in block.floats.items()}
             elif options.block_epochs:
                 with timings("blocks"):
                     found = _improved(student, block, (ours, taught), (after, theirs), options, seed)
-                staging.write_block(index, _named(found), [])
+                staged = {name: value.detach().cpu().contiguous() for name, value in found.items()}
+                staging.write_block(index, staged, [])
             else:
                 found = block.floats
-            _advance(student, block, after, found)
-            if ours is not None:
-                _advance(student, block, ours, found)
+            for states in (after,) if ours is None else (after, ours):
+                states.advance(student.outputs(block, states, found))
             of_block = student.skeleton.names.of_block
             floats |= {of_block(index, name): value.cpu() for name, value in found.items()}
         progress.block(index, replayed=done[index])
@@ -135,21 +140,3 @@ def _mean_error(
         each = error(found, target)
         total, tokens = total + each.sum().item(), tokens + each.numel()
     return total / tokens
-
-
-def _enter(skeleton: Skeleton, batches: Sequence[Tensor]) -> States:
-    return embedded(batches, skeleton.embed, skeleton.device)
-
-
-def _advance(student: Student, block: TracedBlock, states: States, floats: Floats) -> None:
-    states.advance(student.outputs(block, states, floats))
-
-
-def _named(floats: Floats) -> dict[str, Tensor]:
-    return {name: value.detach().cpu().contiguous() for name, value in floats.items()}
-
-
-def _staged(staging: Staging, block: TracedBlock) -> Floats:
-    """A block's floats as an earlier run has staged them."""
-    infos = staging.infos(block.index)
-    return {name: load_staged(infos[name]).to(value.device) for name, value in block.floats.items()}

@@ -39,7 +39,7 @@ def write(
     """The student's folder at `place`. Tensors that are not cut keep their bytes; one is in memory at a
     time."""
     cuts = {
-        skeleton.names.stored_of(index, local): (axis, index, local)
+        skeleton.names.stored_of(index, local): (_along(skeleton, index, local, axis), axis, narrowed[index])
         for index in narrowed
         for local, axis in axes.items()
     }
@@ -50,9 +50,8 @@ def write(
         info = checkpoint.plain(info)
         sizes = list(info.shape)
         if info.name in cuts:
-            axis, index, local = cuts[info.name]
-            along = _stored_axis(skeleton, index, local, axis)
-            sizes[along] = axis.copies * len(narrowed[index].channels)
+            along, axis, kept = cuts[info.name]
+            sizes[along] = axis.copies * len(kept.channels)
         nbytes = DTYPE_BYTES[info.dtype] * torch.Size(sizes).numel()
         infos.append(TensorInfo(name, info.dtype, tuple(sizes), info.file, info.offset, nbytes))
 
@@ -60,8 +59,7 @@ def write(
         source = sources[info.name]
         if source.name not in cuts:
             return checkpoint.data(source)
-        axis, index, local = cuts[source.name]
-        return iter([_bytes(_cut(skeleton, checkpoint, source, axis, narrowed[index], (index, local)))])
+        return iter([_bytes(_cut(checkpoint, source, *cuts[source.name]))])
 
     place.mkdir()
     safetensors_folder.write_folder(place, infos, shard_bytes, data)
@@ -98,26 +96,17 @@ def renamed(skeleton: Skeleton, checkpoint: Checkpoint, shape: Shape) -> Iterato
             yield info, prefixes[numbers[int(match[1])]] + name[match.end() :]
 
 
-def _stored_axis(skeleton: Skeleton, index: int, local: str, axis: Axis) -> int:
+def _along(skeleton: Skeleton, index: int, local: str, axis: Axis) -> int:
     """The axis of the stored tensor, which may lie transposed."""
     transposed = skeleton.names.of_block(index, local) in skeleton.names.transposed
     return 1 - axis.axis if transposed else axis.axis
 
 
-def _cut(
-    skeleton: Skeleton,
-    checkpoint: Checkpoint,
-    info: TensorInfo,
-    axis: Axis,
-    narrowed: Narrowed,
-    where: tuple[int, str],
-) -> Tensor:
+def _cut(checkpoint: Checkpoint, info: TensorInfo, along: int, axis: Axis, narrowed: Narrowed) -> Tensor:
     """A stored tensor without the channels that are left out: rows of what makes them, columns of the
     reader."""
-    along = _stored_axis(skeleton, *where, axis)
     if axis.axis == 1:
-        reader = narrowed.reader
-        return (reader.t() if along == 0 else reader).contiguous()
+        return (narrowed.reader.t() if along == 0 else narrowed.reader).contiguous()
     stored = checkpoint.load(info.name)
     width = stored.shape[along] // axis.copies
     rows = torch.cat([narrowed.channels + copy * width for copy in range(axis.copies)])
