@@ -408,7 +408,7 @@ def test_an_accelerator_chooses_cuts_and_teaches_alike(tiny_model, tmp_path):
         axes = shape.laid_beside(skeleton, skeleton.checkpoint, wanted)
         cut.write(skeleton, skeleton.checkpoint, wanted, axes, narrowed, tmp_path / device, 10**9)
         cut.prove(skeleton, tmp_path / device, batches[0], final, "it")
-        told = targets.gather(skeleton, batches[0], tmp_path / f"{device}.bin")
+        told = targets.gather(skeleton, batches[0], 0, tmp_path / f"{device}.bin")
         return kept, rounds, [part.cpu() for part in told.predictions(torch.tensor([1, 0]))]
 
     kept, rounds, predictions = made("cpu")

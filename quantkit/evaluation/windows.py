@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, count
-from quantkit.models.files import tokenizing, untrusted
+from quantkit.errors import USAGE, QuantkitError, count
+from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine import distributed
+from quantkit.text import sources
 from quantkit.text.calibration import Provenance, begins_with_bos
 
 DEFAULT_CONTEXT = 2048
@@ -148,15 +149,8 @@ def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windo
 
 def read_text(path: Path) -> str:
     """The text of --text. Raises QuantkitError for what is not there or is no UTF-8."""
-    try:
-        untrusted.refuse_irregular(path)
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise QuantkitError(
-            f"text {path} cannot be read: {error.strerror}", "check the path given to --text", NOT_FOUND
-        ) from error
-    except UnicodeDecodeError as error:
-        raise QuantkitError(f"{path} is not UTF-8 text: {error}", "convert it", USAGE) from error
+    with sources.opened(path, "text", "check the path given to --text") as file:
+        return file.read()
 
 
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:

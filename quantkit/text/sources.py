@@ -24,6 +24,10 @@ BUFFER = 1024  # rows of parquet and hub datasets are shuffled through a buffer 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 FILES = (".txt", ".parquet", *JSON_LINES)  # a name that ends so is never taken for a hub id
 DEFAULT_COLUMN = CalibrationOptions.text_column
+ELSEWHERE = (
+    "give a file, a dataset of the form ORG/NAME, or one of "
+    f"{', '.join(hub_datasets.ALIASES)} to --calibration"
+)
 
 Document = str | Conversation
 
@@ -71,19 +75,20 @@ def _shipped() -> Iterator[str]:
 
 
 def _text(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
+    with opened(path) as file:
         yield from _cut(file.read())
 
 
 def _json_lines(path: Path, column: str) -> Iterator[Document]:
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield from _json_row(line, column, f"{path}:{number}")
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) -> Iterator[TextIO]:
+    """A file of UTF-8 text. Raises QuantkitError, also for what is wrong in it while it is read."""
     try:
         refuse_irregular(path)
         with open(path, encoding="utf-8") as file:
@@ -93,12 +98,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
             f"{path} is not UTF-8 text: {error}", hint="convert it, or give another file", exit_code=USAGE
         ) from error
     except OSError as error:
-        raise QuantkitError(
-            f"calibration text {path} cannot be read: {error.strerror}",
-            hint=f"give a file, a dataset of the form ORG/NAME, or one of {', '.join(hub_datasets.ALIASES)}"
-            " to --calibration",
-            exit_code=NOT_FOUND,
-        ) from error
+        raise QuantkitError(f"{what} {path} cannot be read: {error.strerror}", hint, NOT_FOUND) from error
 
 
 def _json_row(line: str, asked: str, where: str) -> Iterator[Document]:

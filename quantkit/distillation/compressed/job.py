@@ -83,7 +83,7 @@ class CompressedJob(Job):
         self._check_embeddings()
         options, text, seed = self.request.options, self.text, self.request.calibration.seed
         final = blocks.walk(self.teacher, self.student, text, options, seed, self.staging, timings, progress)
-        rest = {name: value.cpu() for name, value in self.student.rest().items()}
+        rest = {name: value.cpu() for name, value in self.student.rest().floats.items()}
         with timings("measure"):
             before = best = self._divergence(final, final.before)
             after = self._divergence(final, final.after) if options.block_epochs else before
@@ -271,7 +271,7 @@ def _trained(student: Student, request: Request) -> dict[str, int]:
             exit_code=UNSUPPORTED,
         )
     blocks = sum(len(vectors(block)) for block in student.skeleton.blocks)
-    return {"linears": len(student.rows), "norms_and_biases": blocks + len(student.rest_names())}
+    return {"linears": len(student.rows), "norms_and_biases": blocks + len(student.rest().dtypes)}
 
 
 def _stage(name: str, before: float, after: float, progress: Progress) -> dict:

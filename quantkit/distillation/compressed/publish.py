@@ -16,7 +16,6 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
-from quantkit.grids.distance import relative_distance
 from quantkit.inspection.verify import ERRORS
 from quantkit.models.files import gguf_writer, sums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
@@ -24,7 +23,7 @@ from quantkit.models.files.headers import MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
-from quantkit.quantize.outputs.finish import VERIFY_TOLERANCE
+from quantkit.quantize.outputs.finish import FAULTY, refuse_unlike
 from quantkit.quantize.outputs.folder import TIMINGS
 
 CARD = "README.md"
@@ -83,7 +82,7 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
                         yield _patch(checkpoint, places[part], tensor)
             for name in block.dtypes:
                 yield _patch(checkpoint, names.stored_of(index, name), inside[name])
-    for name in student.rest_names():
+    for name in student.rest().dtypes:
         yield _patch(checkpoint, names.stored[name], floats[name])
 
 
@@ -157,26 +156,18 @@ def verify(student: Student, floats: Floats | None, place: Path, ids: Tensor) ->
     written = open_checkpoint(str(place), trust_remote_code=student.checkpoint.trust_remote_code)
     again = Student(written, student.skeleton.dtype, student.skeleton.device)
     again.skeleton.load_rest()
-    hint = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
     expected, hidden = student.skeleton.embed(ids), again.skeleton.embed(ids)
     for index in range(again.depth):
         with student.block(index) as before, again.block(index) as after:
             odd = [n for n in before.weights if not before.weights[n].codes.equal(after.weights[n].codes)]
             if odd or before.weights.keys() != after.weights.keys():
                 what = f"the checkpoint read back from {place} has other codes in block {index + 1}"
-                raise QuantkitError(what, hint, VERIFICATION)
+                raise QuantkitError(what, FAULTY, VERIFICATION)
             now = before.floats
             if floats is not None:
                 of_block = student.skeleton.names.of_block
                 now = {name: floats[of_block(index, name)].to(hidden.device) for name in now}
             (expected,) = student.outputs(before, [expected], now)
             (hidden,) = again.outputs(after, [hidden], after.floats)
-    difference = relative_distance(hidden, expected)
     dtype = str(student.skeleton.dtype).removeprefix("torch.")
-    if not difference <= VERIFY_TOLERANCE[dtype]:
-        raise QuantkitError(
-            f"the checkpoint read back from {place} computes hidden states that differ by {difference:.2g} "
-            "from those of the training",
-            hint=hint,
-            exit_code=VERIFICATION,
-        )
+    refuse_unlike({"hidden states": (hidden, expected)}, dtype, place)

@@ -144,22 +144,15 @@ class Student:
                 found |= {of_block(index, name): value.cpu() for name, value in block.floats.items()}
         return found
 
-    def rest_names(self) -> list[str]:
-        """Norms and biases outside the blocks, by their names in the model."""
-        names = self.skeleton.names
-        inside = f"{names.blocks}."
-        return [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
-
-    def rest(self) -> Floats:
-        """Their values as stored; `load_rest` comes first."""
+    def rest(self) -> TracedBlock:
+        """Norms and biases outside the blocks, by their names in the model, as a block without linears; their
+        values are there once `load_rest` has read them."""
+        names, inside = self.skeleton.names, f"{self.skeleton.names.blocks}."
         named = dict(self.skeleton.model.named_parameters())
-        return {name: named[name].float().clone() for name in self.rest_names()}
-
-    def rest_stored(self, floats: Mapping[str, Tensor]) -> Floats:
-        """The same as they are once they have been stored."""
-        names = self.skeleton.names.stored
-        kinds = {name: TORCH_DTYPES[self.checkpoint.infos[names[name]].dtype] for name in floats}
-        return {name: value.to(kinds[name]).float() for name, value in floats.items()}
+        wanted = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
+        dtypes = {n: TORCH_DTYPES[self.checkpoint.infos[names.stored[n]].dtype] for n in wanted}
+        floats = {n: named[n] if named[n].is_meta else named[n].float().clone() for n in wanted}
+        return TracedBlock(self.depth, {}, {}, floats, dtypes)
 
     def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
         """Logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; autograd follows where it is on."""

@@ -62,7 +62,7 @@ class EndToEnd:
     def stored(self) -> Floats:
         """The floats as they will be stored, on the host."""
         floats = {name: value.detach() for name, value in self.descent.values().items()}
-        found = self.student.rest_stored(self._rest(floats))
+        found = self.student.rest().stored(floats)
         for index in range(self.student.depth):
             with self.student.block(index, self.hold) as block:
                 inside = block.stored(self._inside(index, floats))

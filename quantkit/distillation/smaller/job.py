@@ -21,6 +21,7 @@ from torch import Tensor
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
 from quantkit.distillation.smaller import blocks, card, channels, cut, learner, shape, targets
 from quantkit.distillation.smaller.shape import Axis, Shape
+from quantkit.distillation.smaller.targets import Targets
 from quantkit.distillation.training import best, best_step, train
 from quantkit.evaluation import of_job, self_text, windows
 from quantkit.evaluation.whole_model import load_blocks
@@ -111,9 +112,10 @@ class SmallerJob(Job):
         ids = torch.cat([text, held_out])
         with timings("teach"):
             place = staging.folder / "targets.bin"
-            told = targets.gather(teacher, ids, place, _counting(progress, "asking the teacher"))
+            counting = _counting(progress, "asking the teacher")
+            told = targets.gather(teacher, ids, len(held_out), place, counting)
         with timings("train"):
-            state, trained = self._train(student, learner.Data(ids, told, len(held_out)), progress)
+            state, trained = self._train(student, told, progress)
         progress.phase("writing the student")
         with timings("write"):
             place = staging.assemble(lambda place: cut.rewrite(student, state, place, self.shard_bytes))
@@ -184,7 +186,7 @@ class SmallerJob(Job):
         return load_file(path)["ids"]
 
     def _train(
-        self, student: Checkpoint, data: learner.Data, progress: Progress
+        self, student: Checkpoint, told: Targets, progress: Progress
     ) -> tuple[dict[str, Tensor], dict]:
         """The trained tensors by their stored names, as they are stored, and a record; none where all that
         was tried had diverged."""
@@ -206,7 +208,7 @@ class SmallerJob(Job):
         stored_as = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.teacher.dtype, "F32")
         bfloat16 = choose_dtype("auto", stored_as, skeleton.device) == "bfloat16"
         options, seed, schedule = self.request.options, self.request.calibration.seed, self.schedule
-        taught = learner.Learner(model, stored, data, options, schedule, seed, bfloat16)
+        taught = learner.Learner(model, stored, told, options, schedule, seed, bfloat16)
         with learner.deterministic(skeleton.device):
             curve = train(
                 taught, schedule.steps, schedule.every, math.inf, self.staging, progress, "training"

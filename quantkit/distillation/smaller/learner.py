@@ -32,21 +32,6 @@ STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
 
 
 @dataclass(frozen=True)
-class Data:
-    """ids: int64 `[sequences, tokens]`. targets: of all of them. held_out: how many, at the end, are not
-    trained on."""
-
-    ids: Tensor
-    targets: Targets
-    held_out: int
-
-    @property
-    def trained(self) -> int:
-        """Sequences that are trained on."""
-        return len(self.ids) - self.held_out
-
-
-@dataclass(frozen=True)
 class Schedule:
     """batch: sequences of a step, `together` of them in one forward; every: steps between stops."""
 
@@ -82,10 +67,10 @@ class Learner:
     """
 
     def __init__(
-        self, model: nn.Module, stored: Callable[[], dict[str, Tensor]], data: Data, options: SmallerOptions,
-        schedule: Schedule, seed: int, bfloat16: bool,
+        self, model: nn.Module, stored: Callable[[], dict[str, Tensor]], targets: Targets,
+        options: SmallerOptions, schedule: Schedule, seed: int, bfloat16: bool,
     ):  # fmt: skip
-        self.model, self.data, self.options, self.schedule = model, data, options, schedule
+        self.model, self.targets, self.options, self.schedule = model, targets, options, schedule
         self.stored = stored
         self._seed, self._bfloat16 = seed, bfloat16
         trained = {name: part for name, part in model.named_parameters() if part.requires_grad}
@@ -112,10 +97,10 @@ class Learner:
         """One batch, in as many forward passes as its logits need; the order is another in each epoch."""
         self.model.train()
         torch.manual_seed(self._seed + number)  # of dropout, where a model has it
-        passes = self.schedule.rows(number, self.data.trained, self._seed)
+        passes = self.schedule.rows(number, self.targets.trained, self._seed)
         for rows in passes:
-            ids = self.data.ids[rows]
-            expected = tuple(part.to(self._device) for part in self.data.targets.predictions(rows))
+            ids = self.targets.ids[rows]
+            expected = tuple(part.to(self._device) for part in self.targets.predictions(rows))
             found = loss(self.predictions(ids), expected, ids.to(self._device), self.options)
             (found / len(passes)).backward()
         nn.utils.clip_grad_norm_(self._parameters, CLIP)
@@ -126,10 +111,10 @@ class Learner:
         """Mean over the sequences that are not trained on."""
         self.model.eval()
         total = 0.0
-        for index in range(self.data.trained, len(self.data.ids)):
-            expected = self.data.targets.predictions(torch.tensor([index]))[0].to(self._device)
-            total += kl(expected, self.predictions(self.data.ids[index : index + 1])[0]).mean().item()
-        return total / self.data.held_out
+        for index in range(self.targets.trained, len(self.targets.ids)):
+            expected = self.targets.predictions(torch.tensor([index]))[0].to(self._device)
+            total += kl(expected, self.predictions(self.targets.ids[index : index + 1])[0]).mean().item()
+        return total / self.targets.held_out
 
 
 def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: SmallerOptions) -> Tensor:

@@ -25,11 +25,17 @@ Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; what e
 
 
 class Targets:
-    """states: `[sequences, tokens, hidden]` in the teacher's precision, mapped from a file."""
+    """What is trained on and what decides. ids: int64 `[sequences, tokens]`, of which so many at the end are
+    `held_out`; states: `[sequences, tokens, hidden]` in the teacher's precision, mapped from a file."""
 
-    def __init__(self, skeleton: Skeleton, states: Tensor):
+    def __init__(self, skeleton: Skeleton, ids: Tensor, held_out: int, states: Tensor):
         self._skeleton = skeleton
-        self.states = states
+        self.ids, self.held_out, self.states = ids, held_out, states
+
+    @property
+    def trained(self) -> int:
+        """Sequences that are trained on."""
+        return len(self.ids) - self.held_out
 
     def predictions(self, sequences: Tensor) -> Prediction:
         """The teacher's for these sequences, `[batch]`, on its device."""
@@ -55,8 +61,9 @@ def nbytes(skeleton: Skeleton, tokens: int) -> int:
 
 
 def gather(
-    skeleton: Skeleton, ids: Tensor, path: Path, listen: Callable[[int, int], None] = lambda done, total: None
-) -> Targets:
+    skeleton: Skeleton, ids: Tensor, held_out: int, path: Path,
+    listen: Callable[[int, int], None] = lambda done, total: None,
+) -> Targets:  # fmt: skip
     """The targets for `ids [sequences, tokens]`; those that lie at `path` already are used.
 
     What lies outside the blocks is loaded. The file appears whole or not at all.
@@ -79,7 +86,7 @@ def gather(
         listen(blocks, blocks)
         del states
         os.replace(temporary, path)
-    return Targets(skeleton, _mapped(path, shape, skeleton.dtype))
+    return Targets(skeleton, ids, held_out, _mapped(path, shape, skeleton.dtype))
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

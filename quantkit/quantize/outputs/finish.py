@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie beh
 # Relative difference of hidden states between the loop and the files read back. Both compute the same
 # values in the same order; the slack is for devices whose kernels are not bit-reproducible.
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
+FAULTY = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
 
 
 def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
@@ -93,16 +94,21 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
         skeleton.load_rest()
     (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
     logits = skeleton.logits(hidden[0, last]), wanted
-    for what, (found, wanted) in {"hidden states": (hidden, expected), "logits": logits}.items():
+    refuse_unlike({"hidden states": (hidden, expected), "logits": logits}, job.plan.execution.dtype, place)
+
+
+def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
+    """Raise QuantkitError (exit code 6) where what the files at `place` compute, the first of each pair, is
+    not what they were made with."""
+    for what, (found, wanted) in pairs.items():
         difference = relative_distance(found, wanted)
-        if difference <= VERIFY_TOLERANCE[job.plan.execution.dtype]:
-            continue
-        raise QuantkitError(
-            f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
-            "from those it was made with",
-            hint="the disk or memory may be faulty; --resume writes and checks it again. Please report this",
-            exit_code=VERIFICATION,
-        )
+        if not difference <= VERIFY_TOLERANCE[dtype]:
+            raise QuantkitError(
+                f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
+                "from those it was made with",
+                hint=FAULTY,
+                exit_code=VERIFICATION,
+            )
 
 
 def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
