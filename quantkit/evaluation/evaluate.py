@@ -34,6 +34,7 @@ from quantkit.quantize.calibrate.states import HERE, Place, States
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 from quantkit.quantize.staging.folder import disk_errors
 
+Measured = tuple[StreamedModel, States]  # a model that has run, and its final hidden states
 FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight times as long for each
 
 
@@ -99,18 +100,6 @@ class Evaluation:
     predicted_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A model that has run: final hidden states `[batch, ctx, hidden]`, a batch of windows each."""
-
-    model: StreamedModel
-    states: States
-
-    def log_probs(self, batch: int, place: tuple[int, slice]) -> Tensor:
-        """float32 `[tokens, vocabulary]` of the tokens at a place of a batch."""
-        return self.model.log_probs(self.states[batch][place])
-
-
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
@@ -144,8 +133,8 @@ def evaluate(
     results, base, base_scores, floor = [], None, None, None
     for (checkpoint, trial, kv, alone), layers in zip(candidates, recorded, strict=True):
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
-        measured = _run(model, windows, listen, place)
-        scores = _score(measured, windows, base, chosen).of_all_ranks()
+        measured = model, _run(model, windows, listen, place)
+        scores = _score(*measured, windows, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, context, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
         scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
@@ -201,11 +190,12 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
     return LayerErrors("output" if measured else "weight", errors) if errors else None
 
 
-def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> _Measured:
-    """All windows through all blocks; their states wait at `place`."""
+def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:
+    """All windows through all blocks: final hidden states `[batch, ctx, hidden]`, a batch of windows each,
+    which wait at `place`."""
     full = disk_errors(place.folder, "run the same command again, or say where with TMPDIR")
     with unchanged.watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
-        return _Measured(model, model.states(windows.ids.split(_batch(windows)), listen, place))
+        return model.states(windows.ids.split(_batch(windows)), listen, place)
 
 
 def _batch(windows: Windows) -> int:
@@ -214,14 +204,14 @@ def _batch(windows: Windows) -> int:
 
 
 def _measure_floor(
-    base: _Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener
+    base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener
 ) -> Floor:
     """The base again, its first windows, in bfloat16, or in float32 where 16 bit was asked for.
 
     That is what arithmetic alone changes: a candidate that differs less from the base than this cannot be
     told from the base as it is served.
     """
-    skeleton = base.model.skeleton
+    skeleton = base[0].skeleton
     dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32
     ctx = windows.ids.shape[1]
     count = min(len(windows.ids), max(1, FLOOR_TOKENS // ctx))
@@ -229,21 +219,24 @@ def _measure_floor(
     head = Windows(windows.ids[:count], windows.first[:count], replace(windows.protocol, tokens=tokens))
     model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
     model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
-    others = _score(_run(model, head, listen), head, base, chosen)
+    others = _score(model, _run(model, head, listen), head, base, chosen)
     metrics = summarize(others, Scores(scores.nll[:tokens]), _context(head), chosen)
     return Floor(dtype, tokens, metrics)
 
 
-def _score(measured: _Measured, windows: Windows, base: _Measured | None, chosen: frozenset[str]) -> Scores:
+def _score(
+    model: StreamedModel, states: States, windows: Windows, base: Measured | None, chosen: frozenset[str]
+) -> Scores:
     """Every scored token, chunk by chunk."""
     nll, kld, agree = [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
-    for batch, place, targets in _chunks(measured.states, windows, measured.model.chunk_tokens):
-        log_probs = measured.log_probs(batch, place)
+    for batch, place, targets in _chunks(states, windows, model.chunk_tokens):
+        log_probs = model.log_probs(states[batch][place])
         targets = targets.to(log_probs.device)
         nll.append(-log_probs.gather(1, targets[:, None])[:, 0].cpu())
         if compared:
-            expected = base.log_probs(batch, place)
+            original, expected_states = base
+            expected = original.log_probs(expected_states[batch][place])
             agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
             apart = (expected - log_probs).mul_(expected.exp_())
             kld.append(apart.sum(-1).cpu())
