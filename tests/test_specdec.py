@@ -102,8 +102,8 @@ def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target
     """As if the rule that accepts were broken: a token of a drafted text is another."""
     whole = assisted.generate
 
-    def broken(model, prompt, sampling, ends, seed, k=0, guess=None):
-        made = whole(model, prompt, sampling, ends, seed, k, guess)
+    def broken(model, prompt, how, ends, k=0, guess=None):
+        made = whole(model, prompt, how, ends, k, guess)
         if k == 3:
             made.ids[4] = (made.ids[4] + 1) % 512
         return made

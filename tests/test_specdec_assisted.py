@@ -77,7 +77,7 @@ def literal(
 
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_steps_are_those_of_a_literal_decoder(target, draft, k):
-    run = assisted.generate(target, PROMPT, Sampling(40), [], 0, k, draft)
+    run = assisted.generate(target, PROMPT, Sampling(40), [], k, draft)
     ids, steps = literal(target, draft, PROMPT[0].tolist(), 40, k, None)
     assert (run.ids, run.steps) == (ids, steps)
     assert run.steps[0].drafted == k  # and not as many as transformers thinks fit
@@ -87,41 +87,41 @@ def test_steps_are_those_of_a_literal_decoder(target, draft, k):
 
 def test_a_text_ends_where_it_does_without_a_draft(target, draft):
     """Inside what is accepted, too."""
-    alone = assisted.generate(target, PROMPT, Sampling(40), [], 0)
+    alone = assisted.generate(target, PROMPT, Sampling(40), [])
     assert alone.steps == [Step(0, 0, 1)] * 40
     for end in sorted(set(alone.ids))[:3]:
-        run = assisted.generate(target, PROMPT, Sampling(40), [end], 0, 6, draft)
+        run = assisted.generate(target, PROMPT, Sampling(40), [end], 6, draft)
         assert run.ids == alone.ids[: alone.ids.index(end) + 1]
         assert (run.ids, run.steps) == literal(target, draft, PROMPT[0].tolist(), 40, 6, end)
 
 
 def test_a_draft_like_the_target_is_always_right(target):
-    run = assisted.generate(target, PROMPT, Sampling(36), [], 0, 5, copy.deepcopy(target))
+    run = assisted.generate(target, PROMPT, Sampling(36), [], 5, copy.deepcopy(target))
     assert run.steps == [Step(5, 5, 6)] * 6
 
 
 def test_prompt_lookup_repeats_what_the_text_says(target):
-    alone = assisted.generate(target, PROMPT, Sampling(60), [], 0)
-    run = assisted.generate(target, PROMPT, Sampling(60), [], 0, 4)
+    alone = assisted.generate(target, PROMPT, Sampling(60), [])
+    run = assisted.generate(target, PROMPT, Sampling(60), [], 4)
     assert run.ids == alone.ids
     assert run.accepted and run.passes < 60
     assert sum(step.tokens for step in run.steps) == 60
 
 
 def test_times_add_up(target, draft):
-    run = assisted.generate(target, PROMPT, Sampling(20), [], 0, 3, draft)
+    run = assisted.generate(target, PROMPT, Sampling(20), [], 3, draft)
     assert run.drafting + run.checking == pytest.approx(run.decode_seconds)
     assert run.decode_seconds < run.seconds
 
 
 def test_what_a_checkpoint_recommends_is_not_asked_for(target, draft):
-    plain = assisted.generate(target, PROMPT, Sampling(24), [], 0, 3, draft).ids
+    plain = assisted.generate(target, PROMPT, Sampling(24), [], 3, draft).ids
     target.generation_config = transformers.GenerationConfig(repetition_penalty=5.0)
-    assert assisted.generate(target, PROMPT, Sampling(24), [], 0, 3, draft).ids == plain
+    assert assisted.generate(target, PROMPT, Sampling(24), [], 3, draft).ids == plain
 
 
 def test_another_text_is_no_tie(target):
-    own = assisted.generate(target, PROMPT, Sampling(12), [], 0).ids
+    own = assisted.generate(target, PROMPT, Sampling(12), []).ids
     assert lossless.parting(target, PROMPT, own, own, (0, 1)) is None
     other = [*own[:5], (own[5] + 1) % 64, *own[6:]]
     found = lossless.parting(target, PROMPT, own, other, (2, 4))
@@ -135,7 +135,7 @@ def test_another_text_is_no_tie(target):
 
 def test_two_tokens_of_one_row_are_a_tie(target):
     """What rounding may turn."""
-    own = assisted.generate(target, PROMPT, Sampling(4), [], 0).ids
+    own = assisted.generate(target, PROMPT, Sampling(4), []).ids
     twin = (own[2] + 1) % 64
     with torch.no_grad():
         kept = target.lm_head.weight[twin].clone()
@@ -146,8 +146,8 @@ def test_two_tokens_of_one_row_are_a_tie(target):
 
 
 def sampled(target, draft, seeds: range) -> list[Run]:
-    asked = Sampling(200, TEMPERATURE)
-    return [assisted.generate(target, PROMPT, asked, [], seed, 3, draft) for seed in seeds]
+    asked = [Sampling(200, TEMPERATURE, seed) for seed in seeds]
+    return [assisted.generate(target, PROMPT, how, [], 3, draft) for how in asked]
 
 
 def transitions(runs: list[Run], target) -> float:

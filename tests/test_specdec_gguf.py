@@ -93,7 +93,7 @@ def test_where_texts_part_the_logits_are_the_targets(files, tiny_model, quantkit
         assert made.part(0, 3, own, own) is None
         found = made.part(0, 3, own, drafted)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=torch.float32)
-    ids = assisted.generate(model, torch.tensor([prompt]), Sampling(6), [], 0).ids
+    ids = assisted.generate(model, torch.tensor([prompt]), Sampling(6), []).ids
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + ids[: found.index]])).logits[0, -1]
     assert found.expected == ids[found.index] == logits.argmax() != found.token

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config, seeded
+from quantkit.evaluation import sampling
+from quantkit.evaluation.sampling import Sampling, ends_of_text
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
@@ -142,15 +143,10 @@ def continue_prompt(
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
     recorder = _Recorder(ids.shape[1], first.ids if first and alike else [])
-    with seeded(settings.seed, device):
-        out = model.generate(
-            ids.to(device),
-            attention_mask=torch.ones_like(ids).to(device),
-            # What the checkpoint recommends would make models differ by more than their weights.
-            generation_config=generation_config(settings, ends),
-            logits_processor=[recorder],
-            streamer=Streamer(tokenizer, stream) if stream else None,
-        )
+    # What the checkpoint recommends would make models differ by more than their weights.
+    streamer = Streamer(tokenizer, stream) if stream else None
+    given = ids.to(device)
+    out = sampling.generate(model, given, settings, ends, logits_processor=[recorder], streamer=streamer)
     new = out[0, ids.shape[1] :].tolist()
     recorder.note(new)
     seconds = time.monotonic() - loaded

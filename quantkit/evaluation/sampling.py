@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 from quantkit.models.files.checkpoint import Checkpoint
@@ -52,12 +53,23 @@ def generation_config(sampling: Sampling, ends: list[int]) -> transformers.Gener
     )
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Generate within: with this seed, leaving torch's own random state as it is, and without gradients."""
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    sampling: Sampling,
+    ends: list[int],
+    config: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Any:
+    """Continue a prompt, int64 `[1, tokens]`, by transformers' own `generate`; torch's random state stays
+    as it is. config: further settings of the generation; given: further arguments."""
+    settings = generation_config(sampling, ends)
+    settings.update(**(config or {}))
+    device = prompt.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-        torch.manual_seed(seed)
-        yield
+        torch.manual_seed(sampling.seed)
+        mask = torch.ones_like(prompt)
+        return model.generate(prompt, attention_mask=mask, generation_config=settings, **given)
 
 
 def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | None:

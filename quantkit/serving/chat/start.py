@@ -67,24 +67,16 @@ def start(
 
     if name == "llama.cpp":
         if settings.decoded or settings.dtype != "auto":
-            raise QuantkitError(
-                "--decoded and --dtype are for transformers: llama.cpp computes with what the file holds",
-                "add --engine transformers, or leave them out",
-                USAGE,
-            )
+            told = "--decoded and --dtype are for transformers: llama.cpp computes with what the file holds"
+            raise QuantkitError(told, "add --engine transformers, or leave them out", USAGE)
         metadata, _ = gguf_file.read_header(path)
         check_template(llamacpp.stored_template(metadata))
         made_for = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-        told: Mapping[str, Any] = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
-        engine: Engine = LlamaCppChat(
-            source,
-            path,
-            context(made_for if isinstance(made_for, int) else None),
-            template,
-            kv_dtype or "float16",
-            device.type,
-            settings.threads,
-        )
+        length = context(made_for if isinstance(made_for, int) else None)
+        known: Mapping[str, Any] = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
+        cache = kv_dtype or "float16"
+        threads = settings.threads
+        engine: Engine = LlamaCppChat(source, path, length, template, cache, device.type, threads)
     else:
         if kv_dtype is not None:
             hint = "leave out --kv-dtype: its cache has the precision of the model (--dtype); GGUF has both"
@@ -96,11 +88,11 @@ def start(
         if settings.threads:
             torch.set_num_threads(settings.threads)
         stored = stored_config(checkpoint)
-        told = {k: getattr(stored, k, None) for k in RECOMMENDED} if stored and stored.do_sample else {}
+        known = {k: getattr(stored, k, None) for k in RECOMMENDED} if stored and stored.do_sample else {}
         dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
         length = context(checkpoint.context)
         engine = TransformersChat(checkpoint, dtype, device, length, settings.decoded, template)
-    numbers = {k: v for k, v in told.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    numbers = {k: v for k, v in known.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return Session(engine, conversation, sampling(settings, numbers), settings.drop_oldest)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.evaluation.generate import Streamer, decode
-from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config, seeded
+from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.chat.conversation import Prompt
 from quantkit.serving.chat.kept_cache import KeptCache
@@ -67,16 +67,16 @@ class TransformersChat:
         asked, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
         began, clock = time.monotonic(), engine.Clock(self._device, stopped)
         try:
-            with seeded(sampling.seed, self._device):
-                out = self._model.generate(
-                    given,
-                    attention_mask=torch.ones_like(given),
-                    generation_config=generation_config(replace(sampling, tokens=asked), self._ends),
-                    stopping_criteria=[clock],
-                    streamer=Streamer(self._tokenizer, stream),
-                    return_dict_in_generate=True,
-                    **({"past_key_values": cache} if cache is not None else {}),
-                )
+            out = generate(
+                self._model,
+                given,
+                replace(sampling, tokens=asked),
+                self._ends,
+                stopping_criteria=[clock],
+                streamer=Streamer(self._tokenizer, stream),
+                return_dict_in_generate=True,
+                **({"past_key_values": cache} if cache is not None else {}),
+            )
         except BaseException:
             self._kept.forget()  # it may hold a part of a token
             raise

@@ -165,24 +165,20 @@ class Session:
         stopped: asked after every token. Raises ContextFullError for a prompt that is too long.
         """
         given = prompt if isinstance(prompt, str) else list(prompt)
-        request = {"prompt": given, "n_predict": tokens, "temperature": 0} | asked
-        parts: list[str] = []
-        last: dict[str, Any] = {}
-        logprobs: list[Mapping[str, Any]] = []
+        parts, logprobs, last = [], [], {"reason": None, "timings": {}}
 
         def receive(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
             for choice in chunk.get("choices", ()):
-                text = choice.get("text") or ""
-                last["reason"] = choice.get("finish_reason") or last.get("reason")
-                parts.append(text)
+                last["reason"] = choice.get("finish_reason") or last["reason"]
                 logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
-                if text and stream:
-                    stream(text)
+                parts.append(choice.get("text") or "")
+                if parts[-1] and stream:
+                    stream(parts[-1])
 
-        self._stream(request, receive, stopped)
-        stop = "end" if last.get("reason") == "stop" else "length"
-        return Answer("".join(parts), last.get("timings", {}), stop, logprobs)
+        self._stream({"prompt": given, "n_predict": tokens} | asked, receive, stopped)
+        stop = "end" if last["reason"] == "stop" else "length"
+        return Answer("".join(parts), last["timings"], stop, logprobs)
 
     def complete_all(
         self,
@@ -200,9 +196,8 @@ class Session:
             for choice in chunk.get("choices", ()):
                 arrived(choice["index"], chunk["timings"])
 
-        request = {"prompt": [list(ids) for ids in prompts], "n_predict": tokens, "temperature": 0}
         exact = {"ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
-        self._stream(request | exact, receive)
+        self._stream({"prompt": [list(ids) for ids in prompts], "n_predict": tokens} | exact, receive)
 
     def _stream(
         self,
@@ -214,14 +209,12 @@ class Session:
 
         Raises QuantkitError with llama.cpp's words, ContextFullError, and whatever `receive` raises.
         """
-        errors: list[Any] = []
         failed: list[BaseException] = []
 
         def chunk(told: Mapping[str, Any] | None) -> bool:
-            if told and "error" in told:
-                errors.append(told["error"])
-                return False
             try:
+                if told and "error" in told:
+                    raise _refusal(told["error"])
                 if told:
                     receive(told)
                 return stopped is not None and stopped()  # True ends it
@@ -229,11 +222,13 @@ class Session:
                 failed.append(error)
                 return True
 
-        self._server.handle_completions(request | {"stream": True}, chunk)
+        self._server.handle_completions({"temperature": 0, **request, "stream": True}, chunk)
         if failed:
             raise failed[0]
-        if errors:
-            said = errors[0] if isinstance(errors[0], Mapping) else {"message": errors[0]}
-            if said.get("type") == TOO_LONG:
-                raise ContextFullError(said["n_prompt_tokens"], said["n_ctx"])
-            raise QuantkitError(f"llama.cpp: {said.get('message', said)}")
+
+
+def _refusal(said: Any) -> QuantkitError:
+    said = said if isinstance(said, Mapping) else {"message": said}
+    if said.get("type") == TOO_LONG:
+        return ContextFullError(said["n_prompt_tokens"], said["n_ctx"])
+    return QuantkitError(f"llama.cpp: {said.get('message', said)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from quantkit.capacity.source import cache_bytes
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.evaluation import sampling
 from quantkit.evaluation.generate import first_difference
-from quantkit.evaluation.sampling import Sampling, ends_of_text, generation_config, seeded
+from quantkit.evaluation.sampling import Sampling, ends_of_text
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import synchronize
 from quantkit.serving.engines import transformers as engine
@@ -79,7 +80,8 @@ class Assisted:
         return loaded.model, Footprint(loaded.weight_bytes, kv, stored, loaded.kernels, loaded.note)
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
-        return generate(self._target, self._prompts[prompt], self._sampling, self._ends, seed, k, self._draft)
+        how = replace(self._sampling, seed=seed)
+        return generate(self._target, self._prompts[prompt], how, self._ends, k, self._draft)
 
     def draft_step(self) -> None:
         """Every run tells it."""
@@ -95,17 +97,16 @@ class Assisted:
 def generate(
     target: nn.Module,
     prompt: Tensor,
-    sampling: Sampling,
+    how: Sampling,
     ends: list[int],
-    seed: int,
     k: int = 0,
     draft: nn.Module | None = None,
 ) -> Run:
     """Continue prompt, int64 `[1, tokens]`, drafting k tokens a step with `draft`, or by looking them up in
     the text so far where that is None; k = 0: the target alone. ends: ids that end a text."""
-    asked, notes = generation_config(sampling, ends), _Notes(prompt.device)
+    asked, notes = {}, _Notes(prompt.device)
     if k and draft is None:
-        asked.update(prompt_lookup_num_tokens=k, max_matching_ngram_size=LOOKUP_NGRAM)
+        asked = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM}
     elif k:
         draft.generation_config = transformers.GenerationConfig(
             num_assistant_tokens=k,
@@ -115,16 +116,10 @@ def generate(
     target.generation_config = transformers.GenerationConfig()  # not what the checkpoint recommends
     hook = target.register_forward_pre_hook(notes.begin, with_kwargs=True)
     try:
-        with seeded(seed, prompt.device):
-            notes.chosen.append(notes.now())
-            out = target.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                generation_config=asked,
-                streamer=notes,
-                **({"assistant_model": draft} if k and draft is not None else {}),
-            )
-            ended = notes.now()
+        notes.chosen.append(notes.now())
+        given = {"assistant_model": draft} if k and draft is not None else {}
+        out = sampling.generate(target, prompt, how, ends, asked, streamer=notes, **given)
+        ended = notes.now()
     finally:
         hook.remove()
     return notes.run(out[0, prompt.shape[1] :].tolist(), prompt.shape[1], ended)
