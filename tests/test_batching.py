@@ -3,7 +3,7 @@
 import importlib.resources
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import far_device
@@ -72,20 +72,20 @@ def test_a_padded_batch_is_counted():
         Step(16.0, 1.0, sequences=2, finished=1, used=4, held=12, reserved=12),
     ]
     found = figures(Replay(tuple(served), tuple(steps)))
-    assert (found.padded, found.idle, found.in_flight) == (0.25, 0.5, 1.0)
-    assert (found.used, found.held, found.reserved) == pytest.approx((31 / 6, 9.0, 12.0))
-    shares = [show.used(asdict(found), of) for of in ("held", "reserved")]
+    assert (found["padded"], found["idle"], found["in_flight"]) == (0.25, 0.5, 1.0)
+    assert (found["used"], found["held"], found["reserved"]) == pytest.approx((31 / 6, 9.0, 12.0))
+    shares = [show.used(found, of) for of in ("held", "reserved")]
     assert shares == pytest.approx([31 / 54, 31 / 72])
-    assert (found.seconds, found.busy, found.most_held) == (8.0, 0.75, 12)
-    assert (found.tokens_per_second, found.requests_per_second) == (0.5, 0.25)
-    assert found.latency == pytest.approx({"p50": 7.5, "p90": 7.9, "p99": 7.99})
-    assert found.first_token == pytest.approx({"p50": 5.5, "p90": 5.9, "p99": 5.99})
+    assert (found["seconds"], found["busy"], found["most_held"]) == (8.0, 0.75, 12)
+    assert (found["tokens_per_second"], found["requests_per_second"]) == (0.5, 0.25)
+    assert found["latency"] == pytest.approx({"p50": 7.5, "p90": 7.9, "p99": 7.99})
+    assert found["first_token"] == pytest.approx({"p50": 5.5, "p90": 5.9, "p99": 5.99})
 
 
 def test_one_request_alone_wastes_nothing():
     served, steps = padded.account([Request(0.0, 5, 1)], 0.0, [2.0], [[1]])
     found = figures(Replay(tuple(served), tuple(steps)))
-    assert (found.padded, found.idle, show.used(asdict(found), "held"), found.in_flight) == (
+    assert (found["padded"], found["idle"], show.used(found, "held"), found["in_flight"]) == (
         0.0,
         0.0,
         1.0,
@@ -98,7 +98,7 @@ def test_static_batches_on_the_clock(model, prompts):
     replay = padded.serve(model, REQUESTS, prompts, 2, math.inf, Ticks())
     assert times(replay) == [(1.5, 3.5), (1.5, 3.5), (4.5, 4.5)]
     assert [step.seconds for step in replay.steps] == [1.0] * 4
-    assert figures(replay).idle == 0.25  # the last token of two in the two steps of two sequences
+    assert figures(replay)["idle"] == 0.25  # the last token of two in the two steps of two sequences
 
 
 def test_dynamic_batches_on_the_clock(model, prompts):
@@ -116,7 +116,7 @@ def test_continuous_batches_on_the_clock(model, prompts):
     assert [(step.used, step.held) for step in replay.steps] == [(3, 4), (6, 8), (8, 12), (4, 4)]
     assert [(step.prompt_tokens, step.sequences) for step in replay.steps] == [(3, 0), (2, 1), (0, 2), (4, 0)]
     found = figures(replay)
-    assert (found.padded, found.idle, found.used, found.held) == (0.0, 0.0, 5.25, 7.0)
+    assert (found["padded"], found["idle"], found["used"], found["held"]) == (0.0, 0.0, 5.25, 7.0)
     assert model.config._attn_implementation == before
 
 

@@ -168,7 +168,7 @@ class Asked:
     def refuse_others(self) -> None:
         """Raise QuantkitError for a flag that would be ignored, and for models too many or too few."""
         for name in self.typed:
-            heeded = FLAGS[name].fields if name in FLAGS else (self.question,)
+            heeded = FLAGS[name].fields
             if self.question not in heeded:
                 others = " and ".join(flag(other) for other in sorted(set(heeded) - {PLAIN}))
                 if self.question:
@@ -188,7 +188,7 @@ class Asked:
         """The question's Settings, checked; what was not typed is their default."""
         hints, values = get_type_hints(kind), {}
         for name, value in self.typed.items():
-            if name in FLAGS and (field := FLAGS[name].fields[self.question]):
+            if field := FLAGS[name].fields[self.question]:
                 values[field] = _as(hints[field], flag(name), value)
         made = kind(**values)
         made.check()

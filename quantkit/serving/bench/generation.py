@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from quantkit.models.machine.device import synchronize
-
-Clock = Callable[[], float]
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Seconds, asked when all the work on the device is done."""
-
-    def clock() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
-    return clock
+from quantkit.serving.bench.machine import Clock
 
 
 class _Ticks(transformers.StoppingCriteria):

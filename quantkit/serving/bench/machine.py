@@ -8,6 +8,7 @@ which its kernels are best.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,17 @@ COLUMNS = 1024  # of the matrix that is read
 LEAST, MOST = 1 << 20, 1 << 30  # bytes that are read
 SECONDS = 0.3  # for each of both figures
 TRIALS = 5  # at least
+Clock = Callable[[], float]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Seconds, asked when all the work on the device is done."""
+
+    def clock() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    return clock
 
 
 def rates(device: torch.device, dtype: torch.dtype, read_bytes: int) -> dict[str, float | str]:
@@ -62,11 +74,9 @@ def _data_sheet(device: torch.device) -> dict[str, float | str] | None:
 def _fastest(device: torch.device, run: Callable[[], object]) -> float:
     """Seconds of the fastest of many runs: what the machine can, not what it did beside other work."""
     run()
-    synchronize(device)
-    best, began, trials = float("inf"), time.perf_counter(), 0
-    while trials < TRIALS or time.perf_counter() - began < SECONDS:
-        start = time.perf_counter()
+    clock = clock_of(device)
+    times = [clock()]
+    while len(times) <= TRIALS or times[-1] - times[0] < SECONDS:
         run()
-        synchronize(device)
-        best, trials = min(best, time.perf_counter() - start), trials + 1
-    return best
+        times.append(clock())
+    return min(after - before for before, after in itertools.pairwise(times))

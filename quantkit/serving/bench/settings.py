@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-import psutil
-
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.machine import processor
 
 MOST = 1 << 20  # of any number that a flag takes
+
+
+def usual_threads() -> int:
+    """As many as OMP_NUM_THREADS says, else one for each core that this process may use."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdigit() and int(told) else processor.cores()
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +40,7 @@ class Settings:
     rounds: int = 2
     warmup: int = 1
     seed: int = 0
-    threads: int = field(default_factory=lambda: usual_threads())
+    threads: int = field(default_factory=usual_threads)
     dtype: str = "auto"
     device: str = "auto"
     decoded: bool = False
@@ -81,12 +86,3 @@ def parse_list(flag: str, text: str) -> tuple[int, ...]:
             f"{flag} {text!r} is no list of numbers", f"separate them by commas: {flag} 1,4,16", USAGE
         )
     return tuple(sorted({int(part) for part in parts}))
-
-
-def usual_threads() -> int:
-    """As many as OMP_NUM_THREADS says, else one for each core that this process may use."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdigit() and int(told):
-        return int(told)
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))

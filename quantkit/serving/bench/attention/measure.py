@@ -27,7 +27,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.attention.settings import Settings
-from quantkit.serving.bench.generation import clock_of
+from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,34 +52,16 @@ class Replay:
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What is said of a replay. Seconds, shares of one, token slots averaged over the time that was computed.
+PERCENTILES = (50, 90, 99)
+
+
+def figures(replay: Replay) -> dict[str, Any]:
+    """What is said of a replay with at least one request. Seconds, shares of one, token slots averaged over
+    the time that was computed.
 
     busy: share of the time from the first arrival to the last answer in which anything was computed.
     in_flight: unfinished sequences in a decoding step, on average.
     """
-
-    tokens_per_second: float
-    requests_per_second: float
-    latency: dict[str, float]
-    first_token: dict[str, float]
-    padded: float
-    idle: float
-    used: float
-    held: float
-    reserved: float
-    most_held: int
-    in_flight: float
-    busy: float
-    seconds: float
-
-
-PERCENTILES = (50, 90, 99)
-
-
-def figures(replay: Replay) -> Figures:
-    """Of a replay with at least one request."""
     requests, steps = replay.requests, replay.steps
     start = min(request.arrival for request in requests)
     seconds = max(request.done for request in requests) - start
@@ -95,18 +78,18 @@ def figures(replay: Replay) -> Figures:
         found = np.percentile(values, PERCENTILES).tolist()
         return {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
 
-    return Figures(
-        tokens_per_second=sum(len(request.tokens) for request in requests) / seconds,
-        requests_per_second=len(requests) / seconds,
-        latency=spread([request.done - request.arrival for request in requests]),
-        first_token=spread([request.first - request.arrival for request in requests]),
-        padded=1 - sum(step.prompt_tokens for step in steps) / slots,
-        idle=idle / decoded if decoded else 0.0,
-        used=average("used"),
-        held=average("held"),
-        reserved=average("reserved"),
-        most_held=max(step.held for step in steps),
-        in_flight=(decoded - idle) / decoding if decoding else 0.0,
-        busy=computed / seconds,
-        seconds=seconds,
-    )
+    return {
+        "tokens_per_second": sum(len(request.tokens) for request in requests) / seconds,
+        "requests_per_second": len(requests) / seconds,
+        "latency": spread([request.done - request.arrival for request in requests]),
+        "first_token": spread([request.first - request.arrival for request in requests]),
+        "padded": 1 - sum(step.prompt_tokens for step in steps) / slots,
+        "idle": idle / decoded if decoded else 0.0,
+        "used": average("used"),
+        "held": average("held"),
+        "reserved": average("reserved"),
+        "most_held": max(step.held for step in steps),
+        "in_flight": (decoded - idle) / decoding if decoding else 0.0,
+        "busy": computed / seconds,
+        "seconds": seconds,
+    }

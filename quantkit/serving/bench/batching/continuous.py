@@ -18,7 +18,7 @@ from torch import nn
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step
 from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.generation import Clock
+from quantkit.serving.bench.machine import Clock
 
 MOST_TOKENS = 2048  # in one step: prompts beyond it are cut into pieces
 MANAGER = ("add_request", "_create_batch_processor", "_generation_step", "output_router")

@@ -26,7 +26,7 @@ from quantkit.serving.bench.batching import continuous, padded
 from quantkit.serving.bench.batching.accounting import Replay, figures
 from quantkit.serving.bench.batching.proof import Proof, compare
 from quantkit.serving.bench.batching.trace import Request, Trace
-from quantkit.serving.bench.generation import clock_of
+from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.bench.settings import require_numbers
 from quantkit.serving.engines import transformers as engine
 
@@ -182,7 +182,7 @@ class _Bench:
         """Of every strategy the repeat whose throughput is the median. tokens_per_second: of every repeat.
         ratio: to the first strategy's, the median over the repeats. refused: why there is none of it."""
         made = {name: [figures(replay) for replay in replays] for name, replays in self.replays.items()}
-        speeds = {name: [found.tokens_per_second for found in rows] for name, rows in made.items()}
+        speeds = {name: [found["tokens_per_second"] for found in rows] for name, rows in made.items()}
         names = self.settings.strategies
         first = speeds[next(name for name in names if name in made)]
         found = []
@@ -191,7 +191,7 @@ class _Bench:
             if own := speeds.get(name):
                 middle = sorted(range(len(own)), key=own.__getitem__)[len(own) // 2]
                 ratio = statistics.median(a / b for a, b in zip(own, first, strict=True))
-                told |= {"figures": asdict(made[name][middle]), "tokens_per_second": own, "ratio": ratio}
+                told |= {"figures": made[name][middle], "tokens_per_second": own, "ratio": ratio}
                 told["requests"] = [
                     {"arrival": served.arrival, "first_token": served.first, "done": served.done}
                     for served in self.replays[name][middle].requests

@@ -15,7 +15,8 @@ from torch import nn
 
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step
 from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.generation import Clock, run
+from quantkit.serving.bench.generation import run
+from quantkit.serving.bench.machine import Clock
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.serving.bench import generation
+from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import transformers as engine
@@ -49,7 +50,7 @@ class Generation:
         checkpoint, dtype, device = _open(job)
         longest = max(point.batch * (point.prompt + job.settings.tokens) for point in job.points)
         loaded = engine.load(checkpoint, dtype, device, longest, decoded=job.settings.decoded)
-        self._model, self._clock = loaded.model, generation.clock_of(device)
+        self._model, self._clock = loaded.model, clock_of(device)
         self.facts = Facts(
             engine="transformers",
             version=engine.version(),
