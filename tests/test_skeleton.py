@@ -466,12 +466,15 @@ def test_suspended_forwards_leave_grad_mode_alone(tiny_model, enabled):
         assert torch.is_grad_enabled() == enabled
 
 
-@pytest.mark.parametrize("family", ["minimax", "xlstm"])
-def test_families_that_mix_precisions_are_quantized_in_bfloat16(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "status", "reason"),
+    [("minimax", "taken", ""), ("xlstm", "refused", "multiply bfloat16 with another precision")],
+)
+def test_families_that_mix_precisions_in_bfloat16(family, status, reason, monkeypatch):
     """MiniMax has buffers that a transform moves to float32; xLSTM multiplies float32 and bfloat16."""
     monkeypatch.syspath_prepend(SCRIPTS)
     spec = importlib.util.spec_from_file_location("all_families", SCRIPTS / "families.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     row = script.examined(family, ["gptq"], "bfloat16")
-    assert (row["status"], row["reason"]) == ("taken", ""), row
+    assert row["status"] == status and reason in row["reason"], row

@@ -6,15 +6,15 @@ which a block is run by itself. What flows from one to the next may be more than
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
@@ -23,8 +23,7 @@ from quantkit.models.skeleton.towers import StandIn
 
 RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple with this behind it
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not
-CHUNKS = 128  # tokens: some blocks compute whole chunks of 64 otherwise than the tokens left over
-PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__}
+MIXED = re.compile("same dtype|expected scalar type")  # torch of a product of two precisions
 SHAPES = 8  # whose arguments are kept, the last used: a job has three, tasks one for every length of text
 
 
@@ -54,7 +53,6 @@ class Recorder:
         self._dtype, self._device = dtype, device
         self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], the last used at the end
         self._flow = Flow()
-        self._promotes = False  # whether blocks multiply matrices of different precisions
         self._passed: list[int] = []  # places of outputs, behind the hidden states, that the next block reads
         self._stubs = [_Stub(block) for block in container]
         for index, stub in enumerate(self._stubs):
@@ -72,7 +70,6 @@ class Recorder:
         if part is None or hidden.shape[part.tokens] != 4:
             raise _unsupported(f"the hidden states of {self._kind} are {list(hidden.shape)} for 4 tokens")
         self._flow = Flow(part, not _same(calls.calls, others.calls))
-        self._promotes = self._dtype != torch.float32 and self._mixes_precisions()
 
     def embed(self, ids: Tensor) -> Tensor:
         """The flow that enters the first block; the arguments of all are recorded for this shape."""
@@ -97,8 +94,13 @@ class Recorder:
             return part.to(hidden.dtype) if other else stores.get(id(part), part)
 
         args, kwargs = tree_map(given, calls.calls[index], is_leaf=lambda part: id(part) in stores)
-        with _Promotion() if self._promotes else nullcontext():
+        try:
             out = block(hidden, *args, **kwargs)
+        except RuntimeError as error:
+            if not MIXED.search(str(error)):
+                raise
+            what = f"blocks of {self._kind} multiply {str(self._dtype)[6:]} with another precision"
+            raise QuantkitError(what, "compute in --dtype float32", UNSUPPORTED) from error
         hidden, *more = out if isinstance(out, (tuple, list)) else (out,)
         passed = {place: more[place] for place in self._passed if isinstance(more[place], Tensor)}
         filled = [dict(store) for store in stores.values()]
@@ -169,27 +171,6 @@ class Recorder:
                 pass
         return entry[0], Calls(calls, _stores(calls), ids)
 
-    def _mixes_precisions(self) -> bool:
-        """Whether a block runs on the meta device only if products of matrices are promoted. Blocks of one
-        class are taken to be alike."""
-        ids = torch.zeros(1, CHUNKS, dtype=torch.long)
-        flow = self._flow.pack(0, self._record(ids)[0], ids, ()).to("meta")
-        classes = {type(stub.whole): index for index, stub in reversed(list(enumerate(self._stubs)))}
-
-        def runs(index: int) -> bool:
-            try:
-                self.run(index, _on_meta(self._stubs[index].whole), flow)
-            except UNFIT:  # a block may also look at values, which the meta device lacks
-                return False
-            return True
-
-        for index in classes.values():
-            if not runs(index):
-                with _Promotion():
-                    if runs(index):
-                        return True
-        return False
-
     def _learn_return_type(self) -> None:
         """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
         wrong = None
@@ -229,29 +210,6 @@ class Recorder:
         if len(shapes) != len(self._stubs):
             raise _unsupported(f"{self._kind} calls its {len(self._stubs)} blocks {len(shapes)} times")
         return len(set(shapes)) == 1 and logits.shape[:2] == (1, 4)
-
-
-class _Promotion(TorchFunctionMode):
-    """Multiplies matrices of different precisions in the higher one, as torch does for all elementwise
-    operations. It has no state: suspended forwards may leave it in any order."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in PRODUCTS and args[0].dtype != args[1].dtype:
-            common = torch.promote_types(args[0].dtype, args[1].dtype)
-            args = [matrix.to(common) for matrix in args]
-        return func(*args, **(kwargs or {}))
-
-
-def _on_meta(block: nn.Module) -> Callable[..., object]:
-    """`block` as a function that computes shapes and types only."""
-
-    def run(*args, **kwargs):
-        buffers = {name: buffer.to("meta") for name, buffer in block.named_buffers()}
-        args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
-        with torch.no_grad():
-            return functional_call(block, buffers, args, kwargs)
-
-    return run
 
 
 @dataclass(frozen=True)
