@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -119,7 +118,7 @@ def _of_dense(row: Architecture, parameters: Parameters) -> Named:
     if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
         embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
         named.append((mixtures.OUTPUT, embedding))
-    return sorted(named, key=lambda pair: _order(pair[0]))
+    return sorted(named, key=lambda pair: mixtures.order(pair[0]))
 
 
 def _name(tensor: Tensor) -> str:
@@ -136,11 +135,6 @@ def _name(tensor: Tensor) -> str:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape
-
-
-def _order(name: str) -> tuple[int, str]:
-    block = re.match(r"blk\.(\d+)\.", name)
-    return int(block[1]) if block else -1, name
 
 
 def _factors(settings: Settings) -> int:

@@ -131,13 +131,6 @@ def explained(
             hint="check the spelling; for a private repository set HF_TOKEN",
             exit_code=NOT_FOUND,
         ) from error
-    except hub.HFValidationError as error:
-        raise QuantkitError(
-            f"{repo} is no local {local} and no hub id",
-            hint=f"give a local {'checkpoint folder' if kind == 'model' else 'file'}, "
-            "or a hub id of the form OWNER/NAME",
-            exit_code=NOT_FOUND,
-        ) from error
     except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
         why = "is not in the local cache" if offline else "could not be fetched"
         raise QuantkitError(

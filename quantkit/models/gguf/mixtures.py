@@ -81,6 +81,12 @@ class Choice:
     cost_bytes: int = 0
 
 
+def order(name: str) -> tuple[int, str]:
+    """Key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    return (int(block[1]) if block else -1, name)
+
+
 def stays_float(name: str, shape: Sequence[int]) -> bool:
     """Whether a tensor is float32 in every file: vectors, biases, norms, positions, gates of experts."""
     is_matrix = any(size > 1 for size in shape[:-1])  # ggml drops leading dimensions of 1

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.models.files import reading
-from quantkit.models.gguf import architectures, rope
+from quantkit.models.gguf import architectures, mixtures, rope
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.variants import kv_heads
 from quantkit.models.skeleton import meta_model
@@ -258,7 +258,7 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
         raise row.inexpressible(f"tensors such as {name_all(lost)}")
     for name, values in rope.factors(row, config).items():
         found[name] = Target(name, (), tuple(values.shape), values=values.float())
-    return sorted(found.values(), key=lambda target: _order(target.name))
+    return sorted(found.values(), key=lambda target: mixtures.order(target.name))
 
 
 def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -302,12 +302,6 @@ class _Names:
         if not name or name.endswith(("weight", "bias", "ssm_a")):  # llama.cpp calls state spaces' so
             return name
         return f"{name}.weight"  # of a parameter without a module of its own
-
-
-def _order(name: str) -> tuple[int, str]:
-    """Key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
-    block = re.match(r"blk\.(\d+)\.", name)
-    return (int(block[1]) if block else -1, name)
 
 
 def _rotary(rows: int, heads: int) -> Tensor:
