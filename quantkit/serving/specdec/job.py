@@ -66,7 +66,7 @@ def compare(
     else:
         from quantkit.serving.specdec.transformers import Assisted
 
-        engine = Assisted(target, ids, settings, dtype, device)
+        engine = Assisted(target, ids, settings, device, dtype)
     measured = []
     for draft in drafts:
         called = draft.source if draft else LOOKUP

@@ -15,61 +15,50 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.capacity.source import cache_bytes
 from quantkit.evaluation.generate import first_difference
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.llamacpp import Session
 from quantkit.serving.specdec.lossless import Parting
-from quantkit.serving.specdec.measure import Footprint, Run
+from quantkit.serving.specdec.measure import Engine, Footprint, Run
 from quantkit.serving.specdec.settings import Settings
 
-CACHE = "float16"
 LIKELIEST = 40  # tokens whose logits are looked at where texts part
 WARM = 4  # tokens, before anything is measured
 AROUND = 8  # places before it at which passes of one token and of many are compared
 
 
-class Speculation:
-    """A target in a GGUF file, for one draft after the other; see `measure.Engine`. Every k needs a server of
-    its own; only that of the k in use is loaded, beside none or, for k = 0, the draft by itself."""
+class Speculation(Engine):
+    """A target in a GGUF file. Every k needs a server of its own; only that of the k in use is loaded, beside
+    none or, for k = 0, the draft by itself. It does not tell distributions."""
 
     name = f"llama.cpp ({llamacpp.PACKAGE} {llamacpp.version()})"
-    precision = "as stored"
+    precision, cache = "as stored", "float16"
     reloads = True
 
     def __init__(self, target: Checkpoint, prompts: Tensor, settings: Settings, device: torch.device):
-        """prompts: int64 `[prompts, tokens]`."""
-        self._target, self._settings, self._device = target, settings, device
-        self._prompts = prompts.tolist()
+        super().__init__(target, prompts, settings, device)
+        self._texts = prompts.tolist()
         self._sessions: list[Session] = []  # the target, and the draft where it runs by itself
         self._k: int | None = None
-        self._draft: Checkpoint | None = None
-        self._draft_steps: list[float] = []
 
     def load(self, draft: Checkpoint | None) -> tuple[Footprint, Footprint | None]:
-        self.close()
         self._draft, self._draft_steps = draft, []
-        return self._size(self._target), None if draft is None else self._size(draft)
+        return self.footprint(self.target), draft and self.footprint(draft)
 
     def close(self) -> None:
         while self._sessions:
             self._sessions.pop().__exit__()
         self._k = None
 
-    def _size(self, checkpoint: Checkpoint) -> Footprint:
-        tokens = self._settings.prompt_tokens + self._settings.tokens
-        stored = sum(info.nbytes for info in checkpoint.infos.values())
-        return Footprint(stored, cache_bytes(checkpoint.folder, tokens, CACHE), stored, "ggml")
-
     def _open(self, checkpoint: Checkpoint, k: int) -> None:
-        context = self._settings.prompt_tokens + self._settings.tokens + max(self._settings.ks) + 1
+        context = self.settings.prompt_tokens + self.settings.tokens + max(self.settings.ks) + 1
         asked = llamacpp.parameters(
             checkpoint.folder,
             context,
             threads=torch.get_num_threads(),
-            kv_dtype=CACHE,
-            device=self._device.type,
+            kv_dtype=self.cache,
+            device=self.device.type,
         )
         if k:
             llamacpp.speculate(asked, k, None if self._draft is None else self._draft.folder)
@@ -79,12 +68,12 @@ class Speculation:
         """Return the servers for k drafted tokens, warmed up: the first text of a server takes longer."""
         if self._k != k:
             self.close()  # those of the k before
-            self._open(self._target, k)
+            self._open(self.target, k)
             if self._draft is not None and not k:
                 self._open(self._draft, 0)
             self._k = k
             for server in self._sessions:
-                server.complete(self._prompts[0], WARM, **self._asked(0))
+                server.complete(self._texts[0], WARM, **self._asked(0))
         return self._sessions
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
@@ -101,7 +90,7 @@ class Speculation:
 
     def _complete(self, session: Session, prompt: int, seed: int) -> Run:
         began = time.perf_counter()
-        answer = session.complete(self._prompts[prompt], self._settings.tokens, **self._asked(seed))
+        answer = session.complete(self._texts[prompt], self.settings.tokens, **self._asked(seed))
         seconds, told = time.perf_counter() - began, answer.timings
         tokens, accepted = int(told["predicted_n"]), int(told.get("draft_n_accepted") or 0)
         return Run(
@@ -117,19 +106,16 @@ class Speculation:
 
     def _asked(self, seed: int) -> dict[str, Any]:
         """The bare distribution, and every prompt read anew."""
-        heat = self._settings.temperature
+        heat = self.settings.temperature
         bare = {"samplers": ["temperature"], "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return {"temperature": heat, "seed": seed, "cache_prompt": False} | (bare if heat else {})
-
-    def uniformity(self, texts: Sequence[tuple[int, list[int]]], seed: int) -> None:
-        """It does not tell the distributions."""
 
     def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
         """Texts are compared; only where they differ, tokens and logits are asked for."""
         if own.text == drafted.text:
             return None
-        others = [found["id"] for found in self._logits(k, self._prompts[prompt], self._settings.tokens)]
-        single = self._logits(0, self._prompts[prompt], self._settings.tokens)
+        others = [found["id"] for found in self._logits(k, self._texts[prompt], self.settings.tokens)]
+        single = self._logits(0, self._texts[prompt], self.settings.tokens)
         ids = [found["id"] for found in single]
         index = first_difference(ids, others)
         if index is None or index >= min(len(ids), len(others)):
@@ -137,7 +123,7 @@ class Speculation:
         noise = 0.0
         for place in range(max(0, index - AROUND), index + 1):
             one = _table(single[place])
-            many = _table(self._logits(0, [*self._prompts[prompt], *ids[:place]], 1)[0])
+            many = _table(self._logits(0, [*self._texts[prompt], *ids[:place]], 1)[0])
             noise = max([noise, *(abs(one[token] - many[token]) for token in one.keys() & many.keys())])
         table = _table(single[index])
         drafted_token = table.get(others[index])
@@ -145,7 +131,7 @@ class Speculation:
         return Parting(prompt, k, index, others[index], ids[index], margin, noise)
 
     def _logits(self, k: int, prompt: list[int], tokens: int) -> Sequence[Mapping]:
-        asked = self._asked(self._settings.seed) | {"logprobs": LIKELIEST}
+        asked = self._asked(self.settings.seed) | {"logprobs": LIKELIEST}
         return self._servers(k)[0].complete(prompt, tokens, **asked).logprobs
 
 

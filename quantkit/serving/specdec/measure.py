@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from quantkit.capacity.source import cache_bytes
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.serving.specdec import theory
 from quantkit.serving.specdec.lossless import Greedy, Parting, Uniformity
@@ -57,33 +60,47 @@ class Run:
         return self.tokens - self.first_tokens
 
 
-class Engine(Protocol):
-    """A loaded target, for one draft after the other: see transformers.py and llamacpp.py.
+class Engine:
+    """A target, for one draft after the other (None: prompt-lookup). name: with its version; precision: of
+    both models; cache: of keys and values; reloads: whether another k than before is loaded anew."""
 
-    name: with its version; precision: of both models; reloads: whether another k than before is loaded anew.
-    """
+    name = precision = cache = ""
+    reloads = False
 
-    name: str
-    precision: str
-    reloads: bool
+    def __init__(self, target: Checkpoint, prompts: Tensor, settings: Settings, device: torch.device):
+        """prompts: int64 `[prompts, tokens]`."""
+        self.target, self.prompts, self.settings, self.device = target, prompts, settings, device
 
     def load(self, draft: Checkpoint | None) -> tuple[Footprint, Footprint | None]:
-        """Take this draft (None: prompt-lookup) from now on; return what target and draft take."""
+        """Take this draft from now on; return what target and draft take."""
+        raise NotImplementedError
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
         """Continue a prompt, by its number; k = 0: the target alone."""
-
-    def draft_step(self) -> float | None:
-        """Return the seconds of a drafted token, where runs do not tell them."""
+        raise NotImplementedError
 
     def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
         """Return where a drafted text leaves the target's own."""
+        raise NotImplementedError
+
+    def draft_step(self) -> float | None:
+        """Return the seconds of a drafted token; None where runs tell them."""
 
     def uniformity(self, texts: Sequence[tuple[int, list[int]]], seed: int) -> Uniformity | None:
-        """Return whether sampled texts, (prompt, ids) each, follow the target's distribution."""
+        """Return whether sampled texts, (prompt, ids) each, follow the target's distribution; None where the
+        engine does not tell distributions."""
 
     def close(self) -> None:
-        """Free what is loaded."""
+        """Free the draft."""
+
+    def footprint(self, checkpoint: Checkpoint, loaded: Any = None) -> Footprint:
+        """Of a checkpoint, as transformers has `loaded` it, else as it is stored."""
+        stored = sum(info.nbytes for info in checkpoint.infos.values())
+        tokens = self.settings.prompt_tokens + self.settings.tokens
+        kv = cache_bytes(checkpoint.folder, tokens, self.cache)
+        if loaded is None:
+            return Footprint(stored, kv, stored, "ggml")
+        return Footprint(loaded.weight_bytes, kv, stored, loaded.kernels, loaded.note)
 
 
 Repeats = Sequence[Sequence[Run]]  # by repeat, then by prompt

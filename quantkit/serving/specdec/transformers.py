@@ -17,7 +17,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
-from quantkit.capacity.source import cache_bytes
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation import sampling
 from quantkit.evaluation.generate import first_difference
@@ -27,37 +26,35 @@ from quantkit.models.machine.device import synchronize
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.specdec import lossless
 from quantkit.serving.specdec.lossless import Parting, Uniformity
-from quantkit.serving.specdec.measure import Footprint, Run
+from quantkit.serving.specdec.measure import Engine, Footprint, Run
 from quantkit.serving.specdec.settings import Settings
 from quantkit.serving.specdec.theory import Step
 
 LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own default
 
 
-class Assisted:
-    """A target and a draft that transformers runs; see `measure.Engine`. prompts: int64 `[prompts, tokens]`.
+class Assisted(Engine):
+    """A target and a draft that transformers runs.
 
     Raises QuantkitError for what does not fit the memory (exit code 5), and for models with a recurrent state
     (4).
     """
 
     name = f"transformers {engine.version()}"
-    reloads = False
 
     def __init__(
         self,
         target: Checkpoint,
         prompts: Tensor,
         settings: Settings,
-        dtype: torch.dtype,
         device: torch.device,
+        dtype: torch.dtype,
     ):
-        self.precision = str(dtype).removeprefix("torch.")
-        self._dtype, self._device = dtype, device
-        self._tokens = settings.prompt_tokens + settings.tokens
-        self._prompts = [row[None] for row in prompts.to(device)]  # it takes one text at a time
+        super().__init__(target, prompts.to(device), settings, device)
+        self.precision = self.cache = str(dtype).removeprefix("torch.")
+        self._dtype = dtype
         self._sampling, self._ends = Sampling(settings.tokens, settings.temperature), ends_of_text(target)
-        self._target, self._size = self._load(target)
+        self._model, self._size = self._load(target)
         self._draft: nn.Module | None = None
 
     def load(self, draft: Checkpoint | None) -> tuple[Footprint, Footprint | None]:
@@ -68,30 +65,26 @@ class Assisted:
         self._draft = None
 
     def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, Footprint]:
-        loaded = engine.load(checkpoint, self._dtype, self._device, self._tokens)
+        tokens = self.settings.prompt_tokens + self.settings.tokens
+        loaded = engine.load(checkpoint, self._dtype, self.device, tokens)
         if loaded.model._is_stateful:  # transformers refuses them as targets, and fails with them as drafts
             raise QuantkitError(
                 f"{checkpoint.source} keeps a recurrent state, out of which no token can be taken back",
                 "speculative decoding needs a model that keeps keys and values alone",
                 UNSUPPORTED,
             )
-        kv = cache_bytes(checkpoint.folder, self._tokens, self.precision)
-        stored = sum(info.nbytes for info in checkpoint.infos.values())
-        return loaded.model, Footprint(loaded.weight_bytes, kv, stored, loaded.kernels, loaded.note)
+        return loaded.model, self.footprint(checkpoint, loaded)
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
         how = replace(self._sampling, seed=seed)
-        return generate(self._target, self._prompts[prompt], how, self._ends, k, self._draft)
-
-    def draft_step(self) -> None:
-        """Every run tells it."""
+        return generate(self._model, self.prompts[prompt, None], how, self._ends, k, self._draft)
 
     def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
-        return lossless.parting(self._target, self._prompts[prompt], own.ids, drafted.ids, (prompt, k))
+        return lossless.parting(self._model, self.prompts[prompt, None], own.ids, drafted.ids, (prompt, k))
 
     def uniformity(self, texts: Sequence[tuple[int, list[int]]], seed: int) -> Uniformity:
-        drawn = ((self._prompts[prompt], ids) for prompt, ids in texts)
-        return lossless.uniformity(drawn, self._target, self._draft, self._sampling.temperature, seed)
+        drawn = ((self.prompts[prompt, None], ids) for prompt, ids in texts)
+        return lossless.uniformity(drawn, self._model, self._draft, self._sampling.temperature, seed)
 
 
 def generate(
