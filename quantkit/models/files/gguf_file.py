@@ -48,27 +48,30 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
     return math.prod(shape) // block * size
 
 
-def spans(path: Path) -> tuple[dict[str, tuple[int, int]], int, int]:
-    """Where the key and value of every entry of the metadata lie in the file; where the header ends, and
-    where the tensors begin. For a file that `read_header` has read."""
-    metadata, _ = read_header(path)
-    with _opened(path) as cursor:
-        cursor.take(8)
-        tensors, pairs = cursor.unpack("<QQ")
-        found = {}
-        for _ in range(pairs):
-            start = cursor.place
-            key = cursor.text()
-            cursor.value()
-            found[key] = start, cursor.place
-        for _ in range(tensors):
-            _info(cursor)
-    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-    return found, cursor.place, cursor.place + -cursor.place % alignment
+@dataclass(frozen=True)
+class Header:
+    """places: where key and value of every entry of the metadata lie in the file; end: of the header."""
+
+    metadata: Metadata
+    infos: dict[str, TensorInfo]
+    places: dict[str, tuple[int, int]]
+    end: int
+    alignment: int
+
+    @property
+    def tensors(self) -> int:
+        """Where the tensors begin."""
+        return self.end + -self.end % self.alignment
 
 
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Metadata and the place of every tensor, from the header alone; shapes are `[out, in]` as in torch.
+    """Metadata and the place of every tensor; see `read_whole_header`."""
+    header = read_whole_header(path)
+    return header.metadata, header.infos
+
+
+def read_whole_header(path: Path) -> Header:
+    """What a file says before its tensors; shapes are `[out, in]` as in torch.
 
     Raises QuantkitError naming the file when it is a Git LFS pointer, is not GGUF, is cut short, or its
     header contradicts itself or the size of the file.
@@ -152,7 +155,7 @@ class _Cursor:
         return [self.text() for _ in range(count)]
 
 
-def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
+def _parse(cursor: _Cursor) -> Header:
     path = cursor.path
     start = cursor.take(4)
     if bytes(cursor.data[start:4]) != MAGIC:
@@ -168,11 +171,13 @@ def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
         if count > MAX_ENTRIES:
             raise _broken(path, f"it says {count:,} {words}, at most {MAX_ENTRIES:,} are read")
     metadata: Metadata = {}
+    places = {}
     for _ in range(pairs):
-        key = cursor.text()
+        start, key = cursor.place, cursor.text()
         if key in metadata:
             raise _broken(path, f"the key {key} comes twice")
         metadata[key] = cursor.value()
+        places[key] = start, cursor.place
     if metadata.get(SPLIT, 1) != 1:
         raise QuantkitError(
             f"{path} is one of {metadata[SPLIT]} parts of a model",
@@ -180,7 +185,12 @@ def _parse(cursor: _Cursor) -> tuple[Metadata, dict[str, TensorInfo]]:
             exit_code=UNSUPPORTED,
         )
     infos = [_info(cursor) for _ in range(tensors)]
-    return metadata, _placed(cursor, infos, metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT))
+    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise _broken(path, f"its alignment is {alignment}")
+    header = Header(metadata, {}, places, cursor.place, alignment)
+    header.infos.update(_placed(cursor, infos, header))
+    return header
 
 
 def _info(cursor: _Cursor) -> TensorInfo:
@@ -209,17 +219,14 @@ def _info(cursor: _Cursor) -> TensorInfo:
     return TensorInfo(name, type, shape, cursor.path, offset, nbytes)
 
 
-def _placed(cursor: _Cursor, infos: list[TensorInfo], alignment: Any) -> dict[str, TensorInfo]:
+def _placed(cursor: _Cursor, infos: list[TensorInfo], header: Header) -> dict[str, TensorInfo]:
     """Tensors by name with offsets from the beginning of the file; all inside it, none over another."""
-    path = cursor.path
-    if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise _broken(path, f"its alignment is {alignment}")
-    base = cursor.place + -cursor.place % alignment
+    path, base = cursor.path, header.tensors
     placed: dict[str, TensorInfo] = {}
     end = base
     for info in sorted(infos, key=lambda info: info.offset):
         start = base + info.offset
-        if info.offset % alignment or start < end:
+        if info.offset % header.alignment or start < end:
             raise _broken(path, f"{info.name} begins at byte {start}, where it cannot")
         end = start + info.nbytes
         if end > cursor.file_bytes:

@@ -98,24 +98,22 @@ class GgufWriter:
 def with_text(source: Path, place: Path, key: str, text: str) -> int:
     """Copy a GGUF file with another text under `key` of its metadata, added where there was none; all else,
     tensors above all, keeps its bytes. Returns by how many bytes the tensors lie further back."""
-    found, end, tensors = gguf_file.spans(source)
-    with open(source, "rb") as old:
-        head = old.read(end)
-    alignment = gguf_file.read_header(source)[0].get("general.alignment", ALIGNMENT)
-    entry = _packed(key) + _value(text)
-    if key in found:
-        start, stop = found[key]
-        head = head[:start] + entry + head[stop:]
-    else:
-        last = max((stop for _, stop in found.values()), default=24)
-        counts = struct.pack("<Q", len(found) + 1)
-        head = head[:16] + counts + head[24:last] + entry + head[last:]
-    head += bytes(-len(head) % alignment)
+    header = gguf_file.read_whole_header(source)
+    entry, places = _packed(key) + _value(text), header.places
     with open(source, "rb") as old, open(place, "wb") as new:
+        head = old.read(header.end)
+        if key in places:
+            start, stop = places[key]
+            head = head[:start] + entry + head[stop:]
+        else:
+            last = max((stop for _, stop in places.values()), default=24)
+            counts = struct.pack("<Q", len(places) + 1)
+            head = head[:16] + counts + head[24:last] + entry + head[last:]
+        head += bytes(-len(head) % header.alignment)
         new.write(head)
-        old.seek(tensors)
+        old.seek(header.tensors)
         shutil.copyfileobj(old, new, 1 << 22)
-    return len(head) - tensors
+    return len(head) - header.tensors
 
 
 def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:

@@ -42,16 +42,16 @@ def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) 
     """sha256 of everything behind the header of a GGUF file."""
     from quantkit.models.files import gguf_file
 
-    return of_file(path, gguf_file.spans(path)[2], listen)
+    return of_file(path, gguf_file.read_whole_header(path).tensors, listen)
 
 
 def seal(path: Path) -> None:
     """Put the sum of its tensors into a GGUF file, where its metadata has a place for it."""
     from quantkit.models.files import gguf_file
 
-    found, _, tensors = gguf_file.spans(path)
-    if IN_FILE in found:
-        digest = of_file(path, tensors)
+    header = gguf_file.read_whole_header(path)
+    if IN_FILE in header.places:
+        digest = of_file(path, header.tensors)
         with open(path, "r+b") as file:
-            file.seek(found[IN_FILE][1] - len(BLANK))  # a text ends its entry
+            file.seek(header.places[IN_FILE][1] - len(BLANK))  # a text ends its entry
             file.write(digest.encode())
