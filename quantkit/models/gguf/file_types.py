@@ -19,7 +19,6 @@ BLOCKS = {type: tuple(block) for type, block in _stored["blocks"].items()}  # we
 FALLBACKS: dict[str, str] = _stored["fallbacks"]  # where blocks of a type do not divide the columns
 NEED_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
 SCALED = {"NVFP4"}  # a float32 of the whole matrix lies beside it: `NAME.scale` of `NAME.weight`
-OWN = {"MXFP4", "NVFP4"}  # file types that llama-quantize does not make
 NO_FEEDBACK = {"IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}  # error feedback knows no way with them
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
