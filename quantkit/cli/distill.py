@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -71,75 +70,27 @@ FIXED = (
 )  # fmt: skip
 
 
-def _command() -> Callable[..., None]:
+ASKED = "output", "revision", "offline", "trust_remote_code", "resume", "overwrite"
+
+
+def _distill(context: typer.Context, **values: Any) -> None:
     """The function behind `quantkit distill`."""
-
-    def invoke(context: typer.Context, **values: Any) -> None:
-        typed = flags.typed(context, values)
-        if "text" in typed:
-            if typed.get("calibration", typed["text"]) != typed["text"]:
-                raise QuantkitError("--text and --calibration name two texts", "give one of them", USAGE)
-            typed["calibration"] = typed.pop("text")
-        smaller = "blocks" in typed or "width" in typed
-        if values["student"] is None and not smaller:
-            hint = "name what was made of the teacher, or make it smaller with --blocks or --width"
-            raise QuantkitError("no STUDENT is given", hint, USAGE)
-        if values["student"] is not None and smaller:
-            hint = "leave out --blocks and --width, or the student: a smaller one is made of the teacher"
-            raise QuantkitError("a compressed STUDENT keeps its shape", hint, USAGE)
-        kinds = (SmallerOptions, DistillOptions) if smaller else (DistillOptions, SmallerOptions)
-        _refuse_others(typed, *kinds)
-        _distill(typed, values, kinds[0])
-
-    parameters = [flags.parameter("teacher", TEACHER), flags.parameter("student", STUDENT, None)]
-    of_smaller = [row for row in flags.of("a smaller student", SmallerOptions) if row.name not in SHARED]
-    parameters += [_shared(row) for row in flags.of("training", DistillOptions)] + of_smaller
-    parameters += [flags.parameter("text", TEXT, None), flags.parameter("calibration", CALIBRATION, None)]
-    parameters += [row for row in flags.of("text", CalibrationOptions) if row.name != "calibration"]
-    parameters += [_worded(row) for row in flags.of("run", RunOptions, FORWARD)]
-    parameters += [flags.parameter("output", OUTPUT, None)]
-    parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
-    return flags.sign(invoke, parameters)
-
-
-def _shared(row: inspect.Parameter) -> inspect.Parameter:
-    """A flag of training; one of both kinds says both defaults."""
-    if row.name in SHARED:
-        other = SmallerOptions.__dataclass_fields__[row.name].default
-        hint, described = get_type_hints(DistillOptions)[row.name], row.annotation.__metadata__[0]
-        described.help += f" (default: {row.default}; of a smaller student {other})"
-        return row.replace(default=None, annotation=Annotated[hint | None, described])
-    return row
-
-
-def _refuse_others(typed: dict[str, Any], kind: type, other: type) -> None:
-    """Raise QuantkitError for flags of the other kind of student."""
-    for name in other.__dataclass_fields__.keys() - kind.__dataclass_fields__.keys() & typed.keys():
-        whose = "smaller students (--blocks, --width)" if kind is DistillOptions else "compressed students"
+    typed = flags.typed(context, values)
+    if "text" in typed:
+        if typed.get("calibration", typed["text"]) != typed["text"]:
+            raise QuantkitError("--text and --calibration name two texts", "give one of them", USAGE)
+        typed["calibration"] = typed.pop("text")
+    smaller = "blocks" in typed or "width" in typed
+    if values["student"] is None and not smaller:
+        hint = "name what was made of the teacher, or make it smaller with --blocks or --width"
+        raise QuantkitError("no STUDENT is given", hint, USAGE)
+    if values["student"] is not None and smaller:
+        hint = "leave out --blocks and --width, or the student: a smaller one is made of the teacher"
+        raise QuantkitError("a compressed STUDENT keeps its shape", hint, USAGE)
+    options, other = (SmallerOptions, DistillOptions) if smaller else (DistillOptions, SmallerOptions)
+    for name in other.__dataclass_fields__.keys() - options.__dataclass_fields__.keys() & typed.keys():
+        whose = "compressed students" if smaller else "smaller students (--blocks, --width)"
         raise QuantkitError(f"--{name.replace('_', '-')} is for {whose}", "leave it out", USAGE)
-
-
-def _worded(row: Any) -> Any:
-    """A flag of all jobs in the words of this one."""
-    if row.name in HELP:
-        row.annotation.__metadata__[0].help = HELP[row.name]
-    return row
-
-
-command = _command()
-
-
-def _request(typed: dict[str, Any], values: dict[str, Any], options: type) -> dict[str, Any]:
-    """What is asked for, as `distillation.job.Request` takes it."""
-    asked = ["teacher", "student", "output", "resume", "overwrite"]
-    asked += ["revision", "offline", "trust_remote_code"]
-    kinds = {"options": options, "calibration": CalibrationOptions, "run": RunOptions}
-    made = {name: kind(**_fields(kind, typed)) for name, kind in kinds.items()}
-    return made | {key: values[key] for key in asked}
-
-
-def _distill(typed: dict[str, Any], values: dict[str, Any], options: type) -> None:
-    """A job from its options to what is printed of it."""
     if (text := values["eval_text"]) and not text.is_file():
         raise QuantkitError(
             f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
@@ -150,11 +101,13 @@ def _distill(typed: dict[str, Any], values: dict[str, Any], options: type) -> No
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import distill_report
             from quantkit.distillation import job
-            from quantkit.distillation.compressed import job as compressed
-            from quantkit.distillation.smaller import job as smaller
+            from quantkit.distillation.compressed import job as compressed_job
+            from quantkit.distillation.smaller import job as smaller_job
 
-        request = job.Request(**_request(typed, values, options))
-        kind = smaller if options is SmallerOptions else compressed
+        chosen = (flags.options(kind, typed) for kind in (options, CalibrationOptions, RunOptions))
+        asked = {name: values[name] for name in ASKED}
+        request = job.Request(values["teacher"], values["student"], *chosen, **asked)
+        kind = smaller_job if smaller else compressed_job
         if job.is_done(request):
             progress.close()
             distill_report.print_finished(kind.SCHEMA, job.output_of(request), values["as_json"])
@@ -175,5 +128,35 @@ def _distill(typed: dict[str, Any], values: dict[str, Any], options: type) -> No
         distill_report.print_record(record)
 
 
-def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:
-    return {name: typed[name] for name in options.__dataclass_fields__ if name in typed}
+def _shared(row: inspect.Parameter) -> inspect.Parameter:
+    """A flag of training; one of both kinds says both defaults."""
+    if row.name in SHARED:
+        other = SmallerOptions.__dataclass_fields__[row.name].default
+        hint, described = get_type_hints(DistillOptions)[row.name], row.annotation.__metadata__[0]
+        described.help += f" (default: {row.default}; of a smaller student {other})"
+        return row.replace(default=None, annotation=Annotated[hint | None, described])
+    return row
+
+
+def _worded(row: inspect.Parameter) -> inspect.Parameter:
+    """A flag of all jobs in the words of this one."""
+    if row.name in HELP:
+        row.annotation.__metadata__[0].help = HELP[row.name]
+    return row
+
+
+command = flags.sign(
+    _distill,
+    [
+        flags.parameter("teacher", TEACHER),
+        flags.parameter("student", STUDENT, None),
+        *map(_shared, flags.of("training", DistillOptions)),
+        *(row for row in flags.of("a smaller student", SmallerOptions) if row.name not in SHARED),
+        flags.parameter("text", TEXT, None),
+        flags.parameter("calibration", CALIBRATION, None),
+        *(row for row in flags.of("text", CalibrationOptions) if row.name != "calibration"),
+        *map(_worded, flags.of("run", RunOptions, FORWARD)),
+        flags.parameter("output", OUTPUT, None),
+        *(flags.parameter(name, *flags.FIXED[name]) for name in FIXED),
+    ],
+)

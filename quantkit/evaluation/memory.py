@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,20 +24,14 @@ CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
 CHUNKS = 5  # of them: logits of one model as they are and normed, the other's, and what they differ by
 
 
-@dataclass(frozen=True)
-class Need:
-    """Peak bytes above the interpreter where it computes; states: bytes of all tokens' in one model."""
-
-    nbytes: int
-    states: int
-
-
 def need(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
     compared: bool, spilled: bool = False,
-) -> Need:  # fmt: skip
-    """Of models that are run one after another over `tokens` tokens, `batch` of them at a time; compared:
-    there is more than one, of which the first keeps its head and its states. spilled: states are in a file.
+) -> tuple[int, int]:  # fmt: skip
+    """Peak bytes above the interpreter where it computes, and bytes of all tokens' states in one model.
+
+    Of models that are run one after another over `tokens` tokens, `batch` of them at a time; compared: there
+    is more than one, of which the first keeps its head and its states. spilled: states are in a file.
     """
     most, base, states = 0, 0, 0
     for number, checkpoint in enumerate(checkpoints):
@@ -54,7 +47,7 @@ def need(
         if not number:
             base, states = rest + (0 if spilled else own), shapes.states
             most = max(most, base + max(running, scoring)) if compared else most
-    return Need(LOADED_LATER_BYTES + most, states)
+    return LOADED_LATER_BYTES + most, states
 
 
 def decide(
@@ -68,24 +61,25 @@ def decide(
     own = [limit.left] if limit else []
     accelerated = is_accelerator(device)
     free = distributed.least(min([free_memory(device), *([] if accelerated else own)]))
-    here, there = need(*asked), need(*asked, spilled=True)
-    kept = (2 if compared else 1) * here.states
+    here, states = need(*asked)
+    there, _ = need(*asked, spilled=True)
+    kept = (2 if compared else 1) * states
     host = distributed.least(min([host_memory(), *own]))
-    if here.nbytes <= COMFORT * free:
-        return HERE, here.nbytes
-    if accelerated and there.nbytes <= free and kept <= COMFORT * host:
-        return Place("host"), there.nbytes
+    if here <= COMFORT * free:
+        return HERE, here
+    if accelerated and there <= free and kept <= COMFORT * host:
+        return Place("host"), there
     remedies = ["a --device with more memory"]
     if limit and not accelerated:
-        remedies = [f"--max-memory {-(-(limit.resident + there.nbytes) // TENTH) / 10:g}GB"]
-    if there.nbytes > free and dtype == torch.float32:
-        half = need(checkpoints, torch.bfloat16, device, tokens, batch, compared, spilled=True)
-        remedies = (["--dtype bfloat16"] if half.nbytes <= free else []) + remedies
+        remedies = [f"--max-memory {-(-(limit.resident + there) // TENTH) / 10:g}GB"]
+    if there > free and dtype == torch.float32:
+        half, _ = need(checkpoints, torch.bfloat16, device, tokens, batch, compared, spilled=True)
+        remedies = (["--dtype bfloat16"] if half <= free else []) + remedies
     remedy = ", or ".join(remedies)
-    check_memory(there.nbytes, free, remedy, device, limit, "the evaluation")
+    check_memory(there, free, remedy, device, limit, "the evaluation")
     folder = scratch_folder()
     check_disk(folder, kept)
-    return Place("disk", folder), there.nbytes
+    return Place("disk", folder), there
 
 
 def scratch_folder() -> Path:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
@@ -34,7 +34,7 @@ from quantkit.models.skeleton.loading import TORCH_DTYPES
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import plan, room
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.blocks import write_text
+from quantkit.quantize.staging.blocks import save, write_text
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import hold_out
 
@@ -181,8 +181,7 @@ class SmallerJob(Job):
             settings = self_text.Settings(asked.samples, seqlen, asked.seed)
             dtype, device = self.teacher.dtype, self.teacher.device
             found = self_text.sequences(self.source, settings, dtype, device, listen)
-            save_file({"ids": torch.cat(list(found))}, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)
+            save(path, {"ids": torch.cat(list(found))})
         return load_file(path)["ids"]
 
     def _train(
