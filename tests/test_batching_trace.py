@@ -14,7 +14,7 @@ from quantkit.serving.bench.batching.padded import Batch, next_batch
 from quantkit.serving.bench.batching.show import describe
 from quantkit.serving.bench.batching.trace import Lengths, Request, Trace
 
-PROMPTS, OUTPUTS = Lengths.parse("lognormal:64,0.8"), Lengths.parse("geometric:32")
+PROMPTS, OUTPUTS = "lognormal:64,0.8", "geometric:32"
 
 
 def drawn(count=4000, rate=8.0, seed=0, context=None, prompts=PROMPTS, outputs=OUTPUTS) -> Trace:
@@ -51,11 +51,11 @@ def test_lengths_are_those_of_their_distribution():
     assert statistics.stdev(logs) == pytest.approx(0.8, rel=0.05)
     assert statistics.mean(outputs) == pytest.approx(32, rel=0.06)
     assert sum(length == 1 for length in outputs) / len(outputs) == pytest.approx(1 / 32, abs=0.01)
-    even = [r.prompt for r in drawn(prompts=Lengths.parse("uniform:3-6")).requests]
+    even = [r.prompt for r in drawn(prompts="uniform:3-6").requests]
     assert {length: even.count(length) / 4000 for length in set(even)} == pytest.approx(
         dict.fromkeys((3, 4, 5, 6), 0.25), abs=0.03
     )
-    assert {r.prompt for r in drawn(50, prompts=Lengths.parse("fixed:7")).requests} == {7}
+    assert {r.prompt for r in drawn(50, prompts="fixed:7").requests} == {7}
 
 
 def test_no_request_is_longer_than_the_context():
@@ -64,9 +64,10 @@ def test_no_request_is_longer_than_the_context():
     assert max(r.prompt + r.output for r in requests) == 64 and min(r.output for r in requests) >= 1
 
 
-@pytest.mark.parametrize("text", ["fixed:7", "uniform:3-6", "geometric:32", "lognormal:64,0.8"])
-def test_a_distribution_is_written_as_it_is_read(text):
-    assert str(Lengths.parse(text)) == text
+def test_a_trace_says_how_it_was_drawn():
+    made = trace.sample(context=256)
+    assert len(made.requests) == 32
+    assert made.origin == "Poisson arrivals at 8/s, prompts uniform:16-128, outputs geometric:32, seed 0"
 
 
 @pytest.mark.parametrize(

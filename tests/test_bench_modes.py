@@ -53,6 +53,13 @@ def test_batching(quantkit, model, tmp_path):
     assert [len(outcome["requests"]) for outcome in made["outcomes"]] == [3]
 
 
+def test_batching_of_a_drawn_trace(quantkit, model):
+    done = quantkit("bench", model, "--batching", "static", "--requests", "2", *SMALL, "--json")
+    assert done.code == 0, done.err
+    made = json.loads(done.out)
+    assert len(made["trace"]["requests"]) == 2 and "at 8/s, prompts uniform:16-128" in made["trace"]["origin"]
+
+
 def test_an_endpoint_elsewhere_needs_remote(refuse):
     error, hint = refuse(2, "bench", "--url", "http://example.com")
     assert "another machine" in error and "--remote" in hint

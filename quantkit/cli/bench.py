@@ -298,8 +298,7 @@ def _batching(asked: Asked, progress: Any) -> tuple[dict, Any]:
     if "trace" in asked.typed:
         work = trace.read(asked.typed["trace"], checkpoint.context)
     else:
-        lengths = [trace.Lengths.parse(text) for text in asked.typed.get("lengths", ())]
-        drawn = dict(zip(("prompts", "outputs"), lengths, strict=False))
+        drawn = dict(zip(("prompts", "outputs"), asked.typed.get("lengths", ()), strict=False))
         drawn |= asked.some(count="requests", rate="rate")
         work = trace.sample(**drawn, context=checkpoint.context, seed=settings.seed)
     result = measure.measure(checkpoint, work, settings, dtype, device, progress)

@@ -13,6 +13,7 @@ from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import size
 
 Record = dict[str, Any]
+UNITS = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"))
 HEADERS = ("attention", "N", "prefill", "±", "×", "memory", "decode", "memory")
 
 
@@ -66,7 +67,11 @@ def duration(seconds: float) -> str:
 
 
 def _bytes(nbytes: int | None) -> str:
-    return "?" if nbytes is None else size(nbytes)
+    """Three digits: `390 kB`, `14.7 MB`, `1.23 GB`."""
+    if nbytes is None:
+        return "?"
+    scale, unit = next(row for row in UNITS if nbytes < 999.5 * row[0] or row is UNITS[-1])
+    return f"{nbytes / scale:.3g} {unit}"
 
 
 def _fits(record: Record) -> Iterator[Table]:

@@ -65,11 +65,6 @@ class Lengths:
             value = math.ceil(math.log(1 - stream.random()) / math.log(1 - 1 / self.first))
         return max(1, min(most, round(value)))
 
-    def __str__(self) -> str:
-        if self.kind == "uniform":
-            return f"uniform:{self.first:g}-{self.second:g}"
-        return f"{self.kind}:{self.first:g}" + (f",{self.second:g}" if self.kind == "lognormal" else "")
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -80,14 +75,14 @@ class Trace:
 
 
 def sample(
-    count: int,
-    rate: float,
-    prompts: Lengths,
-    outputs: Lengths,
-    context: int | None,
+    count: int = 32,
+    rate: float = 8.0,
+    prompts: str = "uniform:16-128",
+    outputs: str = "geometric:32",
+    context: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """`count` requests at `rate` a second on average; inf for all at once.
+    """`count` requests at `rate` a second on average; inf for all at once. prompts, outputs: see `Lengths`.
 
     Prompts take at most half of `context`, outputs what is left of it. Raises QuantkitError (exit code 2) for
     values that make no sense.
@@ -96,13 +91,14 @@ def sample(
         raise QuantkitError(f"{count} requests make no trace", "choose 1 or more", USAGE)
     if not rate > 0:
         raise QuantkitError(f"a rate of {rate:g} makes no sense", "choose requests a second, or inf", USAGE)
+    of_prompts, of_outputs = Lengths.parse(prompts), Lengths.parse(outputs)
     gaps, first, second = (random.Random(f"{seed} {name}") for name in ("arrivals", "prompts", "outputs"))
     arrival, made = 0.0, []
     for index in range(count):
         if index and rate < math.inf:
             arrival += gaps.expovariate(rate)
-        prompt = prompts.draw(first, context // 2 if context else 1 << 30)
-        output = outputs.draw(second, context - prompt if context else 1 << 30)
+        prompt = of_prompts.draw(first, context // 2 if context else 1 << 30)
+        output = of_outputs.draw(second, context - prompt if context else 1 << 30)
         made.append(Request(arrival, prompt, output))
     origin = f"Poisson arrivals at {rate:g}/s, prompts {prompts}, outputs {outputs}, seed {seed}"
     return Trace(tuple(made), origin)
