@@ -67,6 +67,7 @@ class Settings:
                 raise QuantkitError(f"--{flag} {value:g} makes no sense", hint, USAGE)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
+        _ = self.tokens, self.cache  # which raise
 
     @property
     def open(self) -> bool:
