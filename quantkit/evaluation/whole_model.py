@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as one model in memory; nothing but `generate` needs it whole."""
+"""A checkpoint of any layout as one model in memory; `generate` and training need it whole."""
 
 from __future__ import annotations
 

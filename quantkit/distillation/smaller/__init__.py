@@ -1,6 +1,6 @@
 """A smaller student: blocks and MLP channels chosen by measurement, then trained on the teacher's
 predictions.
 
-`shape` says what the student is, `blocks` and `channels` what is left out, `cut` writes it, `training` trains
-it, `judge` measures teacher, cut and trained student by the same text; `job` is the way through.
+`shape` says what the student is, `blocks` and `channels` what is left out, `cut` writes it, `learner` learns
+what the teacher predicts (`targets`); `job` is the way through.
 """
