@@ -18,10 +18,10 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import Layout, understood
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.machine import processor
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.skeleton.loading import TORCH_DTYPES
 from quantkit.quantize.prepare.linears import linears
 
 Floats = dict[str, Tensor]  # float32, by names in a block (`mlp.up_proj.weight.scale`) or in the model
@@ -150,7 +150,7 @@ class Student:
         names, inside = self.skeleton.names, f"{self.skeleton.names.blocks}."
         named = dict(self.skeleton.model.named_parameters())
         wanted = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
-        dtypes = {n: TORCH_DTYPES[self.checkpoint.infos[names.stored[n]].dtype] for n in wanted}
+        dtypes = {n: DTYPES[self.checkpoint.infos[names.stored[n]].dtype] for n in wanted}
         floats = {n: named[n] if named[n].is_meta else named[n].float().clone() for n in wanted}
         return TracedBlock(self.depth, {}, {}, floats, dtypes)
 

@@ -28,9 +28,9 @@ from quantkit.evaluation.whole_model import load_blocks
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine.device import choose_dtype, free_memory
 from quantkit.models.skeleton import Skeleton
-from quantkit.models.skeleton.loading import TORCH_DTYPES
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import plan, room
 from quantkit.quantize.progress import Progress
@@ -200,7 +200,7 @@ class SmallerJob(Job):
             found = {}
             for name, parameter in trained.items():
                 tensor = parameter.detach().t() if name in names.transposed else parameter.detach()
-                dtype = TORCH_DTYPES[student.infos[names.stored[name]].dtype]
+                dtype = DTYPES[student.infos[names.stored[name]].dtype]
                 found[names.stored[name]] = tensor.to("cpu", dtype).contiguous()
             return found
 

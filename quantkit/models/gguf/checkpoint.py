@@ -22,13 +22,13 @@ from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files import gguf_file, reading, sums, unchanged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
 from quantkit.models.gguf.file_config import refuse_imatrix
 from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
-from quantkit.models.skeleton.loading import TORCH_DTYPES
 
 PLAIN = ("F32", "F16", "BF16")
 NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
@@ -99,7 +99,7 @@ class GgufCheckpoint(Checkpoint):
         info, target = self.infos[name], self.targets[name]
         moved = target.to_gguf(tensor)
         if tensor.dtype != torch.uint8:
-            moved = moved.to(TORCH_DTYPES[info.dtype])
+            moved = moved.to(DTYPES[info.dtype])
         data = moved.contiguous().view(torch.uint8).numpy().tobytes()
         assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
         return info.offset, data
@@ -156,7 +156,7 @@ class GgufCheckpoint(Checkpoint):
         if info.file != self.folder:
             yield from super()._data(info)
         else:
-            yield self.load(info.name, TORCH_DTYPES[info.dtype]).view(torch.uint8).numpy().data
+            yield self.load(info.name, DTYPES[info.dtype]).view(torch.uint8).numpy().data
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -321,7 +321,7 @@ def _decode(
         encoded = target.to_hf(encoded.view(shape[0], -1))
     encoded = encoded.view(math.prod(shape[:-1]), -1)
     if info.dtype in PLAIN:
-        values = encoded.view(TORCH_DTYPES[info.dtype])
+        values = encoded.view(DTYPES[info.dtype])
         return values.to(dtype or values.dtype).view(shape)
     values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
     step = max(1, CHUNK // shape[-1])

@@ -12,12 +12,11 @@ from quantkit.errors import DamagedError, QuantkitError
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout, understood
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine import processor
 from quantkit.models.machine.device import pinned
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton.names import Names
-
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Reader:
         if self.checkpoint.is_quantized(stored):
             declared = self.checkpoint.config.dtype
             return declared if isinstance(declared, torch.dtype) else self.dtype
-        return TORCH_DTYPES.get(self.checkpoint.infos[stored].dtype, self.dtype)
+        return DTYPES.get(self.checkpoint.infos[stored].dtype, self.dtype)
 
 
 class Installer:
