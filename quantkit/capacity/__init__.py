@@ -4,7 +4,7 @@ Everything follows from config.json and the headers of the weight files, in less
 torch; what they leave open is asked of transformers, which takes a few seconds.
 
     source.py        what there is to read: a folder, a hub id, a config.json, or a number of parameters;
-                     quantized.py what codes and scales were, gguf_header.py a GGUF file
+                     quantized.py what codes and scales were
     settings.py      values of config.json, checked, under whichever name a family has for them
     parameters.py    the tensors of a model
     attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes

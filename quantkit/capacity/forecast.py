@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from quantkit.capacity import formats, job, kv_cache, roofline
@@ -130,6 +131,7 @@ def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> di
     latent = any(cache.kind == "latent" for cache in caches or ())
     known = heads and caches is not None and not latent
     kv_heads = settings.kv_heads if known else None
+    shared = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"  # by groups of queries
     windows: dict[str, list[int]] = {}
     for cache in caches or ():
         if cache.window is not None and cache.window not in windows.setdefault(cache.kind, []):
@@ -140,17 +142,12 @@ def _architecture(settings: Settings, caches: Sequence[LayerCache] | None) -> di
         "hidden": settings.hidden,
         "heads": heads,
         "kv_heads": kv_heads,
-        "attention": "MLA" if latent else _kind_of_attention(heads, kv_heads) if known else None,
+        "attention": "MLA" if latent else shared if known else None,
         "head_dim": settings.head_dim if heads else None,
         "context": settings.context,
         "layer_types": dict(Counter(cache.kind for cache in caches)) if caches else None,
         "windows": windows,
     }
-
-
-def _kind_of_attention(heads: int, kv_heads: int) -> str:
-    """Of keys and values there are as many as queries, one, or one for each group of queries."""
-    return "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
 
 
 def _device_record(question: Question) -> dict[str, Any] | None:
@@ -170,33 +167,33 @@ def _cache_record(
     caches: Sequence[LayerCache], settings: Settings, question: Question, tokens: int
 ) -> dict[str, Any]:
     """Bytes of the cache, what other heads would make of them, and what allocators waste."""
-    dtype = question.kv_bytes
-    exact = kv_cache.sequence_bytes(caches, tokens, dtype)
-    record: dict[str, Any] = {
+    nbytes = partial(kv_cache.sequence_bytes, caches, bytes_per_value=question.kv_bytes)
+    exact, whole = nbytes(tokens), max(tokens, settings.context or 0)
+    paged = {page: nbytes(tokens, page=page) for page in PAGES}
+    return {
         "dtype": kv_types.named(question.kv_dtype),
         "tokens": tokens,
         "batch": question.batch,
         "values_per_sequence": kv_cache.values(caches, tokens),
-        "bytes_per_token": kv_cache.sequence_bytes(caches, 1, dtype)
-        - kv_cache.sequence_bytes(caches, 0, dtype),
+        "bytes_per_token": nbytes(1) - nbytes(0),
         "bytes_per_sequence": exact,
         "bytes": exact * question.batch,
-        "what_if": _what_if(caches, settings, tokens, dtype),
+        "what_if": _what_if(caches, settings, exact),
         "attention_scores_bytes": _attention_scores(caches, settings, tokens),
+        "paged": {
+            str(page): {
+                "bytes_per_sequence": taken,
+                "wasted_bytes": taken - exact,
+                "most_wasted_bytes": nbytes(page) - nbytes(1),
+            }
+            for page, taken in paged.items()
+        },
+        "reserved": {
+            "tokens": whole,
+            "bytes_per_sequence": nbytes(whole),
+            "wasted_bytes": nbytes(whole) - exact,
+        },
     }
-    record["paged"] = {
-        str(page): {
-            "bytes_per_sequence": (paged := kv_cache.sequence_bytes(caches, tokens, dtype, page)),
-            "wasted_bytes": paged - exact,
-            "most_wasted_bytes": kv_cache.sequence_bytes(caches, page, dtype)
-            - kv_cache.sequence_bytes(caches, 1, dtype),
-        }
-        for page in PAGES
-    }
-    whole = max(tokens, settings.context or 0)
-    reserved = kv_cache.sequence_bytes(caches, whole, dtype)
-    record["reserved"] = {"tokens": whole, "bytes_per_sequence": reserved, "wasted_bytes": reserved - exact}
-    return record
 
 
 def _attention_scores(caches: Sequence[LayerCache], settings: Settings, tokens: int) -> int | None:
@@ -206,18 +203,16 @@ def _attention_scores(caches: Sequence[LayerCache], settings: Settings, tokens: 
     return kv_cache.attention_scores(settings.heads, tokens) if settings.filled(*HEADS) else None
 
 
-def _what_if(caches: Sequence[LayerCache], settings: Settings, tokens: int, dtype: Any) -> dict[str, dict]:
+def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict[str, dict]:
     """The cache with a key and a value for every head, for groups of heads, and for all heads together."""
-    if any(cache.kind not in ("full", "sliding", "chunked", "shared") for cache in caches):
-        return {}
-    if not settings.filled(*HEADS):
+    usual = all(cache.kind in ("full", "sliding", "chunked", "shared") for cache in caches)
+    if not usual or not settings.filled(*HEADS):
         return {}
     heads, own = settings.heads, settings.kv_heads
     grouped = own if 1 < own < heads else GROUPED_HEADS
     choices = {"mha": heads, "gqa": grouped, "mqa": 1}
     if not (grouped < heads and heads % grouped == 0):
         del choices["gqa"]
-    now = kv_cache.sequence_bytes(caches, tokens, dtype)
     return {name: {"kv_heads": k, "bytes_per_sequence": now * k // own} for name, k in choices.items()}
 
 

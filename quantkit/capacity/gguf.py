@@ -10,7 +10,6 @@ from functools import cache
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor, from_headers
 from quantkit.capacity.settings import Settings
-from quantkit.errors import QuantkitError, first_line
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
@@ -71,7 +70,8 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if row is None:
         raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    named = _asked(settings) if row.mixture or row.hybrid else _of_dense(row, parameters)
+    # experts are put together and apart: as the exporter has it, whose model is built in shapes alone
+    named = settings.gguf_tensors if row.mixture or row.hybrid else _of_dense(row, parameters)
     experts, chosen = _experts(row, settings)
     model = Model(row.name, settings.layers, settings.heads, settings.kv_heads, experts)
     total = 0 if row.mixture or row.hybrid else _factors(settings)
@@ -102,18 +102,13 @@ def _experts(row: Architecture, settings: Settings) -> tuple[int, int]:
     return of, chosen
 
 
-def _asked(settings: Settings) -> Named:
-    """As the exporter has it, which puts experts together and apart: its model is built, in shapes alone."""
-    try:
-        return settings.gguf_tensors
-    except (QuantkitError, Unsupported) as error:
-        raise Unsupported(first_line(error)) from error
-
-
 def _of_dense(row: Architecture, parameters: Parameters) -> Named:
     """From names and shapes, without asking transformers."""
     tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
-    named = [(_name(tensor), _shape(tensor)) for tensor in parameters.language_model]
+    named = [
+        (_name(one), (one.out_features, one.in_features) if one.is_linear else one.shape)
+        for one in parameters.language_model
+    ]
     named = [(name, shape) for name, shape in named if not (tied and name == mixtures.OUTPUT)]
     if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
         embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
@@ -131,10 +126,6 @@ def _name(tensor: Tensor) -> str:
                 return f"{name}.{leaf}"
         return f"{last}_norm.{leaf}"
     return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
-
-
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape
 
 
 def _factors(settings: Settings) -> int:

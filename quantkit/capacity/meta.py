@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.capacity import Unsupported
 from quantkit.capacity.kv_cache import LayerCache
-from quantkit.errors import first_line
+from quantkit.errors import QuantkitError, first_line
 from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors
 from quantkit.models.skeleton.meta_model import empty
@@ -49,9 +49,12 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a GGUF file, in its order. Raises QuantkitError where the exporter
+    """Name and shape of every tensor of a GGUF file, in its order. Raises Unsupported where the exporter
     refuses the model."""
-    return [(target.name, target.shape) for target in tensors.of_config(_configuration(config))]
+    try:
+        return [(target.name, target.shape) for target in tensors.of_config(_configuration(config))]
+    except QuantkitError as error:
+        raise Unsupported(first_line(error)) from error
 
 
 def caches(config: Mapping[str, Any]) -> list[LayerCache]:

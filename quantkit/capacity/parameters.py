@@ -122,11 +122,6 @@ class Parameters:
         ]
 
     @property
-    def rest(self) -> list[Tensor]:
-        """Everything else: embeddings, head, norms, biases, routers."""
-        return [tensor for tensor in self.tensors if not tensor.is_linear]
-
-    @property
     def fused_experts(self) -> bool:
         """Whether all experts of a block are one tensor, `[experts, …]`."""
         return any(len(group.tensor.shape) > 2 and group.tensor.is_expert for group in self.groups)

@@ -74,7 +74,7 @@ class Settings:
     def gguf_tensors(self) -> Sequence[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor of a GGUF file, as the exporter has them; that takes seconds.
 
-        Raises QuantkitError, or Unsupported, where there is no such file.
+        Raises Unsupported where there is no such file.
         """
         from quantkit.capacity import meta
 

@@ -104,17 +104,16 @@ def _of_headers(contents: Contents) -> Source:
     settings, told = Settings.of(contents.config), contents.quantization
     entries: Iterable[TensorInfo | Tensor] = contents.infos.values()
     basis, layout = "safetensors headers", _layout(told)
-    if contents.container == "gguf":
-        from quantkit.capacity import gguf_header
-
+    gguf = contents.container == "gguf"
+    if gguf or told:
+        from quantkit.capacity import quantized  # what plain checkpoints do not need
+    if gguf:
         latent = "kv_lora_rank" in contents.config  # no tensor is as wide as what it keeps of a token
         settings = Settings(contents.config, contents.config if latent else None)
-        entries, basis, layout = gguf_header.entries(contents, settings), "the GGUF header", "gguf"
+        entries, basis, layout = quantized.of_gguf(contents, settings), "the GGUF header", "gguf"
     elif not told:
         untrusted.refuse_codes(contents.infos.values())
     else:
-        from quantkit.capacity import quantized  # what plain checkpoints do not need
-
         entries = quantized.entries(contents)
     found, settings = parameters.from_headers(entries, settings)
     if not (found.linears or found.fused_experts):

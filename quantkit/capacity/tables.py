@@ -99,9 +99,11 @@ def _weights(record: Record) -> Table:
     }
     if device.get("memory_bytes"):
         columns["fits"] = lambda row: "yes" if row["fits"] else "no"
-        columns["requests"] = _requests
+        columns["requests"] = lambda row: _known("{:,}", row["requests_that_fit"])
     if device.get("bandwidth"):
-        columns["tokens/s"] = _speed
+        columns["tokens/s"] = lambda row: _known(
+            "≤ {:,.0f}", None if row["fits"] is False else row["tokens_per_second"]
+        )
     if device.get("bandwidth") and device.get("flops"):
         columns["best batch"] = lambda row: f"{row['optimal_batch']:,.0f}"
     table = _table("weights", *columns)
@@ -120,13 +122,8 @@ def _figure(value: float) -> str:
     return f"{value:,.1f}" if value >= 100 else f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
-def _requests(row: Record) -> str:
-    return MISSING if row["requests_that_fit"] is None else f"{row['requests_that_fit']:,}"
-
-
-def _speed(row: Record) -> str:
-    bound = row["tokens_per_second"]
-    return MISSING if row["fits"] is False or bound is None else f"≤ {bound:,.0f}"
+def _known(form: str, value: float | None) -> str:
+    return MISSING if value is None else form.format(value)
 
 
 def _cache(record: Record) -> dict[str, str]:

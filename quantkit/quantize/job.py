@@ -164,8 +164,8 @@ def prepare(
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    execution, peak = room.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
-    job_plan = plan.plan(skeleton, specs, method, execution, peak, tokens.numel())
+    job_plan = room.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    execution = job_plan.execution
     fingerprint = {}
     if not dry_run:
         distributed.broadcast(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))

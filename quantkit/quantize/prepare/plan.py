@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,6 +64,18 @@ class Execution:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How a job on `samples` sequences of `seqlen` tokens would run."""
+
+    sequential: str
+    states: str
+    batch_size: int
+    samples: int
+    seqlen: int
+    at_once: int = 1
+
+
+@dataclass(frozen=True)
 class JobPlan:
     """Predicted peaks in bytes, of each rank, and the size of the output. memory_bytes: where it computes;
     host_bytes: on the host, which is the same place for a CPU, above what the interpreter itself takes."""
@@ -112,10 +124,10 @@ def plan(
     method: Method,
     execution: Execution,
     peak: Peak,
-    tokens: int,
+    shapes: Shapes,
 ) -> JobPlan:
-    """Sizes of a job over so many `tokens`, exact from shapes; `peak` is what `room.decide` predicted."""
-    scratch, spilled, shapes = 0, 0, shapes_of(skeleton, specs, tokens, 0)
+    """Sizes of a job, exact from shapes; `peak` is what `room.decide` predicted."""
+    scratch, spilled = 0, 0
     if "curvature" in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), shapes)
     if execution.states == "disk":
@@ -139,23 +151,24 @@ def job_memory(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
     method: Method,
-    tokens: int,
-    batch_tokens: int,
-    mode: str,
-    states: str,
-    at_once: int = 1,
+    shapes: Shapes,
+    way: Way,
 ) -> Peak:
-    """Peak bytes above the interpreter of a job on so many tokens of one rank, if it runs so."""
+    """Peak bytes above the interpreter of a job, of one rank, if it runs so."""
     accelerated, needs = is_accelerator(skeleton.device), method.needs
-    shapes = shapes_of(skeleton, specs, tokens, batch_tokens)
+    batches = -(-way.samples // way.batch_size)
+    own = min(way.samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
+    batch_tokens = min(way.batch_size, own) * way.seqlen
+    shapes = replace(shapes, tokens=own * way.seqlen, batch_tokens=batch_tokens)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
-        most = max(encode, forward_memory(shapes, states == "disk") if needs else 0)
+        most = max(encode, forward_memory(shapes, way.states == "disk") if needs else 0)
         return Peak(most, encode) if accelerated else Peak(0, most)
     scaled = method.transform.sample if method.transform else 0
     drift, gradients = "drift" in needs, "curvature" in needs
     wanted = Needs(bool(needs), "hessian" in needs, scaled, drift, gradients, method.outside)
-    return peak_memory(shapes, wanted, mode == "suspend", states, accelerated, at_once)
+    suspend = way.sequential == "suspend"
+    return peak_memory(shapes, wanted, suspend, way.states, accelerated, way.at_once)
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -15,24 +16,13 @@ from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.methods import Method
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, sites_at_once
-from quantkit.quantize.prepare.plan import Execution, job_memory, sequences_at_once, shapes_of
+from quantkit.quantize.prepare.plan import Execution, JobPlan, Way, sequences_at_once
 from quantkit.tables import size
 
 TENTH = 10**8  # bytes: sizes are said in tenths of a GB
 FEWEST, SHORTEST = 8, 32  # sequences, and tokens of one, that are worth calibrating on
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a job on `samples` sequences of `seqlen` tokens would run."""
-
-    sequential: str
-    states: str
-    batch_size: int
-    samples: int
-    seqlen: int
-    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,36 +62,28 @@ def decide(
     options: RunOptions,
     shape: tuple[int, int],
     kept: dict,
-) -> tuple[Execution, Peak]:
-    """How the job runs on calibration tokens of `shape`, and the peak memory it needs for that.
+) -> JobPlan:
+    """How the job runs on calibration tokens of `shape`, and what it takes so.
 
     `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
     Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
     not even the most frugal fits at all.
     """
-
-    def need(way: Way) -> Peak:
-        batches = -(-way.samples // way.batch_size)
-        own = min(way.samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
-        batch_tokens = min(way.batch_size, own) * way.seqlen
-        tokens, how = own * way.seqlen, (way.sequential, way.states, way.at_once)
-        return job_memory(skeleton, specs, method, tokens, batch_tokens, *how)
-
+    shapes = plan.shapes_of(skeleton, specs, shape[0] * shape[1], 0)
+    need = partial(plan.job_memory, skeleton, specs, method, shapes)
     ways = list(_ways(skeleton, method, options, shape, kept))
     rooms = Rooms.of(skeleton.device, Limit.of(asked(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
-    peak = need(way)
     if way.sequential == "repeat" and "hessian" in method.needs:
-        tokens = -(-way.samples // distributed.count()) * way.seqlen
-        at_once = sites_at_once(shapes_of(skeleton, specs, tokens, 0), rooms.computing, peak.computing)
-        way = replace(way, at_once=at_once)
-        peak = need(way)
+        way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way).computing))
+    peak = need(way)
     if not rooms.hold(peak):
         rooms.check(*_remedy(way, need, rooms, bool(method.needs)))
     dtype = str(skeleton.dtype).removeprefix("torch.")
     how = way.batch_size, way.sequential, torch.get_num_threads(), way.states, way.at_once
-    return Execution(dtype, str(skeleton.device), *how), peak
+    execution = Execution(dtype, str(skeleton.device), *how)
+    return plan.plan(skeleton, specs, method, execution, peak, shapes)
 
 
 def asked(options: RunOptions) -> int | None:
