@@ -171,7 +171,7 @@ def test_a_slow_answer_ends_at_its_limit(parts):
             list(server.stream(COMPLETIONS, {}))
         assert failed.value.kind == "timeout" and "within 0.5 s" in failed.value.message
         with pytest.raises(RequestFailed) as failed:
-            server.get("/v1/models")
+            server.post("/models", {})
         assert failed.value.kind == "timeout"
 
 

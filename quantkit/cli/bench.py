@@ -194,9 +194,9 @@ class Asked:
         made.check()
         return made
 
-    def some(self, **names: str) -> dict[str, Any]:
-        """Arguments of a function by the flags that were typed: argument=flag."""
-        return {key: self.typed[name] for key, name in names.items() if name in self.typed}
+    def some(self, *names: str) -> dict[str, Any]:
+        """Those of the flags that were typed."""
+        return {name: self.typed[name] for name in names if name in self.typed}
 
     def opened(self) -> tuple[Any, Any, Any]:
         """The checkpoint, precision and device."""
@@ -208,8 +208,8 @@ class Asked:
 
         if threads := self.typed.get("threads"):
             torch.set_num_threads(threads)
-        names = ("revision", "offline", "trust_remote_code")
-        checkpoint = open_checkpoint(self.models[0], **self.some(**dict(zip(names, names, strict=True))))
+        where = self.some("revision", "offline", "trust_remote_code")
+        checkpoint = open_checkpoint(self.models[0], **where)
         device = choose_device(self.typed.get("device", "auto"))
         return checkpoint, shared_dtype(self.typed.get("dtype", "auto"), checkpoint, device), device
 
@@ -236,7 +236,6 @@ def _invoke(context: typer.Context, **values: Any) -> None:
     """The function behind `quantkit bench`."""
     from quantkit.cli.progress import listener
     from quantkit.evaluation.comparison.files import Outputs
-    from quantkit.serving.bench import measure
 
     typed = flags.typed(context, values)
     models = typed.pop("models", ())
@@ -253,6 +252,8 @@ def _invoke(context: typer.Context, **values: Any) -> None:
     if not values["as_json"]:
         report.show()
     if asked.question == PLAIN:
+        from quantkit.serving.bench import measure
+
         measure.refuse_empty(result)  # with --json the record goes with the error
     if values["as_json"]:
         print(json.dumps(result, indent=2, allow_nan=False))
@@ -266,7 +267,7 @@ def _checkpoints(asked: Asked, progress: Any) -> tuple[dict, Any]:
 
     settings = asked.settings(Settings)
     evaluated = record.read_quality(asked.typed.get("quality", ()))
-    where = asked.some(revision="revision", offline="offline")
+    where = asked.some("revision", "offline")
     rows = measure.rows(asked.models, asked.typed.get("engine", "auto"), settings, **where)
     measure.measure(rows, settings, progress)
     result = record.record(rows, settings, evaluated)
@@ -299,7 +300,7 @@ def _batching(asked: Asked, progress: Any) -> tuple[dict, Any]:
         work = trace.read(asked.typed["trace"], checkpoint.context)
     else:
         drawn = dict(zip(("prompts", "outputs"), asked.typed.get("lengths", ()), strict=False))
-        drawn |= asked.some(count="requests", rate="rate")
+        drawn |= asked.some("requests", "rate")
         work = trace.sample(**drawn, context=checkpoint.context, seed=settings.seed)
     result = measure.measure(checkpoint, work, settings, dtype, device, progress)
     return result, show.report(result)

@@ -103,10 +103,6 @@ class Endpoint:
         self._key = api_key
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
 
-    def get(self, path: str) -> dict[str, Any]:
-        """The JSON at a path such as `/v1/models`. Raises RequestFailed."""
-        return self._whole("GET", path, None)
-
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON that a request is answered with; `path` goes behind the base URL. Raises RequestFailed."""
         return self._whole("POST", self.address.path + path, body)
@@ -122,7 +118,7 @@ class Endpoint:
     def models(self) -> list[str]:
         """The names it serves; [] where it does not say."""
         try:
-            listed = self.get(f"{self.address.path}/models").get("data")
+            listed = self._whole("GET", f"{self.address.path}/models", None).get("data")
         except RequestFailed:
             return []
         rows = listed if isinstance(listed, list) else []

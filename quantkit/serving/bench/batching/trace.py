@@ -75,26 +75,26 @@ class Trace:
 
 
 def sample(
-    count: int = 32,
+    requests: int = 32,
     rate: float = 8.0,
     prompts: str = "uniform:16-128",
     outputs: str = "geometric:32",
     context: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """`count` requests at `rate` a second on average; inf for all at once. prompts, outputs: see `Lengths`.
+    """`requests` of them at `rate` a second on average; inf for all at once. prompts, outputs: see `Lengths`.
 
     Prompts take at most half of `context`, outputs what is left of it. Raises QuantkitError (exit code 2) for
     values that make no sense.
     """
-    if count < 1:
-        raise QuantkitError(f"{count} requests make no trace", "choose 1 or more", USAGE)
+    if requests < 1:
+        raise QuantkitError(f"{requests} requests make no trace", "choose 1 or more", USAGE)
     if not rate > 0:
         raise QuantkitError(f"a rate of {rate:g} makes no sense", "choose requests a second, or inf", USAGE)
     of_prompts, of_outputs = Lengths.parse(prompts), Lengths.parse(outputs)
     gaps, first, second = (random.Random(f"{seed} {name}") for name in ("arrivals", "prompts", "outputs"))
     arrival, made = 0.0, []
-    for index in range(count):
+    for index in range(requests):
         if index and rate < math.inf:
             arrival += gaps.expovariate(rate)
         prompt = of_prompts.draw(first, context // 2 if context else 1 << 30)
