@@ -65,10 +65,11 @@ def load_client(python: str, jobs: list[dict], ids: list[list[int]], want: str, 
     return json.loads((folder / "results.json").read_text())
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown; columns after the first two are numbers unless they hold words."""
-    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
+def table(header: list[str], rows: list[list[str]], left: int | None = None) -> str:
+    """Markdown; columns after the first `left` are aligned as numbers, none unless it is given."""
+    left = len(header) if left is None else left
+    marks = ["---"] * left + ["---:"] * (len(header) - left)
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, marks, *rows])
 
 
 def write_section(name: str, text: str, document: Path = DOCUMENT) -> None:

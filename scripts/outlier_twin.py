@@ -25,7 +25,9 @@ READERS = {
 
 
 def make(model: Path, folder: Path) -> Path:
-    """Write the twin of a single-file checkpoint into `folder`."""
+    """Write the twin of a single-file checkpoint into `folder`, unless it is there."""
+    if folder.exists():
+        return folder
     shutil.copytree(model, folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)

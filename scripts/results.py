@@ -1,37 +1,54 @@
-"""Regenerate the README's results table: every method against the original, in one protocol.
+"""Regenerate the tables of loss in the pages, each from a protocol of its own.
 
-    python scripts/results.py [MODEL] [--text TEXT] [--ctx 256] [--limit N] [--write]
+    python scripts/results.py PART [MODEL ...] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
-Quantizes MODEL (the bundled demo model unless given) with every method at its default options, evaluates
-all, and prints a Markdown table; `--write` puts it into docs/measurements.md and some of its rows into
-README.md. Then the same for a twin of the model with outlier channels (outlier_twin.py), where the order of
-the methods turns. Fails if a table does not show what is said of it there (see `CLAIMS`).
+methods: every method at default options, the README's table; then the same for a twin with outlier channels.
+transforms: KL divergence and CPU seconds of jobs of one thread by `--transform`, for the model and its twin.
+gguf: error feedback against llama-quantize in the same bytes, as decoded and as llama.cpp computes, whose
+    kernels round activations; `--i-quants`: the types of 2 and 3 bits.
+experts: a mixture by `--experts` choice, by ever fewer calibration tokens, and as GGUF files.
+auto: what `quantkit auto` finds, against uniform presets of the same bytes and against llama-quantize;
+    `--best`: the searched recipes once more by the strongest solver.
+distill: compressed students before and after 128 sequences of their teacher.
+smaller: students with fewer blocks or half the width; `--more`: other text to train on.
+specdec: drafts of the model, measured and by theory.
+
+MODEL is the bundled demo model unless given, TEXT is text on which nothing was trained or chosen. `--keep
+FOLDER` keeps what is made, and an interrupted run goes on from there. Exit code 1 where a table does not show
+what is claimed of it beside it here. gguf and experts need the xllamacpp package.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import lzma
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import outlier_twin
 import torch
-from client_runs import ROOT, write_section
+from client_runs import DEMO, ROOT, quantkit, table, write_section
 
-from quantkit.evaluation import evaluate, self_text
+from quantkit.evaluation import self_text
 from quantkit.evaluation import windows as windows_of
-from quantkit.evaluation.comparison import record as records
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
+from quantkit.quantize.calibrate import measure
 from quantkit.quantize.progress import Progress
 
 Job = tuple[str, dict]  # method, options
 RUN, CALIBRATION = RunOptions(), CalibrationOptions()
+MEASUREMENTS = ROOT / "docs/measurements.md"
 GPTQ = {
     f"{solver} {bits} bit": ("gptq", {"bits": bits, "solver": solver})
     for bits in (8, 4, 3, 2)
@@ -55,6 +72,67 @@ OTHERS = {
     "awq 4 bit": ("awq", {}),
     "awq gptq 4 bit": ("awq", {"solver": "gptq"}),
 }
+TYPES = {name: ("gguf", {"type": (name,)}) for name in ("Q2_K", "Q3_K_M", "Q4_K_M")}
+
+
+# What all parts share
+
+
+def show(args: argparse.Namespace, marker: str, text: str, document: Path) -> None:
+    """Print a table, or put it between its markers."""
+    write_section(marker, text, document) if args.write else print(text, flush=True)
+
+
+def quantize(
+    model: str,
+    output: Path,
+    name: str,
+    made: Job,
+    run: RunOptions = RUN,
+    calibration: CalibrationOptions = CALIBRATION,
+) -> str:
+    """One job in this process, unless its output is there; returns the folder or file written."""
+    method, options = made
+    place = output / (re.sub(r"\W+", "-", name) + (".gguf" if method == "gguf" else ""))
+    if not place.exists():
+        chosen = methods.load(method).Options(**options)
+        request = job.Request(model, method, chosen, calibration, run, place)
+        loop.run(job.prepare(request, Progress()), Progress())
+        print(f"{name} done", file=sys.stderr)
+    return str(place)
+
+
+def evaluated(model: str, places: Iterable[object], args: argparse.Namespace) -> dict:
+    """The record of `quantkit eval` of the model and of what was made of it."""
+    limit = ["--limit", args.limit] if args.limit else []
+    asked = ["--text", args.text, "--ctx", args.ctx, *limit, "--dtype", "float32", "--metrics", "kld"]
+    return json.loads(quantkit("eval", model, *places, *asked, "--json"))
+
+
+def divergences(record: dict) -> list[float]:
+    """KL divergence of each model but the first."""
+    return [model["metrics"]["kld"]["mean"] for model in record["models"][1:]]
+
+
+def every_metric(record: dict, names: list[str]) -> str:
+    """Markdown of an evaluation record; names label its models in order."""
+    rows = []
+    for name, model in zip(names, record["models"], strict=True):
+        metrics, size = model["metrics"], model["size"]
+        rows.append([name, f"{size['weight_bytes'] / 1e6:.2f} MB", f"{size['bits_per_weight']:.2f}"])
+        rows[-1].append(f"{metrics['ppl']['value']:.2f} ± {metrics['ppl']['stderr']:.2f}")
+        rows[-1].append(f"{metrics['nll']['value']:.4f} ± {metrics['nll']['stderr']:.4f}")
+        rows[-1].append(f"{metrics['kld']['mean']:.5f}" if metrics["kld"] else "–")
+    data = record["data"]
+    return (
+        table(["", "size", "bits/weight", "perplexity", "nll", "KL divergence"], rows, left=1)
+        + f"\n{data['text']} (sha256 {data['sha256'][:12]}): {data['tokens']} tokens, context {data['ctx']}, "
+        f"stride {data['stride']}, {data['dtype']}.\n"
+    )
+
+
+# methods
+
 TWIN = {
     "int8": ("int8", {}),
     "int8, threshold 0": ("int8", {"threshold": 0.0}),
@@ -86,84 +164,12 @@ CLAIMS = {
 }
 
 
-def quantize(
-    model: str,
-    output: Path,
-    name: str,
-    made: Job,
-    run: RunOptions = RUN,
-    calibration: CalibrationOptions = CALIBRATION,
-) -> str:
-    """One job; returns the folder or file written."""
-    method, options = made
-    request = job.Request(
-        source=model,
-        method=method,
-        options=methods.load(method).Options(**options),
-        calibration=calibration,
-        run=run,
-        output=output / (re.sub(r"\W+", "-", name) + (".gguf" if method == "gguf" else "")),
-    )
-    loop.run(job.prepare(request, Progress()), Progress())
-    print(f"{name} done", file=sys.stderr)
-    return str(request.output)
-
-
-def measure(model: str, jobs: dict[str, Job], args: argparse.Namespace) -> tuple[str, dict[str, float]]:
-    """The Markdown table of the model and what the jobs make of it, and the KL divergence of each."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = {}
-        for name, one in jobs.items():
-            text = own_text(model, Path(folder)) if name in OWN else CALIBRATION
-            made[name] = quantize(model, Path(folder), name, one, calibration=text)
-        record = compare(model, made.values(), args)
-    return table(record, ["original", *jobs]), divergences(record, made)
-
-
 def own_text(model: str, folder: Path) -> CalibrationOptions:
     """As many sequences as of the shipped text, written by the model the first time that it is asked."""
-    output = folder / "own.jsonl"
+    output, settings = folder / "own.jsonl", self_text.Settings()
     if not output.exists():
-        self_text.write(
-            open_checkpoint(model), self_text.Settings(), output, torch.float32, choose_device("auto")
-        )
-    return CalibrationOptions(str(output), seqlen=self_text.Settings.seqlen)
-
-
-def compare(model: str, made: Iterable[str], args: argparse.Namespace) -> dict:
-    """The record of an evaluation of the model and what was made of it."""
-    checkpoints = [open_checkpoint(source) for source in (model, *made)]
-    windows = windows_of.load(checkpoints[0], args.text, args.ctx, None, args.limit)
-    device, chosen = choose_device("auto"), frozenset({"kld"})
-    measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, chosen=chosen)
-    return records.record(windows.protocol, torch.float32, device, measured, chosen)
-
-
-def divergences(record: dict, names: Iterable[str]) -> dict[str, float]:
-    """KL divergence of each model but the first, by the names given."""
-    return dict(zip(names, (model["metrics"]["kld"]["mean"] for model in record["models"][1:]), strict=True))
-
-
-def table(record: dict, names: list[str]) -> str:
-    """Markdown of an evaluation record; names label its models in order."""
-    lines = [
-        "| | size | bits/weight | perplexity | nll | KL divergence |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name, model in zip(names, record["models"], strict=True):
-        metrics, size = model["metrics"], model["size"]
-        kld = f"{metrics['kld']['mean']:.5f}" if metrics["kld"] else "–"
-        lines.append(
-            f"| {name} | {size['weight_bytes'] / 1e6:.2f} MB | {size['bits_per_weight']:.2f} "
-            f"| {metrics['ppl']['value']:.2f} ± {metrics['ppl']['stderr']:.2f} "
-            f"| {metrics['nll']['value']:.4f} ± {metrics['nll']['stderr']:.4f} | {kld} |"
-        )
-    data = record["data"]
-    lines.append(
-        f"\n{data['text']} (sha256 {data['sha256'][:12]}): {data['tokens']} tokens, context {data['ctx']}, "
-        f"stride {data['stride']}, {data['dtype']}."
-    )
-    return "\n".join(lines) + "\n"
+        self_text.write(open_checkpoint(model), settings, output, torch.float32, choose_device("auto"))
+    return CalibrationOptions(str(output), seqlen=settings.seqlen)
 
 
 def some(text: str) -> str:
@@ -176,43 +182,508 @@ def some(text: str) -> str:
 
 def own_table(divergence: dict[str, float]) -> str:
     """Markdown: what the text is worth, by itself."""
-    lines = ["| | shipped text | own text | |", "| --- | ---: | ---: | ---: |"]
+    rows = []
     for name in OWN:
         shipped = name.removesuffix(", own text")
         before, after = divergence[shipped], divergence[name]
-        lines.append(f"| {shipped} | {before:.5f} | {after:.5f} | {after / before - 1:+.0%} |")
-    return "\n".join(lines) + "\n"
+        rows.append([shipped, f"{before:.5f}", f"{after:.5f}", f"{after / before - 1:+.0%}"])
+    return table(["", "shipped text", "own text", ""], rows, left=1)
+
+
+def by_method(args: argparse.Namespace, folder: Path) -> list[str]:
+    missed = []
+    twin = outlier_twin.make(Path(args.models[0]), folder / "twin")
+    for marker, model, jobs in (
+        ("every", args.models[0], GPTQ | OTHERS | BEST | OWN),
+        ("outliers", str(twin), TWIN),
+    ):
+        place, made = folder / marker, {}
+        place.mkdir(exist_ok=True)
+        for name, one in jobs.items():
+            text = own_text(model, place) if name in OWN else CALIBRATION
+            made[name] = quantize(model, place, name, one, calibration=text)
+        record = evaluated(model, made.values(), args)
+        text, found = (
+            every_metric(record, ["original", *jobs]),
+            dict(zip(made, divergences(record), strict=True)),
+        )
+        show(args, marker, text, MEASUREMENTS)
+        if args.write and marker == "every":
+            write_section("results", some(text), ROOT / "README.md")
+            write_section("own", own_table(found), ROOT / "docs/sample.md")
+        for better, worse, factor in CLAIMS[marker]:
+            if not found[better] <= factor * found[worse]:
+                missed.append(f"{better} is above {factor:g} of {worse}")
+    return missed
+
+
+# transforms
+
+TRANSFORMED = {
+    "gptq 4 bit": ("gptq", {}),
+    "gptq 3 bit": ("gptq", {"bits": 3}),
+    "gptq 3 bit, zero points": ("gptq", {"bits": 3, "sym": False}),
+    "gptq 2 bit": ("gptq", {"bits": 2}),
+    "nf4": ("nf4", {"solver": "rtn"}),
+    "nf4 gptq": ("nf4", {"solver": "gptq"}),
+} | TYPES
+
+
+def by_transform(args: argparse.Namespace, folder: Path) -> list[str]:
+    demo, rows = args.models[0], []
+    twin = outlier_twin.make(Path(demo), folder / "twin")
+    for name, (method, options) in TRANSFORMED.items():
+        for kind, model in {"": demo, ", twin": str(twin)}.items():
+            if args.only not in f"{name}{kind}":
+                continue
+            outputs, seconds = [], []
+            with tempfile.TemporaryDirectory() as place:  # what is kept would take no time
+                for transform in args.transforms:
+                    before = time.process_time()
+                    made = method, options | {"transform": transform}
+                    text, run = CalibrationOptions(samples=args.samples), RunOptions(threads=1)
+                    outputs.append(quantize(model, Path(place), transform, made, run, text))
+                    seconds.append(time.process_time() - before)
+                found = zip(divergences(evaluated(demo, outputs, args)), seconds, strict=True)
+            rows.append([f"{name}{kind}", *(f"{kld:.5f} ({cpu:.1f} s)" for kld, cpu in found)])
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    print(table(["", *args.transforms], rows, left=1))
+    return []
+
+
+# gguf: type -> KL divergence with error feedback, at most so many times that with the imatrix encoder
+
+LIMITS = {
+    "Q2_K": 0.6,
+    "Q3_K_M": 0.6,
+    "Q4_0": 1.0,
+    "IQ4_NL": 1.0,
+    "IQ4_XS": 1.0,
+    "Q4_K_M": 0.6,
+    "Q5_K_M": 0.6,
+    "Q6_K": 1.0,
+    "Q8_0": 1.0,
+}
+CODE_BOOKS = {"IQ2_XXS": 0.7} | dict.fromkeys(
+    ("IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M"), 0.6
+)  # the i-quants of 2 and 3 bits, which take longer
+SOLVERS = ("rtn", "gptq")
+
+
+def computed(model: str, files: list[Path], args: argparse.Namespace) -> dict[Path, float]:
+    """KL divergence of every file from the original as llama.cpp computes it, over the same tokens."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from llama_cpp import Llama
+    from transformers import AutoModelForCausalLM
+
+    windows = windows_of.load(open_checkpoint(model), args.text, args.ctx, None, args.limit)
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = [original(ids[None]).logits[0].log_softmax(-1) for ids in windows.ids]
+    found = {}
+    for path in files:
+        parts = []
+        with Llama(path, ctx=args.ctx) as llama:
+            for ids, first, wanted in zip(windows.ids, windows.first, expected, strict=True):
+                log_probs = torch.from_numpy(llama.logits(ids.tolist())).log_softmax(-1)
+                wanted, log_probs = wanted[first:-1], log_probs[first:-1]
+                parts.append((wanted.exp() * (wanted - log_probs)).sum(-1))
+        found[path] = torch.cat(parts).mean().item()
+    return found
+
+
+def gguf_rows(
+    model: str, folder: Path, limits: dict[str, float], args: argparse.Namespace
+) -> tuple[list[list[str]], float, list[str]]:
+    """A row for each type, the divergence of llama.cpp's F16 file, and the types that miss their limit."""
+    types = [flag for name in limits for flag in ("-t", name)]
+    for solver in SOLVERS:
+        quantkit("gguf", model, *types, "--solver", solver, "-o", folder / solver, "--overwrite")
+    floor = folder / "F16.gguf"
+    quantkit("gguf", model, "-t", "F16", "-o", floor, "--overwrite")
+    stem = Path(model).name
+    pairs = {name: [folder / solver / f"{stem}-{name}.gguf" for solver in SOLVERS] for name in limits}
+    files = [file for pair in pairs.values() for file in pair]
+    theirs, record = computed(model, [floor, *files], args), evaluated(model, files, args)
+    kld = dict(zip(files, divergences(record), strict=True))
+    size = {file: row["size"]["weight_bytes"] for file, row in zip(files, record["models"][1:], strict=True)}
+    rows, missed = [], []
+    for name, (rtn, gptq) in pairs.items():
+        assert size[rtn] == size[gptq]
+        rows.append([name, f"{size[gptq] / 1e6:.2f}"])
+        for of in (kld, theirs):
+            rows[-1] += [f"{of[rtn]:.5f}", f"{of[gptq]:.5f}", f"{of[gptq] / of[rtn]:.2f}"]
+        if kld[gptq] > limits[name] * kld[rtn]:
+            missed.append(f"{stem} {name}: {kld[gptq] / kld[rtn]:.2f} of {limits[name]}")
+    return rows, theirs[floor], missed
+
+
+GGUF_HEAD = ["type", "MB", "KL: imatrix", "KL: gptq", "ratio", "in llama.cpp: imatrix", "gptq", "ratio"]
+
+
+def by_gguf_type(args: argparse.Namespace, folder: Path) -> list[str]:
+    texts, missed = [], []
+    for number, model in enumerate(args.models):
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
+        rows, floor, short = gguf_rows(model, place, CODE_BOOKS if args.i_quants else LIMITS, args)
+        note = f"\n{Path(model).name}, {args.text.name}, context {args.ctx}, first {args.limit} tokens. "
+        texts.append(table(GGUF_HEAD, rows, left=1) + note + f"llama.cpp's F16 file has {floor:.5f}.\n")
+        missed += short
+    show(args, "i-quants" if args.i_quants else "gguf", "\n".join(texts), MEASUREMENTS)
+    return missed
+
+
+# experts
+
+CHOICES = ("routed", "all", "shrink")
+FEW = (64, 16, 4, 1)  # calibration sequences
+FEW_BITS = 3  # of the comparison by few tokens: differences show earlier
+
+
+def starved_rounded(own, layer, in_features, choice):
+    """`measure.of_expert` of a fourth choice, `rtn`: an expert whose tokens are fewer than its inputs is
+    rounded to nearest, as error feedback does without second moments."""
+    if own.tokens >= in_features:
+        return own
+    even = torch.eye(in_features, device=layer.hessian.device) * layer.hessian.diagonal().mean()
+    return measure.replace(own, hessian=even)
+
+
+def by_expert_choice(args: argparse.Namespace, folder: Path) -> list[str]:
+    (model, *_), document = args.models, ROOT / "docs/experts.md"
+    jobs = {f"rtn {bits} bit": (GPTQ[f"rtn {bits} bit"], "shrink") for bits in (4, 3)}
+    for bits in (4, 3):
+        one = GPTQ[f"gptq {bits} bit"]
+        jobs |= {f"gptq {bits} bit, --experts {choice}": (one, choice) for choice in CHOICES}
+    jobs |= {name: (OTHERS[name], "shrink") for name in ("awq 4 bit", "awq gptq 4 bit")}
+    made = [
+        quantize(model, folder, name, one, RunOptions(experts=choice)) for name, (one, choice) in jobs.items()
+    ]
+    record = evaluated(model, made, args)
+    show(args, "mixture", every_metric(record, ["original", *jobs]), document)
+    kld = dict(zip(jobs, divergences(record), strict=True))
+    missed = [f"{n} bit" for n in (4, 3) if kld[f"gptq {n} bit, --experts shrink"] > kld[f"rtn {n} bit"]]
+    rows = []
+    for samples in FEW:
+        made = {}
+        for choice in ("rtn", *CHOICES):
+            patch = mock.patch.object(measure, "of_expert", starved_rounded)
+            with patch if choice == "rtn" else nullcontext():
+                run = RunOptions(experts="routed" if choice == "rtn" else choice)
+                one, text = ("gptq", {"bits": FEW_BITS}), CalibrationOptions(samples=samples)
+                made[choice] = quantize(model, folder, f"{choice} by {samples}", one, run, text)
+        found = dict(zip(made, divergences(evaluated(model, made.values(), args)), strict=True))
+        manifest = json.loads(Path(made["routed"], "quantkit.json").read_text())
+        tokens = sorted(row["tokens"] for row in manifest["linears"] if row.get("tokens") is not None)
+        rows.append([str(samples), f"{tokens[0]}, {tokens[len(tokens) // 2]}"])
+        rows[-1] += [f"{value:.4f}" for value in found.values()]
+        if found.pop("shrink") >= max(found.values()):
+            missed.append(f"{samples} sequences")
+    head = ["sequences of 512", "tokens of an expert: least, median", "rtn if starved", *CHOICES]
+    show(args, "starved", table(head, rows, left=0), document)
+    args.limit = args.limit or 10240
+    rows, _, _ = gguf_rows(model, folder, {"Q4_K_M": 1.0, "Q3_K_M": 1.0}, args)
+    rows = [[row[0], *row[2:]] for row in rows]
+    show(args, "mixture-gguf", table([GGUF_HEAD[0], *GGUF_HEAD[2:]], rows, left=1), document)
+    return [f"--experts shrink is above what it has to beat: {where}" for where in missed]
+
+
+# auto
+
+PRESETS = {  # engine and further flags -> presets whose bits are the budgets
+    ("transformers",): ("3 bit g128", "3 bit g64", "3 bit g32"),
+    ("llama.cpp",): ("Q2_K", "Q3_K_M", "Q4_K_M"),
+    ("any", "--no-sym"): ("3 bit g128",),
+}
+STRONGEST = ["--set", "quant.solver=yaqa", "--set", "quant.target=original"]
+UNIFORM, IMATRIX = 0.7, 0.5  # of the uniform preset's divergence, and of the imatrix file's, at most
+AUTO_HEAD = ["model", "engine", "size of", "bits/weight", "uniform: predicted", "measured"]
+AUTO_HEAD += ["searched: predicted", "measured", "of uniform", "yaqa", "of uniform", "imatrix"]
+AUTO_HEAD += ["searched: of it", "yaqa: of it"]
+
+
+def searched(
+    model: str, folder: Path, engine: str, more: list[str], preset: str, args: argparse.Namespace
+) -> dict:
+    """Bits and divergences of a search and of what it compares with; None for what does not apply."""
+    output = folder / f"out{'.gguf' if engine == 'llama.cpp' else ''}"
+    common = ["auto", model, "--engine", engine, *more, "-o", output, "--json", "--overwrite"]
+    common += ["--samples", args.samples, "--search-tokens", args.search_tokens]
+    common += ["--text", args.text, "--ctx", args.ctx, "--limit", args.limit]
+    common += ["--sensitivities", folder / f"{Path(model).name}-{engine}.json"]
+    bits = json.loads(quantkit(*common, "--bpw", "4", "--dry-run"))["presets"][preset]
+    record = json.loads(quantkit(*common, "--bpw", repr(bits * (1 + 1e-9))))
+    found = {"bits": bits, "uniform": record["uniform"], "searched": record["searched"]}
+    found |= {"recipe": record["recipe"] if record["kept"] == "searched" else None, "best": None}
+    found["imatrix"] = None
+    if engine == "llama.cpp":  # llama-quantize's file of this type
+        place = folder / f"{preset}.gguf"
+        made = ["-t", preset, "--solver", "rtn", "-o", place, "--samples", args.samples, "--overwrite"]
+        quantkit("gguf", model, *made)
+        (found["imatrix"],) = divergences(evaluated(model, [place], args))
+    return found
+
+
+def with_best(row: dict, model: str, folder: Path, args: argparse.Namespace) -> dict:
+    """A row with the searched recipe by the stronger solver, where the search won."""
+    if row["recipe"] is None or row["best"] is not None:
+        return row
+    output, recipe = folder / f"best{'.gguf' if row['imatrix'] else ''}", folder / "best.yaml"
+    recipe.write_text(row["recipe"])
+    quantkit("run", recipe, *STRONGEST, "-o", output, "--overwrite")
+    return row | {"best": divergences(evaluated(model, [output], args))[0]}
+
+
+def auto_cells(row: dict) -> list[str]:
+    """A row's cells after its names; empty for what does not apply."""
+    uniform, found, best, imatrix = row["uniform"], row["searched"], row["best"], row["imatrix"]
+
+    def of(value: float | None, other: float | None) -> str:
+        return "" if value is None or other is None else f"{value / other:.2f}"
+
+    cells = [f"{row['bits']:.3f}"]
+    cells += [f"{one[key]:.5f}" for one in (uniform, found) for key in ("predicted_kld", "kld")]
+    cells += [of(found["kld"], uniform["kld"]), f"{best:.5f}" if best else "", of(best, uniform["kld"])]
+    return cells + [f"{imatrix:.5f}" if imatrix else "", of(found["kld"], imatrix), of(best, imatrix)]
+
+
+def by_search(args: argparse.Namespace, folder: Path) -> list[str]:
+    rows, missed, store = [], [], folder / "rows.json"
+    asked = repr([args.text.name, args.ctx, args.limit, args.samples, args.search_tokens])
+    known = json.loads(store.read_text()) if store.exists() else {}
+    for model in args.models:
+        for (engine, *more), presets in PRESETS.items():
+            for preset in presets if args.only in ("", engine) else ():
+                named = [Path(model).name, " ".join([engine, *more]), preset]
+                where = " ".join(named)
+                key = f"{where} {asked}"
+                row = known.get(key) or searched(model, folder, engine, more, preset, args)
+                known[key] = with_best(row, model, folder, args) if args.best else row
+                store.write_text(json.dumps(known, indent=1))
+                rows.append([*named, *auto_cells(known[key])])
+                print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+                uniform, imatrix = row["uniform"]["kld"], row["imatrix"]
+                against, name, limit = (
+                    (imatrix, "imatrix", IMATRIX) if imatrix else (uniform, "uniform", UNIFORM)
+                )
+                if (ratio := row["searched"]["kld"] / against) > limit:
+                    missed.append(f"{where}: {ratio:.2f} of {name}")
+    filled = [k for k in range(len(AUTO_HEAD)) if any(row[k] for row in rows)]
+    head, *rows = [[row[k] for k in filled] for row in (AUTO_HEAD, *rows)]
+    note = f"\n{args.text.name}, context {args.ctx}, first {args.limit} tokens; "
+    note += f"{args.samples} sequences of calibration text, {args.search_tokens} search tokens.\n"
+    show(args, "auto", table(head, rows, left=3) + note, ROOT / "docs/auto.md")
+    return missed
+
+
+# distill: student -> how it is made, and the share of its KL divergence that may be left, at most
+
+STUDENTS = {
+    "gptq 4 bit": (GPTQ["gptq 4 bit"], 0.96),
+    "gptq 3 bit": (GPTQ["gptq 3 bit"], 0.91),
+    "gptq 2 bit": (GPTQ["gptq 2 bit"], 0.75),
+    "nf4": (OTHERS["nf4"], 1.0),
+    "Q4_K_M": (TYPES["Q4_K_M"], 1.0),
+    "Q3_K_M": (TYPES["Q3_K_M"], 0.985),
+}
+
+
+def by_student(args: argparse.Namespace, folder: Path) -> list[str]:
+    (model, *_), rows, missed = args.models, [], []
+    for name, (made, share) in STUDENTS.items():
+        if args.only not in name:
+            continue
+        student = quantize(model, folder, name, made)
+        out = Path(student).with_stem(f"{Path(student).stem}-distilled")
+        kept = folder / f"{out.stem}.json"
+        if not out.exists() or not kept.exists():
+            again = "--resume" if Path(f"{out}.partial").exists() else "--overwrite"
+            asked = [model, student, "-o", out, "--samples", args.samples, "--seqlen", "256", again]
+            kept.write_text(quantkit("distill", *asked, "--json"))
+        record = json.loads(kept.read_text())
+        measured = evaluated(model, [student, out], args)
+        size, grown = (row["size"]["weight_bytes"] for row in measured["models"][1:])
+        kld, left = divergences(measured)
+        stages = [f"{stage['after' if stage['kept'] else 'before']:.5f}" for stage in record["stages"]]
+        rows.append([name, f"{size / 1e6:.2f} MB", f"{kld:.5f}", f"{left:.5f}", f"{left / kld - 1:+.1%}"])
+        rows[-1].append(" → ".join([f"{record['before']:.5f}", *stages]))
+        if grown != size or not left <= share * kld:
+            missed.append(f"{name}: {left:.5f} of {kld:.5f}, {grown} bytes of {size}")
+    head = ["student", "size", "KL divergence", "distilled", "", "held out, by blocks, then end to end"]
+    show(args, "distilled", table(head, rows, left=1), ROOT / "docs/distill.md")
+    return missed
+
+
+# smaller
+
+SEQLEN = 256
+BYTES_PER_TOKEN = 4  # more than enough text for the sequences that are asked for
+LOSSES = {  # beside the default, what each part of it is worth
+    "the divergence alone, temperature 1": {"temperature": 1.0, "hidden_weight": 0.0},
+    "the divergence alone, temperature 2": {"hidden_weight": 0.0},
+    "temperature 1": {"temperature": 1.0},
+    "with the text's next token": {"lm_weight": 0.3},
+}
+
+
+class Told(Progress):
+    """Warnings and stages, on stderr."""
+
+    def phase(self, text: str) -> None:
+        print(f"  {text}", file=sys.stderr)
+
+    warn = phase
+
+
+def head_of(path: Path, samples: int, folder: Path) -> str:
+    """A text file with the head of another, UTF-8 or .xz, enough for so many sequences."""
+    with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
+        text = file.read(samples * SEQLEN * BYTES_PER_TOKEN).decode(errors="ignore")
+    place = folder / f"{path.name.partition('.')[0]}-{samples}.txt"
+    place.write_text(text.replace("\0", "\n\n"))
+    return str(place)
+
+
+def smaller_students(args: argparse.Namespace, folder: Path) -> dict[str, tuple]:
+    """Name -> options, text, and whether the last blocks go instead of the least missed. All are trained for
+    as many steps: three passes over the shipped text, or one over --samples sequences of other text."""
+    from quantkit.distillation.options import SmallerOptions as Options
+    from quantkit.text.calibration import MOST_HELD_OUT
+
+    shipped = CalibrationOptions(samples=10_000, seqlen=SEQLEN)
+    own = CalibrationOptions(samples=args.samples, seqlen=SEQLEN)
+    found = {
+        "4 blocks": (Options(blocks=4), shipped, False),
+        "4 blocks, the last dropped": (Options(blocks=4), shipped, True),
+        "5 blocks": (Options(blocks=5), shipped, False),
+        "half the width": (Options(width="50%"), shipped, False),
+        "4 blocks, text of its own": (Options(blocks=4, self_text=True, epochs=1), own, False),
+    }
+    for name, change in LOSSES.items():
+        found[f"loss: {name}"] = Options(blocks=4, **change), shipped, False
+    if args.more:
+        enough = args.samples + MOST_HELD_OUT  # which are held out
+        place = head_of(args.more, enough, folder)
+        text = CalibrationOptions(calibration=place, samples=enough, seqlen=SEQLEN)
+        found["4 blocks, more text"] = Options(blocks=4, epochs=1), text, False
+    return found
+
+
+def by_smaller_student(args: argparse.Namespace, folder: Path) -> list[str]:
+    from quantkit.distillation.job import Request
+    from quantkit.distillation.smaller import blocks, job
+
+    rows = []
+    for name, (options, text, last) in smaller_students(args, folder).items():
+        if args.only not in name:
+            continue
+        run, out = RunOptions(dtype="float32"), folder / name.replace(" ", "-")
+        keep = tuple(range(options.blocks or 6))
+        naive = mock.patch.object(blocks, "choose", lambda *_, keep=keep: (keep, []))
+        with naive if last else nullcontext():
+            prepared = job.prepare(Request(args.models[0], None, options, text, run, out), Told())
+            held_out = windows_of.load(prepared.source, args.text, SEQLEN, None, args.limit)
+            made = replace(prepared, evaluated=held_out).run(Told())
+        print(name, made["chosen"]["blocks"], made["published"], made["trained"]["curve"], file=sys.stderr)
+        for model, how in zip(made["eval"]["models"][1:], ("as cut", "trained"), strict=True):
+            found = model["metrics"]
+            rows.append([f"{name}, {how}", f"{made['student']['parameters']:,}"])
+            rows[-1] += [f"{model['size']['weight_bytes'] / 1e6:.2f} MB", f"{found['ppl']['value']:.2f}"]
+            rows[-1] += [f"{found['kld']['mean']:.4f}", f"{100 * found['top1']:.1f} %"]
+            rows[-1].append(f"{sum(made['seconds'].values()):.0f}" if how == "trained" else "")
+    head = ["student", "parameters", "size", "perplexity", "KL divergence", "top-1", "seconds"]
+    print(table(head, rows, left=1))
+    return []
+
+
+# specdec
+
+COPIES = {"nf4": ("nf4", {})} | {
+    f"gptq, {bits} bit": ("gptq", {"bits": bits, "group_size": 32}) for bits in (4, 3, 2)
+}
+
+
+def by_draft(args: argparse.Namespace, folder: Path) -> list[str]:
+    """The first table is what was measured here. The second needs no clock: the acceptance rate as counted,
+    and the draft cost from the bytes that a step reads where weights are read packed."""
+    model, found = args.models[0], {}
+    copies = [quantize(model, folder, name, made) for name, made in COPIES.items()]
+    sizes = [f"--{flag}={getattr(args, flag)}" for flag in ("prompts", "tokens", "repeats", "k")]
+    for temperature in (0.0, 1.0):
+        asked = ["specdec", model, *copies, "prompt-lookup", *sizes, f"--temperature={temperature}", "--json"]
+        drafts = json.loads(quantkit(*asked))["drafts"]
+        found[temperature] = dict(zip([*COPIES, "prompt-lookup"], drafts, strict=True))
+    rows = []
+    for temperature, drafts in found.items():
+        for name, draft in drafts.items():
+            four = next(row for row in draft["swept"] if row["k"] == 4)
+            best, theory = draft["measured"], draft["in_theory"]
+            rows.append([name, f"temperature {temperature:g}" if temperature else "greedy"])
+            rows[-1] += [f"{draft['alpha']:.2f}", f"{four['tokens_per_step']:.2f}", f"{draft['cost']:.2f}"]
+            rows[-1].append(f"{best['speedup']:.2f}x, {best['k']}")
+            told = f"{theory['speedup']:.2f}x, {theory['k']}" if theory["k"] else "do not draft"
+            rows[-1].append(told)
+    head = ["draft", "text", "α", "tokens a step, k = 4", "c", "measured, best k", "by theory"]
+    print(table(head, rows, left=2))
+    rows = []
+    for name in COPIES:
+        drafts = [drafts[name] for drafts in found.values()]
+        counted = [f"{row['by_bytes']['speedup']:.2f}x, k = {row['by_bytes']['k']}" for row in drafts]
+        rows.append([name, f"{drafts[0]['cost_by_bytes']:.2f}", *counted])
+    print(table(["draft", "c by bytes", "greedy", "sampled"], rows, left=1))
+    for temperature, drafts in found.items():
+        for name, draft in drafts.items():
+            draft["proof"].pop("partings", None)
+            print(f"{name} at {temperature:g}: {json.dumps(draft['proof'])}")
+    return []
+
+
+PARTS = {  # name -> function, defaults of its flags
+    "methods": (by_method, {}),
+    "transforms": (by_transform, {"limit": 10240, "samples": 48}),
+    "gguf": (by_gguf_type, {"limit": 10240}),
+    "experts": (by_expert_choice, {"models": [str(ROOT / "tests/data/demo-moe-8m")]}),
+    "auto": (by_search, {"limit": 10240, "samples": 128}),
+    "distill": (by_student, {"limit": 40960, "samples": 128}),
+    "smaller": (by_smaller_student, {"limit": 40960, "samples": 840}),
+    "specdec": (by_draft, {}),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=str(ROOT / "tests/data/demo-llama-6m"))
-    parser.add_argument("--text", type=Path, default=ROOT / "tests/data/heldout.txt")
-    parser.add_argument("--ctx", type=int, default=256)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--write", action="store_true", help="put the tables where they belong")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("part", choices=PARTS)
+    add("models", nargs="*", metavar="MODEL")
+    add("--text", type=Path, default=ROOT / "tests/data/heldout.txt", help="to measure on")
+    add("--ctx", type=int, default=256)
+    add("--limit", type=int, help="tokens of the text")
+    add("--samples", type=int, help="sequences of calibration or training text")
+    add("--only", default="", help="rows that contain this, or one engine of auto")
+    add("--keep", type=Path, help="folder for what is made")
+    add("--write", action="store_true", help="put the tables where they belong")
+    add("--transforms", type=lambda text: text.split(","), help="of transforms, parted by commas",
+        default=["none", "auto", "rotate-v+auto", "rotate", "rotate+auto"])  # fmt: skip
+    add("--i-quants", action="store_true", help="of gguf: the types of 2 and 3 bits")
+    add("--search-tokens", type=int, default=4096, help="of auto")
+    add("--best", action="store_true", help="of auto: the searched recipes by yaqa, too")
+    add("--more", type=Path, help="of smaller: text to train on, beside the shipped text; UTF-8 or .xz")
+    for flag, value in (("prompts", 8), ("tokens", 64), ("repeats", 3)):
+        add(f"--{flag}", type=int, default=value, help="of specdec")
+    add("--k", default="1,2,4,8", help="of specdec: drafted tokens")
     args = parser.parse_args()
-    failures = []
-    with tempfile.TemporaryDirectory() as folder:
-        twin = outlier_twin.make(Path(args.model), Path(folder) / "twin")
-        for marker, document, model, jobs in (
-            ("every", ROOT / "docs/measurements.md", args.model, GPTQ | OTHERS | BEST | OWN),
-            ("outliers", ROOT / "docs/measurements.md", str(twin), TWIN),
-        ):
-            text, divergence = measure(model, jobs, args)
-            if args.write:
-                write_section(marker, text, document)
-            if args.write and marker == "every":
-                write_section("results", some(text), ROOT / "README.md")
-                write_section("own", own_table(divergence), ROOT / "docs/sample.md")
-            else:
-                print(text)
-            for better, worse, factor in CLAIMS[marker]:
-                if not divergence[better] <= factor * divergence[worse]:
-                    failures.append(f"{better} is above {factor:g} of {worse}")
-    for failure in failures:
-        print(f"error: {failure}", file=sys.stderr)
-    sys.exit(1 if failures else 0)
+    run, defaults = PARTS[args.part]
+    for name, value in ({"models": [str(DEMO)]} | defaults).items():
+        setattr(args, name, getattr(args, name) or value)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (args.keep or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        missed = run(args, folder)
+    if missed:
+        sys.exit(f"error: not as claimed: {'; '.join(missed)}")
 
 
 if __name__ == "__main__":
