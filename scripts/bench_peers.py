@@ -7,8 +7,8 @@
 
 gptq: two random Llama blocks of 768/2048, 32 sequences of 512 tokens, 4 bit in groups of 128, default
 options: CPU seconds at one thread, wall seconds at two, peak memory. awq: one block, 4 and 16 sequences.
-quality: KL divergence at 4, 3 and 2 bit and of GGUF types (peer_quality.py); formats: of FP8, W8A8 and NVFP4
-(peer_formats.py); what the others reached is kept in peers/*.json and not run again. The quantization phase
+quality: KL divergence at 4, 3 and 2 bit and of GGUF types; formats: of FP8, W8A8 and NVFP4 (both in
+peer_quality.py); what the others reached is kept in peers/*.json and not run again. The quantization phase
 is from tokens to solved weights; imports, loading, saving and verification stand apart. Each tool runs in an
 environment of its own, made on the first run unless a python is given. Machines are noisy: everything runs
 in turn, and the least of the repeats counts.
@@ -25,7 +25,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import peer_formats
 import peer_quality
 import random_llama
 from client_runs import DEMO, ROOT, Failed, run_script, table
@@ -100,12 +99,12 @@ class Bench:
 
     def job(self, tool: str, model: Path, tokens: Path, out: Path, **options) -> Measured:
         """One job in a process of its own, unless it left a result before. Raises Failed."""
-        request = {"model": str(model), "tokens": str(tokens), "out": str(out)}
+        request = {"tool": tool, "model": str(model), "tokens": str(tokens), "out": str(out)}
         request |= {"calibration": self.args.calibration} | options
         path = out.with_name(f"{out.name}.json")
         finished = path.with_suffix(".result.json")
         if not finished.exists():
-            script = ROOT / f"scripts/peers/run_{tool}.py"
+            script = ROOT / "scripts/peers/run.py"
             pythonpath = str(ROOT) if tool in OWN else ""
             run_script(self.python(tool), script, request, path, options.get("threads", 1), pythonpath)
         result = json.loads(finished.read_text())
@@ -211,16 +210,6 @@ def bench_awq(bench: Bench) -> None:
         print(table(["", *CPU_FIGURES], columns(found, CPU_FIGURES)))
 
 
-def bench_quality(bench: Bench) -> None:
-    """Loss at the same bytes, of everybody's best."""
-    peer_quality.run(bench, bench.args, demo_model(bench))
-
-
-def bench_formats(bench: Bench) -> None:
-    """Loss and CPU seconds of what accelerators run, by everybody's own recipe."""
-    peer_formats.run(bench, bench.args, demo_model(bench))
-
-
 def warm_up(bench: Bench, parts: list[str]) -> None:
     """GPTQModel compiles a packer once, the others fill caches of their own."""
     warm = make_model(bench, 1)
@@ -236,10 +225,9 @@ def parse(benches: dict) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all)")
-    for tool, short in {"llmcompressor": "llmc"}.items() | {
-        t: t for t in ENVIRONMENTS if t != "llmcompressor"
-    }.items():
-        parser.add_argument(f"--{short}-python", dest=tool, metavar="PYTHON", help=f"of {tool}'s environment")
+    for tool in ENVIRONMENTS:
+        flag = "llmc" if tool == "llmcompressor" else tool
+        parser.add_argument(f"--{flag}-python", dest=tool, metavar="PYTHON", help=f"of {tool}'s environment")
     parser.add_argument("--calibration", help="text to calibrate on (default: the shipped text)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--repeats", type=int, default=1)
@@ -253,7 +241,9 @@ def parse(benches: dict) -> argparse.Namespace:
 
 
 def main() -> None:
-    benches = {"gptq": bench_gptq, "quality": bench_quality, "formats": bench_formats, "awq": bench_awq}
+    benches = {"gptq": bench_gptq, "awq": bench_awq}
+    for part in (peer_quality.Quality, peer_quality.Formats):
+        benches[part.NAME] = lambda bench, part=part: part(bench, bench.args, demo_model(bench)).show()
     args = parse(benches)
     given = {tool: getattr(args, tool) for tool in ENVIRONMENTS}
     with tempfile.TemporaryDirectory() as folder:

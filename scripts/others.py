@@ -38,7 +38,7 @@ SAMPLES, SEQLEN = 16, 256  # the readers are under test here, not the tools
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint of another tool. options: fields of peers/job.py; dtype: what its client runs in."""
+    """One checkpoint of another tool. options: of a job of peers/run.py; dtype: what its client runs in."""
 
     tool: str
     label: str
@@ -74,8 +74,8 @@ CASES = {
 
 def make(case: Case, python: str, tokens: Path, folder: Path) -> None:
     """The tool's checkpoint, in `folder`. Raises Failed."""
-    request = {"model": str(DEMO), "tokens": str(tokens), "out": str(folder)} | case.options
-    run_script(python, ROOT / f"scripts/peers/run_{case.tool}.py", request, folder / "made.json")
+    request = {"tool": case.tool, "model": str(DEMO), "tokens": str(tokens), "out": str(folder)}
+    run_script(python, ROOT / "scripts/peers/run.py", request | case.options, folder / "made.json")
 
 
 def measure(case: Case, name: str, pythons: dict[str, str], ids: list[list[int]], folder: Path) -> dict:

@@ -1,8 +1,11 @@
-"""`bench_peers.py quality`: KL divergence of the best peers and of quantkit, by the same tokens and bits.
+"""`bench_peers.py quality` and `formats`: KL divergence of the best peers and of quantkit on the same tokens.
 
 Two models: the demo model and its twin with outlier channels (outlier_twin.py). What peers reach is kept in
-`peers/results.json` with what it was reached with, and only missing rows are run; quantkit's own options, one
-line each in `OURS`, are run every time. Losses are of the decoded weights in float32, read by quantkit.
+`peers/results.json` and `peers/formats.json` with what it was reached with, and only missing rows are run;
+quantkit's own are run every time. quality: integers of 4, 3 and 2 bits and GGUF types; losses are of the
+decoded weights in float32, read by quantkit. formats: what accelerators run today, FP8 by rows and by blocks,
+W8A8, and NVFP4 with and without quantized activations, by llm-compressor's own recipes and by quantkit;
+losses are as clients compute them, activations rounded.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import outlier_twin
 import yaml
 from client_runs import ROOT, Failed, table, write_section
 
-STORE = ROOT / "scripts/peers/results.json"
 HELDOUT = ROOT / "tests/data/heldout.txt"
 SAMPLES, SEQLEN = 128, 256  # of calibration
 CONTEXT, LIMIT = 256, 40960  # of measuring
@@ -35,7 +37,8 @@ Width = int | str  # bits, or llama.cpp's file type
 
 @dataclass(frozen=True)
 class Case:
-    """What one tool is run with. options: fields of peers/job.py. own: sequences of the model's own text
+    """What one tool is run with. options: fields of `Job` in
+    peers/run.py. own: sequences of the model's own text
     (`quantkit sample`) to calibrate on; 0: the text that all are given."""
 
     label: str
@@ -45,9 +48,11 @@ class Case:
     own: int = 0
 
     def job(self, width: Width) -> dict:
-        """The options at a width."""
+        """The options at a width. A format's are the same, whatever it is called."""
         if isinstance(width, int):
             return self.options | {"bits": width}
+        if width not in TYPES:
+            return self.options
         if self.tool == "quantkit":
             return self.options | {"options": self.options["options"] | {"type": [width]}}
         return self.options | {"method": width}
@@ -81,6 +86,32 @@ def our_case(label: str, text: str) -> Case:
     options = {key: yaml.safe_load(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     own, widths = options.pop("own", 0), TYPES if method == "gguf" else BITS
     return Case(label, "quantkit", {"method": method, "options": options}, widths, own)
+
+
+def _peer(width: str, label: str, method: str) -> Case:
+    return Case(f"llm-compressor {label}", "llmcompressor", {"method": method}, (width,))
+
+
+def _ours(width: str, label: str, method: str, **options) -> Case:
+    return Case(label, "quantkit", {"method": method, "options": options}, (width,))
+
+
+FORMAT_PEERS = (
+    _peer("FP8, rows", "FP8_DYNAMIC", "FP8_DYNAMIC"),
+    _peer("FP8, blocks", "FP8_BLOCK", "FP8_BLOCK"),
+    _peer("W8A8", "SmoothQuant 0.8, GPTQ", "smoothquant-gptq"),
+    _peer("NVFP4, weights", "NVFP4A16", "NVFP4A16"),
+    _peer("NVFP4, both", "NVFP4", "NVFP4"),
+)
+FORMAT_OURS = (
+    _ours("FP8, rows", "fp8", "fp8"),
+    _ours("FP8, rows", "fp8, gptq", "fp8", solver="gptq"),
+    _ours("FP8, blocks", "fp8, blocks", "fp8", block=128),
+    _ours("FP8, blocks", "fp8, blocks, gptq", "fp8", block=128, solver="gptq"),
+    _ours("W8A8", "w8a8", "w8a8"),
+    _ours("NVFP4, weights", "fp4", "fp4", format="nvfp4"),
+    _ours("NVFP4, both", "fp4, activations", "fp4", format="nvfp4", activations=True),
+)
 
 
 def sha256(path: Path) -> str:
@@ -156,17 +187,14 @@ class Quality:
     """All cases on all models. bench: the `Bench` of bench_peers.py, which runs the jobs. STORE: where rows
     of the peers, CASES, are kept, unless --store says so."""
 
-    STORE, CASES = STORE, PEERS
+    NAME, CASES = "quality", PEERS
+    STORE = ROOT / "scripts/peers/results.json"
 
     def __init__(self, bench, args: argparse.Namespace, demo: Path):
         self.bench, self.args = bench, args
         self.limit = 2048 if args.quick else LIMIT
         self.folder = args.keep or bench.folder
-        twin = self.folder / "twin"
-        self.models = {
-            "demo": demo,
-            "twin": twin if twin.exists() else outlier_twin.make(demo, twin),
-        }
+        self.models = {"demo": demo, "twin": outlier_twin.make(demo, self.folder / "twin")}
         self.size = (8, 128) if args.quick else (SAMPLES, SEQLEN)
         self.tokens = bench.tokens(demo, *self.size)
         self.texts = list(dict.fromkeys([args.text.resolve(), HELDOUT]))
@@ -250,12 +278,82 @@ class Quality:
         return self.store.rows
 
     def ours(self) -> list[dict]:
-        """Rows of quantkit."""
+        """Rows of quantkit, made anew each time."""
+        models = self.args.models or list(self.models)
+        return list(self.run(self.own_cases(), lambda model, *_: model in models))
+
+    def own_cases(self) -> list[Case]:
         given = dict(each.split("=", 1) for each in self.args.ours)
         chosen = given if self.args.only_given else OURS | given
-        models = self.args.models or list(self.models)
-        cases = [our_case(label, text) for label, text in chosen.items()]
-        return list(self.run(cases, lambda model, *_: model in models))
+        return [our_case(label, text) for label, text in chosen.items()]
+
+    def show(self) -> None:
+        """Run everything, print the tables or put them where they belong."""
+        peers = self.peers()
+        ours = [] if self.args.peers_only else self.ours()
+        for key, error in self.failed.items():
+            print(f"failed: {key}: {error}", file=sys.stderr)
+        tools = {f"{row['tool']} {row['versions'].get(row['tool'], '')}".strip() for row in [*peers, *ours]}
+        note = f"one thread, seconds from tokens to solved weights. {', '.join(sorted(tools))}.\n"
+        texts = [path.name for path in self.texts]
+        for marker, text in self.sections(peers, ours, texts, note).items():
+            if self.args.write:
+                write_section(marker, text, ROOT / "docs/measurements.md")
+                if f"<!-- {marker} -->" in (ROOT / "README.md").read_text():
+                    write_section(marker, text, ROOT / "README.md")
+            else:
+                print(text)
+
+    def sections(self, peers: list[dict], ours: list[dict], texts: list[str], note: str) -> dict[str, str]:
+        """Marker -> Markdown: the best of both at every width, and all rows."""
+        best, every = tables(peers, ours, texts)
+        about = (
+            f"\nKL divergence on {texts[0]} unless another is named, {self.limit:,} tokens, "
+            f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, where own text is "
+            f"said, on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); "
+            f"groups of 128; "
+        )
+        return {"peers": best + about + note, "peers-all": every}
+
+
+class Formats(Quality):
+    """The same for formats."""
+
+    NAME, CASES = "formats", FORMAT_PEERS
+    STORE = ROOT / "scripts/peers/formats.json"
+
+    def own_cases(self) -> list[Case]:
+        return [case for case in FORMAT_OURS if re.search(self.args.rows, f"{case.label} {case.widths[0]}")]
+
+    def sections(self, peers: list[dict], ours: list[dict], texts: list[str], note: str) -> dict[str, str]:
+        """Format by format; ratios are ours to llm-compressor's."""
+        rows = []
+        for model in dict.fromkeys(row["model"] for row in [*peers, *ours]):
+            for width in (case.widths[0] for case in self.CASES):
+                theirs, mine = (
+                    [r for r in of if (r["model"], r["width"]) == (model, width)] for of in (peers, ours)
+                )
+                for row in [*theirs[:1], *mine]:
+                    own = row["tool"] == "quantkit"
+                    other = theirs[0] if own and theirs else None
+                    cells = [f"{model}, {width}", f"**quantkit {row['label']}**" if own else row["label"]]
+                    cells += [f"{row['bits']:.2f}", *(f"{row['kld'][text]:.5f}" for text in texts)]
+                    cells += [
+                        f"{row['kld'][text] / other['kld'][text]:.2f}" if other else "" for text in texts
+                    ]
+                    cells += [f"{row['cpu']:.2f}", f"{row['cpu'] / other['cpu']:.2f}" if other else ""]
+                    rows.append(cells)
+        head = ["", "", "bits/weight", *columns(texts, "KL"), *columns(texts, "ratio"), "CPU s", "ratio"]
+        about = (
+            f"\nActivations rounded as clients round them; {self.limit:,} tokens, context {CONTEXT}; "
+            f"calibrated, where anything is, on the same {SAMPLES} × {SEQLEN} tokens; "
+        )
+        return {"formats": table(head, rows) + about + note}
+
+
+def columns(texts: list[str], what: str) -> list[str]:
+    """Headings of a figure on every text."""
+    return [f"{what}, {text.removesuffix('.txt')}" for text in texts]
 
 
 def _rounded(seconds: float) -> float:
@@ -290,36 +388,6 @@ def tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tuple[str, 
                     f"{mine['kld'][text] / min(row['kld'][text] for row in theirs):.2f}" for text in texts
                 ]
                 best.append([name, *cells, *ratios])
-    short = [text.removesuffix(".txt") for text in texts]
-    heads = [f"KL, {text}" for text in short], [f"ratio, {text}" for text in short]
-    best_head = ["", "best peer", "KL", "CPU s", "quantkit", "KL", "CPU s", *heads[1]]
-    return table(best_head, best), table(["", "", "bits/weight", *heads[0], *heads[1], "CPU s"], every)
-
-
-def versions(rows: list[dict]) -> str:
-    """Of all tools."""
-    found = sorted({f"{row['tool']} {row['versions'].get(row['tool'], '')}".strip() for row in rows})
-    return ", ".join(found)
-
-
-def run(bench, args: argparse.Namespace, demo: Path) -> None:
-    """The whole part."""
-    quality = Quality(bench, args, demo)
-    peers = quality.peers()
-    ours = [] if args.peers_only else quality.ours()
-    best, every = tables(peers, ours, [path.name for path in quality.texts])
-    note = (
-        f"\nKL divergence on {quality.texts[0].name} unless another is named, {quality.limit:,} tokens, "
-        f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, where own text is said, "
-        f"on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); groups of 128; "
-        f"one thread, seconds from tokens to solved weights. {versions([*peers, *ours])}.\n"
-    )
-    for key, error in quality.failed.items():
-        print(f"failed: {key}: {error}", file=sys.stderr)
-    if args.write:
-        write_section("peers", best + note, ROOT / "docs/measurements.md")
-        write_section("peers-all", every, ROOT / "docs/measurements.md")
-        if "<!-- peers -->" in (ROOT / "README.md").read_text():
-            write_section("peers", best + note, ROOT / "README.md")
-    else:
-        print(best, note, every, sep="\n")
+    kl, ratio = columns(texts, "KL"), columns(texts, "ratio")
+    best_head = ["", "best peer", "KL", "CPU s", "quantkit", "KL", "CPU s", *ratio]
+    return table(best_head, best), table(["", "", "bits/weight", *kl, *ratio, "CPU s"], every)
