@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes as c
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -14,9 +13,6 @@ import numpy as np
 os.environ.setdefault("GGML_NO_BACKTRACE", "1")
 FLOATS = c.POINTER(c.c_float)
 LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-LOAD_IMATRIX = (
-    "_Z19common_imatrix_loadRKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEER14common_imatrix"
-)
 VERSION = "v0.5.0"  # whose structures are written down here
 MAX_BUFFER_BYTES = 8 << 30  # the default of a field near the end: says whether the fields are where we think
 
@@ -51,62 +47,8 @@ class Parameters(c.Structure):
     ]
 
 
-# libstdc++'s std::string, std::vector and std::map on 64 bit, and what llama.cpp's
-# common/imatrix-loader.h makes of them.
-
-
-class String(c.Structure):
-    _fields_ = [("data", c.c_char_p), ("size", c.c_size_t), ("capacity", c.c_size_t), ("_", c.c_size_t)]
-
-
-class Vector(c.Structure):
-    _fields_ = [("begin", c.c_size_t), ("end", c.c_size_t), ("capacity", c.c_size_t)]
-
-    @property
-    def bytes(self) -> int:
-        return self.end - self.begin
-
-    def array(self, dtype: type) -> np.ndarray:
-        return np.frombuffer(c.string_at(self.begin, self.bytes), dtype)
-
-
-class Header(c.Structure):
-    _fields_ = [
-        ("colour", c.c_size_t),
-        ("parent", c.c_size_t),
-        ("left", c.c_size_t),
-        ("right", c.c_size_t),
-    ]
-
-
-class Node(c.Structure):
-    _fields_ = [*Header._fields_, ("name", String), ("sums", Vector), ("counts", Vector)]
-
-
-class CommonImatrix(c.Structure):
-    _fields_ = [
-        ("compare", c.c_size_t),
-        ("header", Header),
-        ("count", c.c_size_t),
-        ("datasets", Vector),
-        ("chunk_count", c.c_int32),
-        ("chunk_size", c.c_int32),
-        ("is_legacy", c.c_bool),
-        ("has_metadata", c.c_bool),
-    ]
-
-
-class LoadedImatrix(NamedTuple):
-    """entries: name -> (sums float32, counts int64)."""
-
-    entries: dict[str, tuple[np.ndarray, np.ndarray]]
-    datasets: tuple[str, ...]
-    chunk_count: int
-    chunk_size: int
-
-
 class Library:
-    """`folder` holds `libggml-base.so`, `libggml.*.so`, `libllama.*.so` and `libllama-common.so`."""
+    """`folder` holds `libggml-base.so`, `libggml.*.so` and `libllama.*.so`."""
 
     def __init__(self, folder: Path):
         for pattern in ("libggml-base.so", "libggml.*so", "libllama.*so"):
@@ -118,7 +60,6 @@ class Library:
         self.llama.llama_model_quantize_default_params.restype = Parameters
         self.llama.llama_model_quantize.argtypes = [c.c_char_p, c.c_char_p, c.POINTER(Parameters)]
         self.llama.llama_model_quantize.restype = c.c_uint32
-        self.common = c.CDLL(str(folder / "libllama-common.so"))
 
     def quantize(
         self, source: Path, target: Path, file_type: int, imatrix: Mapping[str, np.ndarray] = {},
@@ -153,33 +94,6 @@ class Library:
             parameters.tensor_overrides = (TensorOverride * (len(rows) + 1))(*rows)
         done = self.llama.llama_model_quantize(str(source).encode(), str(target).encode(), parameters)
         return done == 0
-
-    def load_imatrix(self, path: Path) -> LoadedImatrix:
-        """What llama-quantize's `common_imatrix_load` reads from a file."""
-        load = self.common[LOAD_IMATRIX]
-        load.restype = c.c_bool
-        name = str(path).encode()
-        text = String(name, len(name), capacity=len(name))
-        found = CommonImatrix()
-        header = c.addressof(found) + CommonImatrix.header.offset
-        found.header.left = found.header.right = header
-        if not load(c.byref(text), c.byref(found)):
-            raise SystemExit(f"llama.cpp does not load {path}")
-        entries = dict(_entries(found.header.parent))
-        datasets = (String * (found.datasets.bytes // c.sizeof(String))).from_address(found.datasets.begin)
-        texts = tuple(c.string_at(text.data, text.size).decode() for text in datasets)
-        return LoadedImatrix(entries, texts, found.chunk_count, found.chunk_size)
-
-
-def _entries(address: int | None) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    """Keys and values below a node of a `std::map`, in order."""
-    if not address:
-        return
-    node = Node.from_address(address)
-    yield from _entries(node.left)
-    name = c.string_at(node.name.data, node.name.size).decode()
-    yield name, (node.sums.array(np.float32), node.counts.array(np.int64))
-    yield from _entries(node.right)
 
 
 def _number(type: str) -> int:

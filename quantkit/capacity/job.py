@@ -1,7 +1,7 @@
 """What a quantization job takes, method by method, from shapes: peak memory, disk, and a range of time.
 
 On a CPU time is floating-point operations, counted, at the rate that cores reach in matrix products, plus
-what each weight costs besides; measured by scripts/bench_*.py. On a GPU nothing was measured with quantkit:
+what each weight costs besides; measured by scripts/bench*.py. On a GPU nothing was measured with quantkit:
 the range is that of published runs of the same algorithms, scaled by FLOPS.
 """
 
