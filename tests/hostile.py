@@ -187,12 +187,12 @@ def _opened(path: Path, deep: bool) -> None:
         return
     import torch
 
-    from quantkit.inspection import printed, record, values
+    from quantkit.inspection import record, show, values
     from quantkit.models.files.headers import open_contents
     from quantkit.models.skeleton import Skeleton
 
     made = record.describe(open_contents(str(path), offline=True))
-    printed.print_record(made)
+    show.print_record(made)
     checkpoint = open_checkpoint(str(path), offline=True)
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     skeleton.names.check_complete()
@@ -202,10 +202,10 @@ def _opened(path: Path, deep: bool) -> None:
 
 
 def _planned(path: Path) -> None:
-    from quantkit.capacity import forecast, source, tables
+    from quantkit.capacity import forecast, show, source
 
     question = forecast.Question(gpu="rtx-3090", samples=8, seqlen=128)
-    tables.show(forecast.of_source(source.read(str(path), None, True, None), question), False)
+    show.show(forecast.of_source(source.read(str(path), None, True, None), question), False)
 
 
 def headers(samples: Path, place: Path, source: random.Random, deep: bool) -> None:

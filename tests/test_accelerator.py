@@ -24,7 +24,7 @@ from quantkit.layouts.ggml.blocks import encode_rows, pack, unpack
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.file_types import BLOCKS, NEED_IMPORTANCE, NO_FEEDBACK
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.progress import Progress
@@ -148,7 +148,7 @@ def test_a_mixture_has_the_bytes_of_the_cpu(both, tiny_model, method):
 
 @pytest.mark.parametrize("method", ["gptq repeat", "int8 unread", "awq gptq"])
 def test_a_mixture_whose_experts_are_streamed_has_the_bytes_of_the_cpu(both, tiny_model, method, monkeypatch):
-    monkeypatch.setattr(held, "SHARE", 0.0)
+    monkeypatch.setattr(expert_share, "SHARE", 0.0)
     name, *rest = METHODS[method]
     model = tiny_model("mixtral", tokenizer=True, num_hidden_layers=1, **MIXTURE)
     same_tensors(*both(name, model, *rest))

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantkit.auto import printed, run, streams
+from quantkit.auto import run, show, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.sensitivities import Sensitivities
 from quantkit.quantize.prepare import plan
@@ -116,7 +116,7 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     def units(name: str = "found.auto/sensitivities.json") -> dict:
         return json.loads((tmp_path / name).read_text())["units"]
 
-    change, count, last = streams._Output.change, 0, 9
+    change, count, last = unit_divergence._Output.change, 0, 9
 
     def counted(output, stream):
         nonlocal count
@@ -125,7 +125,7 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
             signal.raise_signal(signal.SIGINT)
         return change(output, stream)
 
-    monkeypatch.setattr(streams._Output, "change", counted)
+    monkeypatch.setattr(unit_divergence._Output, "change", counted)
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     asked = ["--bpw", "4.2", "-o", "found", "--sensitivities", "table.json"]
@@ -173,13 +173,13 @@ def test_a_choice_of_many_types_is_read_on_a_narrow_terminal(monkeypatch, capsys
     kinds = ["IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "Q5_K"]
     choice = {f"blk.{k}.attn_k.weight": kind for k, kind in enumerate(reversed(kinds))}
     choice |= {"token_embd.weight": "Q5_K", "blk.9.attn_k.weight": "Q2_K"}
-    printed._print_choice(Console(highlight=False, markup=False, width=80), choice)
+    show._print_choice(Console(highlight=False, markup=False, width=80), choice)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     told = " ".join(" ".join(lines).split())
     assert "IQ2_XXS 8; IQ2_XS 7; IQ2_S 6; Q2_K 5,9; IQ3_XXS 4; IQ3_S 3; Q3_K 2; IQ4_XS 1; Q5_K 0" in told
     assert "token_embd.weight Q5_K" in told
-    assert printed._order({"a": "4,32", "b": "3,32", "c": "4,128"}) == ["3,32", "4,128", "4,32"]
+    assert show._order({"a": "4,32", "b": "3,32", "c": "4,128"}) == ["3,32", "4,128", "4,32"]
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):

@@ -5,7 +5,7 @@ import jobs
 import pytest
 from test_experts_fused import MIXTURES
 
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize.transforms import awq
 from quantkit.quantize.transforms.scaling import Losses
@@ -45,7 +45,7 @@ def test_experts_that_are_away_are_scaled_as_those_in_memory(
     monkeypatch.setattr(Keeper, "keep_changed", listen)
     jobs.quantize("awq", folder, tmp_path / "streamed" / "out", {"group_size": 32}, **arguments)
     with monkeypatch.context() as patch:
-        patch.setattr(held, "streams", lambda nbytes, free: False)
+        patch.setattr(expert_share, "streams", lambda nbytes, free: False)
         jobs.quantize("awq", folder, tmp_path / "resident" / "out", {"group_size": 32}, **arguments)
     one, other = (jobs.contents(tmp_path / place / "out") for place in ("streamed", "resident"))
     assert one.keys() == other.keys()

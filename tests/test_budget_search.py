@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.auto import allocation, curve, streams
+from quantkit.auto import allocation, curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import ENGINES
 from quantkit.auto.options import AutoOptions
@@ -233,7 +233,7 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
     noisy = Noisy(skeleton)
     with torch.no_grad():
-        measured = streams.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
+        measured = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
     found = measured.changes
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():

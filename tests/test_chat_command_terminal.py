@@ -8,7 +8,7 @@ import signal
 import pytest
 from chats import SAID, Fed, begin, converse, silent
 
-from quantkit.cli import streams, talk
+from quantkit.cli import chat_terminal, streams
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
@@ -216,7 +216,7 @@ def test_what_is_printed(talker, pipe, monkeypatch):
 
 def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
     session = Session(Written("a\x1b[31mb\x9bc"), Conversation(), Sampling())
-    assert talk.take(session, talk.Terminal(quiet=True), "x")
+    assert chat_terminal.take(session, chat_terminal.Terminal(quiet=True), "x")
     assert capsys.readouterr().out == "a\ufffd[31mb\ufffdc\n"
 
 
@@ -242,7 +242,7 @@ def test_what_is_typed_is_utf8(monkeypatch):
     typed = io.TextIOWrapper(io.BytesIO("séa\n".encode() + b"s\xe9a\nx\n"), "ascii")
     monkeypatch.setattr("sys.stdin", typed)
     streams.prepare()
-    terminal = talk.Terminal()
+    terminal = chat_terminal.Terminal()
     assert terminal.read() == "séa"
     with pytest.raises(QuantkitError, match="^stdin is neither in the locale's encoding nor UTF-8"):
         terminal.read()
@@ -310,26 +310,26 @@ def interrupt(times: int, at: str):
 @pytest.fixture
 def typed(monkeypatch):
     """A terminal whose user types."""
-    terminal = talk.Terminal()
+    terminal = chat_terminal.Terminal()
     terminal.typed = True
     return terminal
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, typed, capsys):
     session = Session(Written("abcdef", interrupt(1, "c")), Conversation(), Sampling())
-    assert talk.take(session, typed, "x")
+    assert chat_terminal.take(session, typed, "x")
     assert session.conversation.messages[-1] == {"role": "assistant", "content": "abc"}
     shown = capsys.readouterr()
     assert shown.out == "abc\n" and ", interrupted" in shown.err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     session.engine.during = interrupt(0, "")
-    assert talk.take(session, typed, "y")  # the next answer is whole
+    assert chat_terminal.take(session, typed, "y")  # the next answer is whole
     assert session.conversation.messages[-1]["content"] == "abcdef"
 
 
 def test_a_second_ctrl_c_drops_the_answer(interruptible, typed, capsys):
     session = Session(Written("abcdef", interrupt(2, "c")), Conversation(), Sampling())
-    assert talk.take(session, typed, "x")
+    assert chat_terminal.take(session, typed, "x")
     assert session.conversation.messages == [] and "the answer was dropped" in capsys.readouterr().err
 
 
@@ -337,4 +337,4 @@ def test_ctrl_c_ends_what_nobody_types(interruptible, typed):
     typed.typed = False
     session = Session(Written("abcdef", interrupt(1, "c")), Conversation(), Sampling())
     with pytest.raises(KeyboardInterrupt):
-        talk.take(session, typed, "x")
+        chat_terminal.take(session, typed, "x")

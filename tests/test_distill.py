@@ -29,7 +29,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
-from quantkit.models.files import gguf_file, gguf_writer, sums
+from quantkit.models.files import checksums, gguf_file, gguf_writer
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
@@ -323,8 +323,8 @@ def test_a_gguf_file_keeps_its_metadata_and_its_other_tensors(workplace, tmp_pat
     manifest = json.loads(others.pop("quantkit.manifest"))
     assert manifest.pop("distilled")["stages"][0]["kept"]
     assert manifest == json.loads(metadata.pop("quantkit.manifest"))
-    assert metadata.pop(sums.IN_FILE) == sums.of_tensors(made) != sums.of_tensors(out)
-    assert others.pop(sums.IN_FILE) == sums.of_tensors(out)
+    assert metadata.pop(checksums.IN_FILE) == checksums.of_tensors(made) != checksums.of_tensors(out)
+    assert others.pop(checksums.IN_FILE) == checksums.of_tensors(out)
     assert metadata == others and list(infos) == list(found)
     assert made.read_bytes()[-infos["token_embd.weight"].nbytes :]  # tensors lie at other places
     for name, info in infos.items():

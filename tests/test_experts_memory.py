@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize import loop
@@ -51,7 +51,7 @@ def resident(monkeypatch):
     """Jobs that load whole blocks."""
 
     def use():
-        monkeypatch.setattr(held, "streams", lambda nbytes, free: False)
+        monkeypatch.setattr(expert_share, "streams", lambda nbytes, free: False)
 
     return use
 
@@ -87,7 +87,7 @@ def test_streamed_experts_compute_what_loaded_ones_do(family, mixture):
 
 def test_several_batches_read_an_expert_once(mixture, reads, monkeypatch):
     """Five batches go four at a time; an expert without tokens is not read."""
-    monkeypatch.setattr(held, "IN_STEP", 4)
+    monkeypatch.setattr(expert_share, "IN_STEP", 4)
     outputs(mixture(), True)
     assert len(reads) <= 2 * 3 * EXPERTS
     first = reads[: len(set(reads))]

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from quantkit import cli, errors
-from quantkit.cli import manners
+from quantkit.cli import running
 from quantkit.cli.progress import Lines, Live, Quiet, listener
 from quantkit.errors import EXIT_CODES, QuantkitError, printable
 from quantkit.tables import print_facts
@@ -60,7 +60,7 @@ def test_every_flag_means_the_same_everywhere(name):
 
 def test_the_exit_codes_stand_in_help_and_docs(quantkit):
     help_text = " ".join(quantkit("--help").out.split())
-    assert manners.exit_codes() in help_text
+    assert running.exit_codes() in help_text
     page = (Path(__file__).parents[1] / "docs" / "jobs.md").read_text()
     rows = dict(re.findall(r"^\| (\d+) \| (.*?) \|$", page, re.MULTILINE))
     assert {int(code): words for code, words in rows.items()} == EXIT_CODES

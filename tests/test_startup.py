@@ -43,8 +43,8 @@ def test_the_help_imports_no_command(imported):
     assert {name for name in found if name.startswith("quantkit")} == {
         "quantkit", "quantkit.errors", "quantkit.quantize", "quantkit.quantize.methods", "quantkit.cli",
         "quantkit.cli.commands",
-        "quantkit.cli.manners",
-        "quantkit.cli.several",
+        "quantkit.cli.running",
+        "quantkit.cli.ranks",
         "quantkit.cli.streams",
     }  # fmt: skip
 

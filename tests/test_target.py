@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import walk
@@ -202,7 +202,7 @@ def test_experts_that_are_streamed_and_those_in_memory_become_the_same(tmp_path,
     arguments = {"calibration": jobs.calibration(tmp_path), "batch_size": 2}
     files = []
     for name in ("streamed", "resident"):
-        monkeypatch.setattr(held, "streams", lambda nbytes, free, name=name: name == "streamed")
+        monkeypatch.setattr(expert_share, "streams", lambda nbytes, free, name=name: name == "streamed")
         made = tmp_path / name / "out"
         jobs.quantize("gptq", folder, made, {**TWO_BITS, "target": "original"}, **arguments)
         files.append(jobs.tensors(made))

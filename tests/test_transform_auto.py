@@ -237,9 +237,9 @@ def test_where_nothing_folds_the_job_says_so_and_writes_what_none_writes(twin, t
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
-    from quantkit.models.machine import held
+    from quantkit.models.machine import expert_share
 
-    monkeypatch.setattr(held, "streams", lambda *_: streamed)
+    monkeypatch.setattr(expert_share, "streams", lambda *_: streamed)
     model, text = twin("mixtral"), jobs.calibration(tmp_path)
     summary = jobs.quantize("gptq", model, tmp_path / "out", SMALL, calibration=text, **RUN)
     scaled = {name for name, row in summary.scaled.items() if row["into"]}

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
-from quantkit.inspection import printed, record
+from quantkit.inspection import record, show
 from quantkit.models.files import gguf_file, safetensors_folder, untrusted
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
@@ -194,10 +194,10 @@ def test_thousands_of_kinds_of_tensors_are_counted(tiny_model, capsys):
         header[f"part{number}.a.weight"] = {"dtype": "F16", "shape": [1, 2], "data_offsets": span}
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(2800))
-    printed.print_record(record.describe(open_contents(str(folder))))
+    show.print_record(record.describe(open_contents(str(folder))))
     out = capsys.readouterr().out
     told = [line for line in out.splitlines() if "part" in line and ".a" in line]
-    assert len(told) == printed.ROWS and "and 200 rows more: --json has all" in out
+    assert len(told) == show.ROWS and "and 200 rows more: --json has all" in out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
 from quantkit.grids.distance import ROUNDS, error_up_to_scales, relative_distance, weight_error
 from quantkit.inspection import verify
-from quantkit.models.files import sums
+from quantkit.models.files import checksums
 
 TEXT = ["--samples", 4, "--seqlen", 32, "--group-size", 32]
 
@@ -78,7 +78,7 @@ def written(tiny_model, make, tmp_path):
 def reseal(output) -> None:
     """What somebody does who changes a file and its sum."""
     manifest = json.loads((output / "quantkit.json").read_text())
-    manifest["files"] = sums.of_folder(output, {"quantkit.json", "README.md", "quantkit-timings.json"})
+    manifest["files"] = checksums.of_folder(output, {"quantkit.json", "README.md", "quantkit-timings.json"})
     (output / "quantkit.json").write_text(json.dumps(manifest))
 
 

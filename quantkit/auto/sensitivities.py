@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quantkit.auto import curve, streams
+from quantkit.auto import curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
@@ -185,7 +185,7 @@ def measure(
         done += 1
         progress.counting("measuring sensitivities", done, len(auto.units))
 
-    def table(found: streams.Found) -> Sensitivities:
+    def table(found: unit_divergence.Found) -> Sensitivities:
         rows: dict[str, dict[str, Divergence]] = {name: {} for name in solving.errors}
         for (unit, candidate), divergence in found.changes.items():
             rows[unit][candidate] = divergence
@@ -200,7 +200,7 @@ def measure(
     progress.counting("measuring sensitivities", done, len(auto.units))
     try:
         with torch.no_grad():
-            found = streams.measure(
+            found = unit_divergence.measure(
                 skeleton, missing, tokens, statistics, solving, auto.streams, heard,
                 lambda found: save(table(found)),
             )  # fmt: skip

@@ -13,7 +13,7 @@ torch; what they leave open is asked of transformers, which takes a few seconds.
     question.py      what is asked: the command's flags
     devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
     job.py           peak memory, disk and time of a quantization job
-    forecast.py      all of it as one record; tables.py for people
+    forecast.py      all of it as one record; show.py for people
 
 The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/quantize/prepare/plan.py) builds the
 model's modules and so knows more; its memory comes from the same formula.

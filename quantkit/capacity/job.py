@@ -16,7 +16,7 @@ from quantkit.capacity import formats
 from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.models.machine import held, processor
+from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Work
@@ -188,8 +188,8 @@ def shapes_of(
     )
     if not shapes.experts:
         return shapes
-    streamed = held.streams(element * sum(block[name].size for name in shapes.experts), free)
-    return replace(shapes, streamed=streamed, active=settings.filled(*held.ROUTED) or 1)
+    streamed = expert_share.streams(element * sum(block[name].size for name in shapes.experts), free)
+    return replace(shapes, streamed=streamed, active=settings.filled(*expert_share.ROUTED) or 1)
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import QuantkitError
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
-from quantkit.models.machine.held import EXPERTS, ROUTED
+from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]

@@ -19,7 +19,7 @@ from quantkit.models import kv_types
 from quantkit.models.files import safetensors_folder, untrusted
 from quantkit.models.files.headers import Contents, open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.machine.held import EXPERTS
+from quantkit.models.machine.expert_share import EXPERTS
 
 QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
 AS_IF_PACKED = (

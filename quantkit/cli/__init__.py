@@ -8,7 +8,7 @@ import sys
 import typer
 
 from quantkit import __version__
-from quantkit.cli import commands, manners, several
+from quantkit.cli import commands, ranks, running
 
 EPILOG = f"""Examples:
 
@@ -22,7 +22,7 @@ EPILOG = f"""Examples:
 
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
 
-{manners.exit_codes()}"""
+{running.exit_codes()}"""
 
 app = typer.Typer(
     cls=commands.Root,
@@ -46,7 +46,7 @@ def _root(
         False, "--version", callback=_version, is_eager=True, help="Print it and exit."
     ),
 ) -> None:
-    several.refuse_letters()
+    ranks.refuse_letters()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Idle threads sleep instead of spinning: five times faster where another job shares the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -57,4 +57,4 @@ def _root(
 
 def main() -> None:
     """Entry point of the console script."""
-    manners.run(app)
+    running.run(app)

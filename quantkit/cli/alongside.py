@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from quantkit.cli import manners, several
+from quantkit.cli import ranks, running
 from quantkit.errors import EXIT_CODES, QuantkitError
 from quantkit.quantize import methods
 
@@ -29,11 +29,11 @@ def guard(app: typer.Typer, name: str) -> None:
 def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(**values: Any) -> None:
-        several.refuse(name, name in (*methods.available(), *OTHERS))
+        ranks.refuse(name, name in (*methods.available(), *OTHERS))
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is told by us, in one line
         from quantkit.models.machine import distributed
 
-        with manners.stopping() as asked:
+        with running.stopping() as asked:
             try:
                 with distributed.joined(values.get("device", "auto")):
                     if distributed.rank():

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.cli import flags, manners
+from quantkit.cli import flags, running
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -51,18 +51,18 @@ def _command() -> Callable[..., None]:
 
         with listener(values["quiet"]) as progress:
             with uncollected():  # after something is seen: torch takes seconds
-                from quantkit.auto import job, printed, run
+                from quantkit.auto import job, run, show
 
             prepared = job.prepare(request, progress, values["dry_run"])
             if values["dry_run"]:
                 record = run.plan_record(prepared)
             else:
-                with manners.resumable([prepared.folder], lambda: run.kept(prepared)):
+                with running.resumable([prepared.folder], lambda: run.kept(prepared)):
                     record = run.run(prepared, progress)
         if values["as_json"]:
             print(json.dumps(record, indent=2))
         else:
-            printed.print_record(record)
+            show.print_record(record)
 
     parameters = [flags.parameter("model", MODEL), *flags.of("budget", AutoOptions)]
     parameters += [flags.parameter("output", OUTPUT, None)]

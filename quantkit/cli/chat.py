@@ -32,14 +32,14 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
     quiet = values["quiet"]
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit.cli import talk
+            from quantkit.cli import chat_terminal
             from quantkit.serving.chat.start import start
 
         settings = flags.options(Settings, values)
         trusted = values["revision"], values["offline"], values["trust_remote_code"]
         session = start(model, settings, *trusted, progress)
     try:
-        talk.run(session, talk.Terminal(values["as_json"], quiet))
+        chat_terminal.run(session, chat_terminal.Terminal(values["as_json"], quiet))
     finally:
         session.engine.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from quantkit.cli import manners, several
+from quantkit.cli import ranks, running
 from quantkit.quantize import methods
 
 OTHERS = {  # every other command than the methods, and its help
@@ -59,11 +59,11 @@ def build(name: str) -> Any:
         app = typer.Typer(add_completion=False)
         function, epilog = _parts(module, name)
         app.command(name, epilog=epilog)(function)
-    if several.wanted() > 1:
+    if ranks.wanted() > 1:
         from quantkit.cli import alongside
 
         alongside.guard(app, name)
-    manners.add_verbose(app)
+    running.add_verbose(app)
     command = typer.main.get_command(app)
     command.name, command.help = name, summary(name)
     return command

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from quantkit.cli import flags, manners
+from quantkit.cli import flags, running
 from quantkit.distillation.options import DistillOptions, SmallerOptions
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
@@ -120,7 +120,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
             def made() -> list[Path]:
                 return [staging.output] if staging.finished() else []
 
-            with manners.resumable([staging.folder], lambda: "what was learned is", made):
+            with running.resumable([staging.folder], lambda: "what was learned is", made):
                 record = prepared.run(progress)
     if values["as_json"]:
         print(json.dumps(record, indent=2))

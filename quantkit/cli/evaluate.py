@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from quantkit.cli import flags, several
+from quantkit.cli import flags, ranks
 
 EPILOG = """Examples:
 
@@ -172,7 +172,7 @@ def command(
     result = record(windows.protocol, precision, place, measured, chosen, limits, given)
     if not as_json:
         print_comparison(result)
-    if several.is_first():
+    if ranks.is_first():
         outputs.write(figures(result), lambda: page(result), lambda: markdown(result))
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, manners
+from quantkit.cli import flags, running
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -39,7 +39,7 @@ def _command() -> Callable[..., None]:
                 from quantkit.quantize.calibrate import imatrix_job
 
             prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
-            with manners.done_already(prepared.output, "give it to --imatrix"):
+            with running.done_already(prepared.output, "give it to --imatrix"):
                 record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
                 progress.close()
                 if values["as_json"]:

@@ -36,7 +36,7 @@ def command(
     quiet: flags.QUIET = False,
 ) -> None:
     """The function behind `quantkit inspect`."""
-    from quantkit.inspection import printed, record
+    from quantkit.inspection import record, show
     from quantkit.models.files.headers import open_contents
 
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
@@ -47,10 +47,10 @@ def command(
             made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
         except QuantkitError as error:
             if error.found and not as_json:
-                printed.print_record(error.found)
+                show.print_record(error.found)
             raise
     if not as_json:
-        (printed.print_record if other is None else printed.print_comparison)(made)
+        (show.print_record if other is None else show.print_comparison)(made)
     broken = [problem for model in found for problem in model["integrity"]["problems"]]
     if broken:
         more = f" (and {count(len(broken) - 1, 'more problem')})" if len(broken) > 1 else ""

@@ -46,7 +46,7 @@ def _command() -> Callable[..., None]:
     """The function behind `quantkit plan`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
-        from quantkit.capacity import forecast, source, tables
+        from quantkit.capacity import forecast, show, source
 
         model, params = values["model"], values["params"]
         if model is None and params is None:
@@ -66,7 +66,7 @@ def _command() -> Callable[..., None]:
         if values["as_json"]:
             print(json.dumps(record, indent=2))
         else:
-            tables.show(record, values["quiet"])
+            show.show(record, values["quiet"])
 
     parameters = [flags.parameter("model", MODEL, None), flags.parameter("params", PARAMS, None)]
     for panel, names in PANELS.items():

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from quantkit.cli import several
+from quantkit.cli import ranks
 from quantkit.errors import printable
 from quantkit.quantize.progress import Progress
 
@@ -200,8 +200,8 @@ def clock(seconds: float) -> str:
 def listener(quiet: bool) -> Iterator[Quiet]:
     """The listener that fits where stderr goes; of several processes the first speaks for all."""
     capable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    progress = Quiet() if quiet or not several.is_first() else Live() if capable else Lines()
-    progress.console.quiet = not several.is_first()
+    progress = Quiet() if quiet or not ranks.is_first() else Live() if capable else Lines()
+    progress.console.quiet = not ranks.is_first()
     try:
         yield progress
     finally:

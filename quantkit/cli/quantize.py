@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, manners
+from quantkit.cli import flags, running
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
@@ -135,7 +135,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         def begun() -> bool:
             return all(stage.begun() for stage in stages)
 
-        with manners.resumable([stage.folder for stage in stages], made=made, begun=begun):
+        with running.resumable([stage.folder for stage in stages], made=made, begun=begun):
             summaries, results = loop.run_all(jobs, progress), None
             if windows:
                 outputs = [stage.output for stage in stages]

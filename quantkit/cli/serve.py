@@ -48,8 +48,8 @@ def _serve(
     context: typer.Context, model: str, extra: list[str] | None, print_only: bool, **values: Any
 ) -> None:
     """The function behind `quantkit serve`."""
-    from quantkit.cli.manners import stopping
     from quantkit.cli.progress import listener
+    from quantkit.cli.running import stopping
 
     quiet, as_json = values["quiet"], values["as_json"]
     settings = flags.options(Settings, values | {"extra": extra or []})

@@ -53,7 +53,7 @@ def command(
 def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from quantkit.inspection.printed import provenance
+    from quantkit.inspection.show import provenance
     from quantkit.tables import print_facts, print_line
 
     console = Console(highlight=False, markup=False)

@@ -15,7 +15,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, count,
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
-from quantkit.models.files import sums, untrusted
+from quantkit.models.files import checksums, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Contents, open_contents
 from quantkit.models.files.open import open_checkpoint
@@ -98,9 +98,9 @@ def _files(
         listen("hashing", min(read, whole), whole)
 
     if contents.container == "gguf":
-        told = contents.metadata.get(sums.IN_FILE)
+        told = contents.metadata.get(checksums.IN_FILE)
         if isinstance(told, str):
-            changed = sums.of_tensors(place, heard) != told
+            changed = checksums.of_tensors(place, heard) != told
             yield {"name": place.name, "state": "was changed" if changed else "same"}
         else:
             found["notes"].append("it holds no sum of its tensors: quantkit 0.3 writes one")
@@ -115,7 +115,7 @@ def _files(
         if not path.is_file():
             yield {"name": name, "state": "is absent"}
         else:
-            state = "same" if sums.of_file(path, listen=heard) == digest else "was changed"
+            state = "same" if checksums.of_file(path, listen=heard) == digest else "was changed"
             yield {"name": name, "state": state}
     added = sorted(contents.files.keys() - told.keys() - WRITTEN_LATER)
     if added:

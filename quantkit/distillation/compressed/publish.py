@@ -17,7 +17,7 @@ from quantkit import __version__
 from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
 from quantkit.inspection.verify import ERRORS
-from quantkit.models.files import gguf_writer, sums, untrusted
+from quantkit.models.files import checksums, gguf_writer, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.files.open import open_checkpoint
@@ -46,7 +46,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
         for _, start, data in changes:
             _write(place, start + moved, data)
-        sums.seal(place)
+        checksums.seal(place)
         return
     place.mkdir()
     for path in sorted(checkpoint.folder.iterdir()):
@@ -55,7 +55,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
     for path, start, data in changes:
         _write(place / path.name, start, data)
     if manifest is not None:
-        manifest = manifest | {"files": sums.of_folder(place, ())}
+        manifest = manifest | {"files": checksums.of_folder(place, ())}
         (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     card = checkpoint.folder / CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""

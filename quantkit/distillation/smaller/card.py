@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from quantkit import __version__
-from quantkit.models.files import hub, sums
+from quantkit.models.files import checksums, hub
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.tables import megabytes
 
@@ -20,7 +20,7 @@ def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) 
         "method": "distill",
         "job": fingerprint,
         "linears": [],
-        "files": sums.of_folder(place, ()),
+        "files": checksums.of_folder(place, ()),
         "distillation": {key: record[key] for key in ("chosen", "trained", "published", "held_out")},
     }
     (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")

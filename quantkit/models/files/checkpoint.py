@@ -19,7 +19,7 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
-from quantkit.models.files import reading, safetensors_folder, sums, tokenizing, untrusted
+from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
 from quantkit.models.files.headers import MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.files.unchanged import State
@@ -267,7 +267,7 @@ class Checkpoint:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            sums.add(digest, path, listen=progress)
+            checksums.add(digest, path, listen=progress)
         return digest.hexdigest()
 
 

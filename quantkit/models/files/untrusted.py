@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
-from quantkit.models.machine.held import EXPERTS, ROUTED
+from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 AGAIN = "download it again"
 SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger

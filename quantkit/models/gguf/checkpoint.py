@@ -20,7 +20,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.files import gguf_file, reading, sums, unchanged
+from quantkit.models.files import checksums, gguf_file, reading, unchanged
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
@@ -172,7 +172,7 @@ class GgufCheckpoint(Checkpoint):
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Hash of the file."""
-        return sums.of_file(self.folder, listen=progress)
+        return checksums.of_file(self.folder, listen=progress)
 
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:

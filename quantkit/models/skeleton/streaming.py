@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import Layout
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 from quantkit.models.machine.device import free_memory, is_accelerator
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton.loading import Installer, Reader
@@ -53,7 +53,9 @@ def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> boo
     """Whether experts of these blocks are to be streamed; see `held.streams`."""
     found = [sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks]
     nbytes = max(found, default=0) * element
-    return bool(nbytes) and held.streams(nbytes, free_memory(device) if is_accelerator(device) else None)
+    return bool(nbytes) and expert_share.streams(
+        nbytes, free_memory(device) if is_accelerator(device) else None
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Keeper:
         linears = streamed(block)
         self._names = {module: local for local, module in linears.items()}
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
-        self.capacity = held.HELD * held.largest_expert(shapes)  # weights
+        self.capacity = expert_share.HELD * expert_share.largest_expert(shapes)  # weights
         self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
         self._given_up = 0  # bytes, since pages were given back
         self._installed: dict[str, _Installed] = {}
@@ -118,7 +120,7 @@ class Keeper:
     def _give_up(self, local: str) -> None:
         self._given_up += self._held.pop(local).weight.nbytes
         self._installer.give_up(self._block, local)
-        if self._given_up > held.HOLES:
+        if self._given_up > expert_share.HOLES:
             self._given_up = 0
             return_freed_pages()
 
@@ -157,8 +159,8 @@ class Keeper:
         """`run(0)`, `run(1)` … up to `count`, some of them at a time: each runs in a greenlet of its own, to
         where it needs an expert that is not there; when all have come, the first reads it. Modules see their
         inputs in that order, too."""
-        for start in range(0, count, held.IN_STEP):
-            yield from self._together(run, range(start, min(start + held.IN_STEP, count)))
+        for start in range(0, count, expert_share.IN_STEP):
+            yield from self._together(run, range(start, min(start + expert_share.IN_STEP, count)))
 
     def _together(self, run: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         flights = {number: greenlet.greenlet(run) for number in numbers}

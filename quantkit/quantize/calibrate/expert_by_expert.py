@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.models.machine.held import expert_of
+from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.skeleton.experts import Experts, Routed
 from quantkit.quantize.calibrate import measure
 from quantkit.quantize.calibrate.capture import Statistics

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from quantkit.errors import name_all
 from quantkit.inspection.names import split
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.files import safetensors_folder, sums
+from quantkit.models.files import checksums, safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.reading import Slice
 from quantkit.models.files.safetensors_folder import TensorInfo
@@ -80,7 +80,7 @@ class FolderOutput:
         for name, content in material.files.items():
             _write_json(place / name, content)
         copied = self.copied(material)
-        written = {"files": sums.of_folder(place, ())}
+        written = {"files": checksums.of_folder(place, ())}
         _write_json(place / MANIFEST, manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:

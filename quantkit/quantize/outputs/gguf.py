@@ -23,7 +23,7 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
-from quantkit.models.files import sums
+from quantkit.models.files import checksums
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.safetensors_folder import TensorInfo
@@ -204,7 +204,7 @@ class GgufOutput:
                         writer.write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for one in files:
-            sums.seal(one.place)
+            checksums.seal(one.place)
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
         """The file says it all."""
@@ -232,7 +232,7 @@ class GgufOutput:
             **self.metadata,
             **used,
             "quantkit.manifest": json.dumps(manifest, ensure_ascii=False),
-            sums.IN_FILE: sums.BLANK,
+            checksums.IN_FILE: checksums.BLANK,
         }
 
     def _changed(self, material: Material) -> Checkpoint:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 
 MIB = 1 << 20
 PART_BYTES = MIB  # of a block's codes that wait in memory before they are staged
@@ -63,7 +63,11 @@ class Shapes:
         routed = [row for row in self.linears if row[0] in self.experts]
         if not self.streamed:
             return self.weights
-        return self.weights - sum(o * i for _, o, i in routed) + held.HELD * held.largest_expert(routed)
+        return (
+            self.weights
+            - sum(o * i for _, o, i in routed)
+            + expert_share.HELD * expert_share.largest_expert(routed)
+        )
 
     @property
     def hidden(self) -> int:
@@ -114,7 +118,7 @@ class Shapes:
     @property
     def waiting(self) -> int:
         """Bytes of batches that wait for one while it runs, so that experts are read once for all of them."""
-        batches = min(held.IN_STEP, -(-self.tokens // self.batch_tokens)) - 1 if self.streamed else 0
+        batches = min(expert_share.IN_STEP, -(-self.tokens // self.batch_tokens)) - 1 if self.streamed else 0
         return batches * self.batch_tokens * self.flight
 
     @property
@@ -128,7 +132,11 @@ class Shapes:
     @property
     def entering(self) -> int:
         """Bytes of what enters layers of experts, kept for a transform until each expert has come."""
-        layers = {held.expert_of(name).rpartition(".")[0] for name in self.experts} if self.streamed else ()
+        layers = (
+            {expert_share.expert_of(name).rpartition(".")[0] for name in self.experts}
+            if self.streamed
+            else ()
+        )
         return len(layers) * self.states
 
 
@@ -230,7 +238,7 @@ def _curvatures(shapes: Shapes) -> int:
     autograd keeps of a batch to find them (`curvature.py`), or of the logits of some tokens."""
     outs = [out for _, out, _ in shapes.linears]
     routed = sum(out + width for name, out, width in shapes.linears if name in shapes.experts)
-    experts = len({held.expert_of(name) for name in shapes.experts}) or 1
+    experts = len({expert_share.expert_of(name) for name in shapes.experts}) or 1
     values = sum(out + width for _, out, width in shapes.linears) - routed + shapes.active * routed // experts
     kept = shapes.batch_tokens * (TRACED * values * shapes.element + 8 * shapes.hidden * FLOAT32)
     vocabulary = shapes.rest // shapes.hidden  # at most

@@ -16,7 +16,7 @@ from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
-from quantkit.models.machine.held import ROUTED
+from quantkit.models.machine.expert_share import ROUTED
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.quantize.methods import Method

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
-from quantkit.models.machine import held
+from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics, row_losses
 from quantkit.quantize.transforms import BlockView, Transformed, inside
@@ -188,7 +188,7 @@ class Later:
     def expert(self, columns: Mapping[str, Tensor], view: BlockView, linears: Sequence[str]) -> Transformed:
         """Multiply the columns of an expert's `linears` and scale what is inside it."""
         result = Transformed(dict(view.statistics))
-        layer = held.expert_of(linears[0]).rpartition(".")[0]
+        layer = expert_share.expert_of(linears[0]).rpartition(".")[0]
         shared = [name for name, _ in view.block.get_submodule(layer).named_children() if not name.isdigit()]
         with in_float32(view, result.changed, [*linears, *(f"{layer}.{name}" for name in shared)]):
             for site in view.statistics:

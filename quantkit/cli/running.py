@@ -20,7 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from quantkit.cli import several, streams
+from quantkit.cli import ranks, streams
 from quantkit.errors import (
     EXIT_CODES,
     INTERRUPTED,
@@ -111,12 +111,12 @@ def run(app: typer.Typer) -> NoReturn:
         _fail(_parser_error(error))
     except BrokenPipeError:  # the reader of what we print went away: not an error of ours
         _give_up_unread()
-        several.end(CLOSED_PIPE)
+        ranks.end(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # Rich's answer to it
             _give_up_unread()
-            several.end(CLOSED_PIPE)
+            ranks.end(CLOSED_PIPE)
             sys.exit(CLOSED_PIPE)
         raise
     except Exception as error:
@@ -124,7 +124,7 @@ def run(app: typer.Typer) -> NoReturn:
         _fail(failed, error if state.verbose or failed.hint == REPORT else None)
     if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
         _fail(QuantkitError("interrupted", f"begin again with: {_typed()}", INTERRUPTED))
-    several.end(code or 0)
+    ranks.end(code or 0)
     sys.exit(code)
 
 
@@ -162,7 +162,7 @@ def resumable(
 ) -> Iterator[None]:
     """Answer what asks to stop with the way to go on. folders: in which `kept` is by then, one an output;
     made: the outputs that are finished by then; begun: whether nothing is kept yet."""
-    with stopping() as asked, several.resumable(f"{kept()} kept in {folders[0]}", _again()):
+    with stopping() as asked, ranks.resumable(f"{kept()} kept in {folders[0]}", _again()):
         try:
             yield
         except BaseException as error:
@@ -199,7 +199,7 @@ def done_already(output: Path, hint: str) -> Iterator[None]:
 def _again() -> str:
     """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    return shlex.join([*several.launcher(), *typed, "--resume"])
+    return shlex.join([*ranks.launcher(), *typed, "--resume"])
 
 
 def _typed() -> str:
@@ -220,7 +220,7 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
     """Print the error, after the traceback of what is `traced`, and exit."""
     if traced is not None:
         traceback.print_exception(traced)
-    several.fail(error, print_error)
+    ranks.fail(error, print_error)
     print_error(error)
     _give_up_unread()
     sys.exit(error.exit_code)
