@@ -30,8 +30,8 @@ from quantkit.grids.nf4 import Nf4Grid  # noqa: E402
 from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
 from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
 from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
+from quantkit.quantize.transforms.auto import FeedbackScore  # noqa: E402
 from quantkit.quantize.transforms.awq import search  # noqa: E402
-from quantkit.quantize.transforms.feedback import FeedbackScore  # noqa: E402
 from quantkit.quantize.transforms.scaling import Losses, Reader  # noqa: E402
 
 BLOCKS = 32

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import loss, rtn
-from quantkit.quantize.transforms import awq, inside, scaling
+from quantkit.quantize.transforms import awq, expert_folds, scaling
 from quantkit.quantize.transforms.awq import AwqScore
 from quantkit.quantize.transforms.fold import Fold, find_folds
 from quantkit.quantize.transforms.probe import probing
@@ -120,7 +120,7 @@ def test_experts_that_no_token_of_the_probe_reaches_are_proven_all_the_same(benc
     with probing(made.view()) as probe:
         entering = probe.run().inputs
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
-    found = [expert.find_folds() for expert in inside.experts(view, entering, (), {})]
+    found = [expert.find_folds() for expert in expert_folds.experts(view, entering, (), {})]
     assert [fold.producer.name for folds in found for fold in folds] == ["up_proj"] * 32
     assert [set(fold.columns) for folds in found for fold in folds] == [{"down_proj.weight"}] * 32
 

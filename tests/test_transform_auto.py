@@ -12,8 +12,8 @@ from quantkit.quantize import methods
 from quantkit.quantize.prepare import composing
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
+from quantkit.quantize.transforms.auto import FedReader, FeedbackScore, candidate
 from quantkit.quantize.transforms.awq import AwqScore
-from quantkit.quantize.transforms.feedback import FedReader, FeedbackScore, candidate
 from quantkit.quantize.transforms.scaling import ColumnScaling, Reader
 
 RUN = {"batch_size": 2, "dtype": "float32"}

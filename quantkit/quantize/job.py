@@ -32,14 +32,14 @@ from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import composing, linears, plan, room
+from quantkit.quantize.prepare import composing, linears, placement, plan
 from quantkit.quantize.prepare.fingerprint import check_alike
 from quantkit.quantize.prepare.linears import Kept
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import replacing
-from quantkit.quantize.staging.bystander import Bystander
 from quantkit.quantize.staging.folder import Staging
+from quantkit.quantize.staging.read_only import Bystander
 from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
@@ -164,7 +164,7 @@ def prepare(
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    job_plan = room.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    job_plan = placement.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
     execution = job_plan.execution
     fingerprint = {}
     if not dry_run:

@@ -31,7 +31,7 @@ from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_si
 from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary, finish
-from quantkit.quantize.prepare import room
+from quantkit.quantize.prepare import placement
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solving import Solving, groups
 from quantkit.quantize.staging.blocks import Scratch
@@ -294,13 +294,13 @@ class _Loop:
 
         Raises QuantkitError (exit code 5) where that is not enough.
         """
-        less, before = room.frugal(self.execution), self.states.changes
+        less, before = placement.frugal(self.execution), self.states.changes
         try:
             return self._quantize(index, module)
         except torch.OutOfMemoryError as error:
             alone = distributed.count() == 1  # others would wait for what this one does again
             if less is None or self.states.changes != before or not alone:
-                raise room.out_of_memory(self.execution, index) from error
+                raise placement.out_of_memory(self.execution, index) from error
         # out of the handler: its traceback would keep the tensors of the first attempt alive
         note = f"{self.execution.device} ran out of memory in block {index + 1}: goes on with --sequential "
         note += "repeat --states host"

@@ -142,8 +142,8 @@ def block_transform(
     """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
     is, so that it needs no text. rounded: inputs `[tokens, in]` of linears as clients round them."""
     from quantkit.quantize.solvers.rtn import RtnSolver
+    from quantkit.quantize.transforms.auto import FeedbackScore
     from quantkit.quantize.transforms.awq import AwqScore
-    from quantkit.quantize.transforms.feedback import FeedbackScore
     from quantkit.quantize.transforms.scaling import ColumnScaling
     from quantkit.quantize.transforms.smooth import SmoothScore
 

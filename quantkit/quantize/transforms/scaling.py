@@ -28,7 +28,7 @@ from quantkit.grids.parallel import elements_at_once
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics, row_losses
-from quantkit.quantize.transforms import BlockView, Transformed, inside
+from quantkit.quantize.transforms import BlockView, Transformed, expert_folds
 from quantkit.quantize.transforms.fold import Fold, Producer, along, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
@@ -102,7 +102,7 @@ class ColumnScaling:
         here = replace(
             view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
         )
-        experts = list(inside.experts(here, later.entering, later.folded, later.known))
+        experts = list(expert_folds.experts(here, later.entering, later.folded, later.known))
         hidden = {site for expert in experts for site in expert.sites}
         self._leave(here, [site for site in here.statistics if site not in later.folded | hidden], result)
         columns: dict[str, Tensor] = {}

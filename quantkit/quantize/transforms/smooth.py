@@ -10,7 +10,7 @@ is folded into whatever produces the inputs (fold.py), so also into v for o and 
 has its own.
 
 The loss of an s knows both roundings: of the weights `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with the
-pivots D that error feedback leaves (feedback.py), four times, as they are those of the text at hand, which it
+pivots D that error feedback leaves (auto.py), four times, as they are those of the text at hand, which it
 makes up for better than for any other; or with H's bare diagonal before round to nearest; of the
 inputs `Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²`, on a few tokens as they are. Tokens count by the share of their
 outputs that is lost (c), since a norm follows: else a few large ones decide for all.
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.quantize.solvers import SiteStatistics, Solver
-from quantkit.quantize.transforms.feedback import FLOOR, ROWS
+from quantkit.quantize.transforms.auto import FLOOR, ROWS
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import Losses, Reader, Score, in_few_digits, sample_step
 
