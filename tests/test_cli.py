@@ -208,7 +208,7 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     ratio = source / nbytes(written)
     assert facts["size"] == f"{source / 1e6:.2f} MB → {nbytes(written) / 1e6:.2f} MB ({ratio:.2f}× smaller)"
     assert facts["bits/weight"].startswith(f"{bits:.2f} in 14 quantized linears, ")
-    assert facts["fell back"] == "nothing"
+    assert "fell back" not in facts
     errors = re.findall(r"\d\.\d+", facts["error"])
     manifest = json.loads((folder / "quantkit.json").read_text())
     rows = manifest["linears"]
@@ -971,6 +971,9 @@ def test_a_plan_says_what_becomes_of_an_output_that_exists(quantkit, model):
     planned = quantkit(*asked, "--dry-run", "-q")
     line = "refused out exists: choose another --output, or replace it with --overwrite "
     assert planned.code == 0 and line in " ".join(planned.out.split())
+    refused = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)["refused"]
+    assert refused["message"] == "out exists"
+    assert json.loads(quantkit(*asked, "--overwrite", "--dry-run", "--json", "-q").out)["refused"] is None
     replaced = quantkit(*asked, "--overwrite", "--dry-run", "-q").out
     assert "replaces what is there " in " ".join(replaced.split()) and "refused" not in replaced
     Path("out.partial").mkdir()

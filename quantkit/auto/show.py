@@ -107,7 +107,7 @@ def _verdict(record: dict[str, Any]) -> str:
     searched, uniform = record["searched"], record["uniform"]
     if uniform is None:
         return "searched; no uniform preset is as small"
-    ratio = f"{searched['kld'] / max(uniform['kld'], 1e-30):.2f} of the uniform preset's divergence"
+    less = 1 - searched["kld"] / max(uniform["kld"], 1e-30)
     if record["kept"] == "searched":
-        return f"searched: {ratio}"
-    return f"{uniform['name']}, because searching found nothing better ({ratio})"
+        return f"the searched model: {less:.0%} less KL divergence than {uniform['name']}"
+    return f"{uniform['name']}: the searched model has {-less:.0%} more KL divergence"

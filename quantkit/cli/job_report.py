@@ -29,6 +29,7 @@ def plan_record(job: Job) -> dict:
         "schema": "quantkit.plan/1",
         "source": job.request.source,
         "output": str(job.staging.output),
+        "refused": job.refusal.record()["error"] if job.refusal else None,
         "method": job.request.method,
         "options": asdict(job.request.options),
         "calibration": job.calibration.record() if job.calibration else None,
@@ -179,10 +180,9 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:
         facts["activations"] = f"as the model runs: {summary.activations}; not part of the error"
-    fallbacks = (
-        f"{count(len(summary.fallbacks), 'linear')} to round to nearest" if summary.fallbacks else "nothing"
-    )
-    facts |= {"seconds": _seconds(summary.seconds), "fell back": fallbacks}
+    facts["seconds"] = _seconds(summary.seconds)
+    if summary.fallbacks:
+        facts["fell back"] = f"{count(len(summary.fallbacks), 'linear')} to round to nearest"
     if summary.scaled is not None:
         facts["scaled"] = _scaled(summary.scaled)
     if summary.kept:

@@ -74,4 +74,4 @@ def _show(found: dict[str, Any]) -> None:
     for problem in found["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
     if not found["problems"]:
-        print_line(console, "nothing is wrong; a manifest is signed by nobody, and tells damage, not forgery")
+        print_line(console, "No damage found. Checksums detect corruption, not tampering.")

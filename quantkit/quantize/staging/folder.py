@@ -1,7 +1,7 @@
 """The staging folder: finished blocks of a running job, and the output as it is put together.
 
 `OUT.partial/` lies beside the output so that finishing is a rename. Killed at any moment, the folder holds
-whole blocks only (`staged_blocks.py`), and everything else in it is made again. Blocks whose source had not
+whole blocks only (`blocks.py`), and everything else in it is made again. Blocks whose source had not
 been hashed by then are made again, too: nobody can tell whether they are of the source a later job is given.
 """
 

@@ -19,7 +19,7 @@ from quantkit.quantize.staging.blocks import StagedBlocks
 from quantkit.quantize.staging.folder import Staging
 
 
-class Bystander(Staging):
+class ReadOnlyStaging(Staging):
     """See `Staging`; of what would be written, nothing is."""
 
     def __init__(self, output: Path, one_file: bool = False):
