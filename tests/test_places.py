@@ -9,7 +9,7 @@ import sys
 import families
 import pytest
 
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
 
 GPTQ = "gptq model --solver rtn --group-size 32".split()
@@ -50,7 +50,7 @@ def test_a_folder_that_cannot_be_written(refuse, monkeypatch, model, command):
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(replacing.tempfile, "TemporaryFile", denied)
+    monkeypatch.setattr(may_replace.tempfile, "TemporaryFile", denied)
     error, _ = refuse(2, *command, "-o", "out.gguf" if command[0] == "imatrix" else "out")
     assert error.endswith("cannot be written: Permission denied")
 

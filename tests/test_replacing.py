@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
 
 OURS = '{"quantkit": "1", "source_sha256": "' + "ab" * 32 + '"}'
@@ -14,7 +14,7 @@ OURS = '{"quantkit": "1", "source_sha256": "' + "ab" * 32 + '"}'
 
 def refusal(output, one_file=False, overwrite=True) -> str:
     with pytest.raises(QuantkitError) as refused:
-        replacing.check(output, one_file, overwrite)
+        may_replace.check(output, one_file, overwrite)
     assert refused.value.exit_code == USAGE and "choose another --output" in refused.value.hint
     return refused.value.message
 
@@ -49,23 +49,23 @@ def test_a_file_is_replaced_by_a_file_of_its_kind(tmp_path):
     }.items():
         (tmp_path / name).write_bytes(content)
     for name in ("a.gguf", "empty"):
-        replacing.check(tmp_path / name, True, True)
+        may_replace.check(tmp_path / name, True, True)
         assert "the job writes a folder" in refusal(tmp_path / name)
         assert "exists" in refusal(tmp_path / name, True, overwrite=False)
     for name in ("file.py", "short"):
         assert "is no GGUF file: it would be lost" in refusal(tmp_path / name, True)
     assert "is a folder, the job writes a file" in refusal(tmp_path, True)
-    replacing.check(tmp_path / "new", True, False)
-    replacing.check(tmp_path / "empty" / "below", True, False)  # other checks refuse that
+    may_replace.check(tmp_path / "new", True, False)
+    may_replace.check(tmp_path / "empty" / "below", True, False)  # other checks refuse that
 
 
 def test_a_folder_is_replaced_if_every_file_is_a_checkpoints(tmp_path):
     names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "README.md"]
     names += ["tokenizer.json", "quantkit.json", "quantkit-timings.json", "quantize_config.json", "LICENSE"]
-    replacing.check(tmp_path, False, True)  # empty
+    may_replace.check(tmp_path, False, True)  # empty
     for name in names:
         (tmp_path / name).touch()
-    replacing.check(tmp_path, False, True)
+    may_replace.check(tmp_path, False, True)
     (tmp_path / ".git").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "other.safetensors").symlink_to(tmp_path / "config.json")
@@ -107,10 +107,10 @@ def test_an_unquantized_model_of_others_is_not_replaced(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "holds an unquantized model that quantkit did not write" in refusal(tmp_path)
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    replacing.check(tmp_path, False, True)
+    may_replace.check(tmp_path, False, True)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "quantkit.json").touch()  # written by a job, quantized or not
-    replacing.check(tmp_path, False, True)
+    may_replace.check(tmp_path, False, True)
 
 
 def test_what_appears_while_a_job_runs_is_asked_again(tmp_path):

@@ -12,8 +12,8 @@ import torch
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.specdec import measure, show
 from quantkit.serving.specdec import transformers as assisted
+from quantkit.serving.specdec.acceptance_rate import Step
 from quantkit.serving.specdec.measure import Run
-from quantkit.serving.specdec.theory import Step
 
 QUICK = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "8", "--repeats", "2", "--k", "3,1"]
 

@@ -8,10 +8,10 @@ import transformers
 from transformers.generation import utils as generation
 
 from quantkit.evaluation.sampling import Sampling
-from quantkit.serving.specdec import lossless, theory
+from quantkit.serving.specdec import acceptance_rate, lossless
 from quantkit.serving.specdec import transformers as assisted
+from quantkit.serving.specdec.acceptance_rate import Step
 from quantkit.serving.specdec.measure import Run
-from quantkit.serving.specdec.theory import Step
 
 VOCABULARY, TEMPERATURE = 8, 1.5
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -217,9 +217,9 @@ def test_alpha_is_the_overlap_of_the_distributions(pair, drawn):
             looked_at += before[place : place + step.judged]
             place += step.tokens
         followed += before[:-1]
-    rate, judged = theory.acceptance(step for run in drawn for step in run.steps)
+    rate, judged = acceptance_rate.acceptance(step for run in drawn for step in run.steps)
     assert judged == len(looked_at)
-    assert abs(overlap[looked_at].mean().item() - rate) < 4 * theory.standard_error(rate, judged)
+    assert abs(overlap[looked_at].mean().item() - rate) < 4 * acceptance_rate.standard_error(rate, judged)
     found = lossless.uniformity([(PROMPT, run.ids) for run in drawn], *pair, TEMPERATURE, seed=0)
     assert found.overlap == pytest.approx(overlap[followed].mean().item(), abs=1e-5)
 

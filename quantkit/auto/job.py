@@ -27,7 +27,7 @@ from quantkit.quantize import job
 from quantkit.quantize.job import Job
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.text.calibration import hold_out
 
 DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
@@ -183,9 +183,9 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         progress,
         dry_run=True,
     )
-    replacing.check_source(output, prepared.checkpoint.folder)
+    may_replace.check_source(output, prepared.checkpoint.folder)
     if not dry_run:
-        replacing.check(output, one_file, request.overwrite)
+        may_replace.check(output, one_file, request.overwrite)
     units = space.units(prepared)
     if not units:
         raise QuantkitError("nothing is left to choose", "narrow --exclude", USAGE)

@@ -22,7 +22,7 @@ from quantkit.quantize import job, loop
 from quantkit.quantize.prepare import finished
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors
 
 SCHEMA = "quantkit.auto/1"
@@ -269,7 +269,7 @@ def _clear(folder: Path) -> None:
 def _publish(auto: Auto, kept: Made) -> None:
     """Rename what is kept into place, and remove the rest; the table stays where it was asked for."""
     if auto.output.exists():
-        replacing.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
+        may_replace.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
         old = auto.folder / SEARCHED / "replaced"
         old.parent.mkdir(exist_ok=True)
         os.rename(auto.output, old)

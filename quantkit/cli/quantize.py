@@ -101,7 +101,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.evaluation import windows as windows_of
             from quantkit.quantize import job, loop
             from quantkit.quantize.prepare import finished
-            from quantkit.quantize.staging import replacing
+            from quantkit.quantize.staging import may_replace
 
         requests = _requests(choice, values)
         if values["resume"]:
@@ -112,7 +112,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
                 return
             requests = left or requests
         elif len(requests) > 1 and not values["overwrite"] and not values["dry_run"]:
-            replacing.check_new([job.output_of(one) for one in requests])
+            may_replace.check_new([job.output_of(one) for one in requests])
         jobs: list[job.Job] = []
         for one in requests:
             hashed = jobs[0].source_sha256 if jobs else None

@@ -185,13 +185,13 @@ def resumable(
 @contextmanager
 def done_already(output: Path, hint: str) -> Iterator[None]:
     """Answer an interrupt by the output, if it is there by then and was not before."""
-    from quantkit.quantize.staging import replacing
+    from quantkit.quantize.staging import may_replace
 
-    before = replacing.identity(output)
+    before = may_replace.identity(output)
     try:
         yield
     except KeyboardInterrupt as error:
-        if replacing.identity(output) in (None, before):
+        if may_replace.identity(output) in (None, before):
             raise
         raise QuantkitError(f"interrupted; {output} finished", hint, INTERRUPTED) from error
 

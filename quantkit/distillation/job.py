@@ -27,7 +27,7 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import base_name
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import CalibrationSet
@@ -116,7 +116,7 @@ def stage(
     what: what the source is. Raises QuantkitError if the output may not be written.
     """
     staging = Staging(output_of(request), one_file=source.folder.is_file() and what == "student")
-    replacing.check_source(staging.output, source.folder, what)
+    may_replace.check_source(staging.output, source.folder, what)
     if staging.one_file and staging.output.is_dir():
         raise QuantkitError(
             f"{staging.output} is a folder, the student a GGUF file", "choose another --output", USAGE

@@ -24,7 +24,7 @@ from quantkit.evaluation.sampling import Sampling, generation_config
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.quantize.staging.replacing import check_place
+from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
 BATCH = 32  # sequences written side by side: part of what decides the text

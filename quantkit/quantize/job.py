@@ -37,7 +37,7 @@ from quantkit.quantize.prepare.fingerprint import check_alike
 from quantkit.quantize.prepare.linears import Kept
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
 from quantkit.quantize.staging.read_only import ReadOnlyStaging
 from quantkit.quantize.transforms import rotation
@@ -131,7 +131,7 @@ def prepare(
     check_run(request.run)
     checkpoint = _open(request, progress)
     staging = staging_of(request)
-    replacing.check_source(staging.output, checkpoint.folder)
+    may_replace.check_source(staging.output, checkpoint.folder)
     staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
     adopted = staged["execution"] if staged else {}
     skeleton = open_skeleton(checkpoint, request.run, adopted)

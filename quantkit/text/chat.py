@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.text import limited
+from quantkit.text import template_worker
 
 COLUMNS = ("messages", "conversations")  # where chat datasets keep their conversations
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # {"from", "value"}: other names mean themselves
@@ -60,16 +60,16 @@ class ChatTemplate:
             self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
         try:
-            return limited.render(
+            return template_worker.render(
                 _at_a_fixed_date(template, self._today), messages, self.tokenizer.special_tokens_map, answer
             )
-        except limited.Failed as error:
+        except template_worker.Failed as error:
             raise QuantkitError(
                 f"{conversation.where} does not fit the model's chat template: {error}",
                 hint="leave such rows out, or give their text under another column",
                 exit_code=USAGE,
             ) from error
-        except limited.Runaway as error:
+        except template_worker.Runaway as error:
             raise QuantkitError(
                 f"the model's chat template was stopped: {error}",
                 hint="do not trust it; give plain text, without --chat",

@@ -25,7 +25,7 @@ from quantkit.quantize.job import Request, base_name, calibrate, check_run, open
 from quantkit.quantize.prepare import linears, placement, plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import CalibrationSet
@@ -104,13 +104,13 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
 
 def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
     if output.name not in ("", ".."):
-        replacing.check_place(output)
+        may_replace.check_place(output)
     above = next(path for path in output.absolute().parents if path.exists())
     if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
         raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
     if output.is_dir() or not above.is_dir():
         raise QuantkitError(f"{output} cannot be a file", "choose another --output", USAGE)
-    replacing.check(output, True, overwrite)
+    may_replace.check(output, True, overwrite)
 
 
 def run(job: ImatrixJob, progress: Progress) -> dict:

@@ -26,7 +26,7 @@ from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitErr
 from quantkit.models.files import reading, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.prepare.fingerprint import differences
-from quantkit.quantize.staging import replacing
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.blocks import LIST, StagedBlocks, save, sync, write_text
 
 REST = "rest.safetensors"
@@ -77,14 +77,14 @@ class Staging:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
         self._replaces = overwrite
         if self.output.name not in ("", ".."):
-            replacing.check_place(self.output)
+            may_replace.check_place(self.output)
         above = next(path for path in self.output.absolute().parents if path.exists())
         if self.output.name in ("", "..") or not above.is_dir():
             raise QuantkitError(
                 f"{self.output} cannot be a new folder", hint="choose another --output", exit_code=USAGE
             )
-        replacing.check(self.output, self.one_file, overwrite)
-        replacing.check_staged(self.folder, lambda: self._fingerprint() is not None)
+        may_replace.check(self.output, self.one_file, overwrite)
+        may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
         if self.folder.exists() and not (resume or overwrite):
             raise QuantkitError(
                 f"{self.folder} holds an unfinished job",
@@ -215,7 +215,7 @@ class Staging:
 
     def finished(self) -> bool:
         """Whether the output is in place; then nothing is left of its making, wherever it was interrupted."""
-        there = self._made is not None and replacing.identity(self.output) == self._made
+        there = self._made is not None and may_replace.identity(self.output) == self._made
         if there:
             self.discard()
         return there
@@ -249,10 +249,10 @@ class Staging:
                 hint="move it away and run the same command with --resume: every block is kept",
             )
         if self.output.exists():
-            replacing.check(self.output, self.one_file, self._replaces)
+            may_replace.check(self.output, self.one_file, self._replaces)
             _remove(self.folder / "replaced")
             os.rename(self.output, self.folder / "replaced")
-        self._made = replacing.identity(self.place)
+        self._made = may_replace.identity(self.place)
         os.rename(self.place, self.output)
         sync(self.output.parent)
         self.discard()

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quantkit.capacity.source import cache_bytes
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.serving.specdec import theory
+from quantkit.serving.specdec import acceptance_rate
+from quantkit.serving.specdec.acceptance_rate import Step
 from quantkit.serving.specdec.lossless import Greedy, Parting, Uniformity
 from quantkit.serving.specdec.settings import LOOKUP, MOST, Settings
-from quantkit.serving.specdec.theory import Step
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def sweep(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None) -
     """Sum up one k. alone: runs of the target in the same repeats; cost: c where runs do not tell it.
 
     tokens_per_step: mean; expected_tokens: by α (equation 1), for as many tokens as each step was given.
-    histogram: steps with 0 to k accepted tokens, None where only totals are told. check: v (see theory.py).
+    histogram: steps with 0 to k accepted tokens, None where only totals are known. check: the paper's v.
     expected, decode: speed-up by theory and as measured, after the first tokens. net: speed-up of the whole
     call, both models' prompts included; seconds: of all texts.
     """
@@ -199,17 +199,19 @@ def sweep(k: int, repeats: Repeats, alone: Repeats, cost: float | None = None) -
         unit = step * max(1, passes - len(runs))  # the first pass of each text reads its prompt
         cost = _sum(runs, "drafting") / unit / each if each else 0.0
         check = _sum(runs, "checking") / unit
-        alpha, judged = theory.acceptance(steps)
-        error = None if alpha is None else theory.standard_error(alpha, judged)
+        alpha, judged = acceptance_rate.acceptance(steps)
+        error = None if alpha is None else acceptance_rate.standard_error(alpha, judged)
         tokens = _sum(runs, "tokens")
-        expected = float(np.mean([theory.tokens_of_step(alpha or 0.0, one.drafted) for one in steps]))
+        expected = float(
+            np.mean([acceptance_rate.tokens_of_step(alpha or 0.0, one.drafted) for one in steps])
+        )
         histogram = np.bincount([one.accepted for one in steps if one.drafted], minlength=k + 1).tolist()
     else:
         check = _sum(runs, "decode_seconds") / (step * max(1, passes)) - each * cost
         full, judged = drafted / k, drafted  # passes, if each had k tokens to check
-        alpha = theory.acceptance_of_mean(1 + _sum(runs, "accepted") / full, k) if drafted else None
+        alpha = acceptance_rate.acceptance_of_mean(1 + _sum(runs, "accepted") / full, k) if drafted else None
         tokens = _sum(runs, "decoded")
-        expected = 1 + full / max(1, passes) * (theory.tokens_of_step(alpha or 0.0, k) - 1)
+        expected = 1 + full / max(1, passes) * (acceptance_rate.tokens_of_step(alpha or 0.0, k) - 1)
     return {
         "k": k,
         "tokens_per_step": tokens / max(1, passes),
@@ -263,7 +265,7 @@ def _in_theory(
     """By α and c; for a look-up, which often finds nothing to draft, of the k that were tried."""
     gains = {0: 1.0}
     if alpha is not None and model:
-        gains = {(k := theory.best_k(alpha, cost)): theory.speedup(alpha, cost, k)}
+        gains = {(k := acceptance_rate.best_k(alpha, cost)): acceptance_rate.speedup(alpha, cost, k)}
     elif alpha is not None:
         gains |= {row["k"]: row["expected_tokens"] / (row["drafted_per_step"] * cost + 1) for row in swept}
     best = max(gains, key=gains.__getitem__)

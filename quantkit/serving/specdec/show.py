@@ -9,7 +9,7 @@ from rich.columns import Columns
 from rich.console import Console
 
 from quantkit.errors import count
-from quantkit.serving.specdec import theory
+from quantkit.serving.specdec import acceptance_rate
 from quantkit.serving.specdec.lossless import Parting
 from quantkit.serving.specdec.settings import MOST
 from quantkit.tables import make_table, megabytes, print_line
@@ -89,7 +89,7 @@ def _theory(draft: Mapping[str, Any]) -> list[str]:
     alpha, best, drafting = draft["alpha"], draft["in_theory"], draft["drafting"]
     if alpha is None:
         return ["nothing was found to draft: the texts say nothing twice"]
-    error = theory.standard_error(alpha, sum(row["judged"] for row in draft["swept"]))
+    error = acceptance_rate.standard_error(alpha, sum(row["judged"] for row in draft["swept"]))
     told = f"α = {alpha:.2f} ±{error:.2f}, c = {draft['cost']:.2f}"
     gain = f"{best['speedup']:.2f}x" if best["k"] else "no k gains anything"
     measured = f"{draft['measured']['k']} ({draft['measured']['speedup']:.2f}x net)"

@@ -25,10 +25,10 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import synchronize
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.specdec import lossless
+from quantkit.serving.specdec.acceptance_rate import Step
 from quantkit.serving.specdec.lossless import Parting, Uniformity
 from quantkit.serving.specdec.measure import Engine, Footprint, Run
 from quantkit.serving.specdec.settings import Settings
-from quantkit.serving.specdec.theory import Step
 
 LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own default
 

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.files.open import open_checkpoint
-from quantkit.text import limited
+from quantkit.text import template_worker
 from quantkit.text.chat import ChatTemplate, Conversation
 
 ASKED = Conversation([{"role": "user", "content": "Ba da"}], "row 1")
@@ -17,7 +17,7 @@ TEXT = "{{ messages[0].content }}"
 
 
 def say(text: str, template: str = TEXT, **tokens: str) -> str:
-    return limited.render(template, [{"role": "user", "content": text}], tokens)
+    return template_worker.render(template, [{"role": "user", "content": text}], tokens)
 
 
 def test_what_is_rendered_comes_back():
@@ -26,7 +26,7 @@ def test_what_is_rendered_comes_back():
 
 
 def test_errors_come_back_in_a_line():
-    with pytest.raises(limited.Failed, match="^no such role$"):
+    with pytest.raises(template_worker.Failed, match="^no such role$"):
         say("", "{{ raise_exception('no such role\nin line 3') }}")
 
 
@@ -36,39 +36,39 @@ def test_one_process_renders_all_and_another_follows_a_runaway(monkeypatch):
 
     monkeypatch.setattr(os, "fork", forbidden)
     started: list[int] = []
-    popen = limited.subprocess.Popen
+    popen = template_worker.subprocess.Popen
 
     def start(*given, **named):
         process = popen(*given, **named)
         started.append(process.pid)
         return process
 
-    monkeypatch.setattr(limited.subprocess, "Popen", start)
-    monkeypatch.setattr(limited, "WORKER", limited.Worker())
+    monkeypatch.setattr(template_worker.subprocess, "Popen", start)
+    monkeypatch.setattr(template_worker, "WORKER", template_worker.Worker())
     assert [say(text) for text in "abc"] == ["a", "b", "c"] and len(started) == 1
-    with pytest.raises(limited.Failed):
+    with pytest.raises(template_worker.Failed):
         say("", "{{ raise_exception('no') }}")
     assert say("d") == "d" and len(started) == 1
-    with pytest.raises(limited.Runaway, match="calls itself"):
+    with pytest.raises(template_worker.Runaway, match="calls itself"):
         say("", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
     assert say("e") == "e" and len(started) == 2
     os.kill(started[-1], signal.SIGKILL)
     os.waitid(os.P_PID, started[-1], os.WEXITED | os.WNOWAIT)
-    with pytest.raises(limited.Runaway, match="MiB of memory, or 10 seconds"):
+    with pytest.raises(template_worker.Runaway, match="MiB of memory, or 10 seconds"):
         say("f")
     assert say("g") == "g" and len(started) == 3
-    limited.WORKER.stop()
+    template_worker.WORKER.stop()
 
 
 def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch):
-    monkeypatch.setattr(limited, "WORKER", limited.Worker())
+    monkeypatch.setattr(template_worker, "WORKER", template_worker.Worker())
     say("first")
-    read = limited._read
+    read = template_worker._read
     with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-        interrupted.setattr(limited, "_read", lambda *given: _raises(KeyboardInterrupt()))
+        interrupted.setattr(template_worker, "_read", lambda *given: _raises(KeyboardInterrupt()))
         say("second")
-    assert limited._read is read and say("third") == "third"
-    limited.WORKER.stop()
+    assert template_worker._read is read and say("third") == "third"
+    template_worker.WORKER.stop()
 
 
 def _raises(error: BaseException) -> bytes:
@@ -88,7 +88,9 @@ def _raises(error: BaseException) -> bytes:
 )
 def test_a_template_that_runs_away_is_stopped(tiny_model, monkeypatch, template, said):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
-    monkeypatch.setattr(limited.render, "__defaults__", (False, 2.0 if said == "does not end" else 60.0))
+    monkeypatch.setattr(
+        template_worker.render, "__defaults__", (False, 2.0 if said == "does not end" else 60.0)
+    )
     with pytest.raises(QuantkitError, match=f"^the model's chat template was stopped: .*{said}") as raised:
         ChatTemplate(checkpoint.tokenizer, template).render(ASKED)
     assert raised.value.exit_code == UNSUPPORTED

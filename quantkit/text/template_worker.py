@@ -4,7 +4,7 @@ A loop in a loop, or a string times a number, is all that a template needs. The 
 a fork of a process whose libraries run threads may hang. It renders one conversation after the other with
 transformers' own sandbox, ends with its parent, and is replaced after a template that ran away.
 
-    python quantkit/text/limited.py     (the worker: requests and answers are lines of JSON)
+    python quantkit/text/template_worker.py     (the worker: requests and answers are lines of JSON)
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Worker:
             self._owner = os.getpid()
             atexit.register(self.stop)
             if not _read(self._process, START_SECONDS):
-                raise OSError("the worker for chat templates does not start: python -m quantkit.text.limited")
+                raise OSError(
+                    "the worker for chat templates does not start: python -m quantkit.text.template_worker"
+                )
         return self._process
 
     def _ask(self, process: subprocess.Popen, request: bytes, seconds: float) -> list[str]:

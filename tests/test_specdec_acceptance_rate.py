@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from quantkit.serving.specdec import theory
+from quantkit.serving.specdec import acceptance_rate
+from quantkit.serving.specdec.acceptance_rate import Step
 from quantkit.serving.specdec.settings import MOST
-from quantkit.serving.specdec.theory import Step
 
 
 @pytest.mark.parametrize(
@@ -16,20 +16,20 @@ from quantkit.serving.specdec.theory import Step
 )
 def test_table_1_of_the_paper(alpha, k, speedup):
     """Where drafting costs nothing the speed-up is the tokens of a step."""
-    assert round(theory.speedup(alpha, 0, k), 2) == speedup
-    assert theory.tokens_of_step(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
+    assert round(acceptance_rate.speedup(alpha, 0, k), 2) == speedup
+    assert acceptance_rate.tokens_of_step(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
 
 
 def test_tokens_of_a_step_where_the_formula_divides_by_zero():
-    assert theory.tokens_of_step(1.0, 4) == 5
-    assert theory.tokens_of_step(0.0, 4) == 1
+    assert acceptance_rate.tokens_of_step(1.0, 4) == 5
+    assert acceptance_rate.tokens_of_step(0.0, 4) == 1
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 0.8, 0.97])
 @pytest.mark.parametrize("cost", [0.0, 0.02, 0.2, 0.6, 1.2])
 def test_best_k_is_that_of_a_search(alpha, cost):
     gains = [(1 - alpha ** (k + 1)) / (1 - alpha) / (k * cost + 1) for k in range(MOST + 1)]
-    k = theory.best_k(alpha, cost)
+    k = acceptance_rate.best_k(alpha, cost)
     assert gains[k] == pytest.approx(max(gains))
     assert (k > 0) == (alpha > cost)  # corollary 3.9
     if alpha > cost:
@@ -58,8 +58,8 @@ def test_alpha_is_where_the_likelihood_is_largest(alpha, k):
         )
 
     grid = [number / 200 for number in range(1, 200)]
-    rate, judged = theory.acceptance(steps)
-    error = theory.standard_error(rate, judged)
+    rate, judged = acceptance_rate.acceptance(steps)
+    error = acceptance_rate.standard_error(rate, judged)
     assert abs(rate - max(grid, key=log_likelihood)) <= 1 / 200
     assert abs(rate - alpha) < 4 * error
     assert error == pytest.approx(math.sqrt(rate * (1 - rate) / judged))
@@ -69,11 +69,13 @@ def test_alpha_is_where_the_likelihood_is_largest(alpha, k):
 def test_alpha_of_a_mean_undoes_the_formula():
     for alpha in (0.0, 0.2, 0.75, 1.0):
         for k in (1, 4, 8):
-            assert theory.acceptance_of_mean(theory.tokens_of_step(alpha, k), k) == pytest.approx(alpha)
+            assert acceptance_rate.acceptance_of_mean(
+                acceptance_rate.tokens_of_step(alpha, k), k
+            ) == pytest.approx(alpha)
 
 
 def test_nothing_drafted_has_no_alpha():
-    assert theory.acceptance([Step(0, 0, 1)] * 3) == (None, 0)
+    assert acceptance_rate.acceptance([Step(0, 0, 1)] * 3) == (None, 0)
 
 
 def test_a_text_that_ends_refuses_nothing():
