@@ -149,6 +149,21 @@ def demo_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def short_demo(demo_model, tmp_path_factory) -> Path:
+    """The first two of its six blocks: a third of the time, where their number says nothing."""
+    import shutil
+
+    import transformers
+
+    folder = tmp_path_factory.mktemp("short") / demo_model.name
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_model, num_hidden_layers=2, dtype="auto")
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def shared() -> Path:
     """Oracles, models and texts beside the repository; tests that need them are skipped without."""
     folder = REPOSITORY.parent / "shared"

@@ -78,7 +78,7 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Case:
-    """One checkpoint and how the client loads it. source: `demo`, its first blocks, or a tiny model."""
+    """One checkpoint and how the client loads it. source: `demo`, or a tiny random model."""
 
     options: dict = field(default_factory=dict)
     source: str = "demo"
@@ -107,14 +107,6 @@ def save_tiny(folder: Path, source: str, demo_model: Path) -> None:
         shutil.copy(demo_model / file, folder)
 
 
-def save_demo(folder: Path, demo_model: Path) -> None:
-    """The first two of the demo model's six blocks: what a layout is does not depend on their number."""
-    model = hf.AutoModelForCausalLM.from_pretrained(demo_model, num_hidden_layers=2, dtype="auto")
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model / file, folder)
-
-
 def quantize(case: Case, source: Path, output: Path, **quick: Any) -> None:
     """With `quantkit METHOD`; the case's own options count more."""
     request = job.Request(
@@ -136,8 +128,7 @@ def quantize(case: Case, source: Path, output: Path, **quick: Any) -> None:
 
 def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path]:
     """The folder of each case's checkpoint; cases that differ in the loader only share one."""
-    sources = {"demo": root / "demo"}
-    save_demo(sources["demo"], demo_model)
+    sources = {"demo": demo_model}
     made: dict[str, Path] = {}
     folders, methods_seen = {}, set()
     for name, case in cases.items():

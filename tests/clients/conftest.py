@@ -5,9 +5,9 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def folders(request, demo_model, tmp_path_factory):
+def folders(request, short_demo, tmp_path_factory):
     """Case name -> folder."""
-    return cases.make(request.module.CASES, tmp_path_factory.mktemp("written"), demo_model)
+    return cases.make(request.module.CASES, tmp_path_factory.mktemp("written"), short_demo)
 
 
 @pytest.fixture(scope="module")

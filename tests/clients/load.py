@@ -17,8 +17,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import bitsandbytes
 import torch
-from gptqmodel import BACKEND, GPTQModel
-from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfig, GPTQConfig
 
@@ -26,6 +24,8 @@ from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfi
 def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
     """`gptqmodel` is GPTQModel's own loader, all others are transformers', each with plain torch kernels."""
     if loader == "gptqmodel":
+        from gptqmodel import BACKEND, GPTQModel
+
         return GPTQModel.load(folder, backend=BACKEND.GPTQ_TORCH, dtype=dtype, device="cpu").model
     if loader == "bitsandbytes":  # everything is taken from config.json; what is not packed is cast by hand
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -48,8 +48,10 @@ def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def is_packed(module: torch.nn.Module) -> bool:
-    kinds = (BaseQuantLinear, bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
-    return isinstance(module, kinds) or hasattr(module, "weight_packed")
+    kinds = [bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt]
+    if gptqmodel := sys.modules.get("gptqmodel.nn_modules.qlinear"):  # whose import takes seconds
+        kinds.append(gptqmodel.BaseQuantLinear)
+    return isinstance(module, tuple(kinds)) or hasattr(module, "weight_packed")
 
 
 def digests(model: torch.nn.Module) -> dict[str, str]:

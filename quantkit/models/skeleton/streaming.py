@@ -33,6 +33,9 @@ class ExpertLinear(nn.Linear):
 
     keeper: Keeper | None = None
 
+    def reset_parameters(self) -> None:
+        """Nothing: values come from the checkpoint, and a large mixture has tens of thousands of linears."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         """`hidden [tokens, in]`, which may have no tokens: nothing is read for those."""
         if self.keeper is None:
