@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import families
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,6 @@ from quantkit import cli
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import loop
 from quantkit.quantize.calibrate.capture import Statistics
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -34,8 +34,8 @@ GPTQ = ["gptq", "model", *PLAIN, *CALIBRATION]
 EVAL = ["eval", "model", "out", "--text", "text.txt", "--ctx", "32", "--limit", "9000", "--json"]
 LONGEST = 240  # seconds until a test gives up, on a machine however busy
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([__name__])
-assert loop  # imported here for the server's sake
+USED = ["transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
+SERVER.set_forkserver_preload([__name__, *forked.KNOWN, *USED])
 
 
 # ---- what befalls a rank
