@@ -142,7 +142,8 @@ class _Job:
         quick, slow = (60 * each * self.parameters.count / 1e9 for each in self.work.a100_minutes)
         ratio = (A100_TFLOPS / self.device.tflops) ** 0.5  # much of it is no matrix product
         basis = f"others' runs on one A100, nothing measured: {self.work.published}"
-        return [quick * min(1.0, ratio), slow * max(1.0, ratio)], basis
+        soonest, latest = START_SECONDS
+        return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
     @property
     def _outside(self) -> list[Tensor]:
