@@ -188,8 +188,9 @@ def test_every_grid_behind_awq(grid, solver):
     scale = norm / bench.block.norm.weight
     weight, statistics = bench.block.fc1.weight, transformed.statistics[bench.sites[0]]
     (solved,) = SOLVERS[solver].solve([weight], [grid], statistics)
-    # ggml encodes MXFP4 without a search: 1.08 times the error of scales that were looked for
-    assert check(solved, grid, bench.inputs(), weight) <= 1.1 * transformed.rtn_errors["fc1"]
+    # ggml encodes MXFP4 without a search: 1.08 times the error of scales that were searched
+    most = 1.1 if grid == ggml.named("MXFP4") else 1.05
+    assert check(solved, grid, bench.inputs(), weight) <= most * transformed.rtn_errors["fc1"]
     assert transformed.amend("fc1", solved).rtn_error == transformed.rtn_errors["fc1"]
     assert (scale.max() / scale.min() > 1.5) == ("norm.weight" in transformed.changed)
 
