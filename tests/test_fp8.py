@@ -21,7 +21,7 @@ from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.models.files import headers
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import loop
+from quantkit.quantize import loop, methods
 from quantkit.quantize.methods import fp8
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, rtn
@@ -203,7 +203,7 @@ def test_a_job_rounds_every_linear_to_nearest(options, demo_model, tmp_path):
     """The job itself has run what it wrote, inputs rounded; here are its values."""
     jobs.quantize("fp8", demo_model, tmp_path / "out", options)
     written, source = open_checkpoint(str(tmp_path / "out")), open_checkpoint(str(demo_model))
-    method = fp8.build(fp8.Options(**options))
+    method = methods.build("fp8", fp8.Options(**options))
     for linear in ("model.layers.0.self_attn.k_proj", "model.layers.5.mlp.down_proj"):
         weight = source.read(f"{linear}.weight").float()
         expected = rtn.quantize(weight, method.make_grid(linear, *weight.shape, None)).values()

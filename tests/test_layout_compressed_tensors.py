@@ -16,6 +16,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.forms import Numbers
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
+from quantkit.quantize import methods
 from quantkit.quantize.methods import gptq
 
 OUT, IN, GROUP = 32, 96, 32
@@ -177,9 +178,11 @@ def test_the_method_refuses_what_only_the_gptq_layout_holds(options, named):
 def test_the_method_builds_the_layout_it_was_asked_for():
     options = gptq.Options(layout="compressed-tensors", bits=8, group_size=-1, sym=False)
     gptq.check(options)
-    assert gptq.build(options).layout == CompressedTensorsLayout(PackQuantized(8, -1, symmetric=False))
+    assert methods.build("gptq", options).layout == CompressedTensorsLayout(
+        PackQuantized(8, -1, symmetric=False)
+    )
     assert gptq.suffix(options) == "gptq-w8channel-asym-ct"
-    grid = gptq.build(options).make_grid("up_proj", OUT, IN, None)
+    grid = methods.build("gptq", options).make_grid("up_proj", OUT, IN, None)
     assert (grid.group_size, grid.symmetric, grid.zero_min) == (IN, False, 0)
 
 

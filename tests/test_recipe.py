@@ -68,7 +68,7 @@ def test_shipped_recipes_fit_their_methods(name):
     made = recipe.load(name)
     options = recipe.merge(made, (), {"model": "m"}).options
     assert isinstance(options, methods.load(made.method).Options)
-    methods.load(made.method).check(options)
+    methods.check(made.method, options)
     assert len(made.description) > 20
     given = {key.removeprefix("quant."): value for key, value in made.values.items() if "quant." in key}
     assert dataclasses.asdict(options) == dataclasses.asdict(type(options)()) | given

@@ -57,7 +57,7 @@ def test_what_makes_no_sense_is_refused(value, said):
     for method in ("gptq", "nf4", "gguf"):
         module = methods.load(method)
         with pytest.raises(QuantkitError, match=said):
-            module.check(module.Options(transform=value))
+            methods.check(method, module.Options(transform=value))
 
 
 @pytest.mark.parametrize("method", ["gptq", "nf4"])
@@ -65,7 +65,7 @@ def test_a_method_with_a_solver_composes_it(method):
     module = methods.load(method)
 
     def built(**options):
-        return module.build(module.Options(**options))
+        return methods.build(method, module.Options(**options))
 
     assert isinstance(built(solver="gptq").transform.score, FeedbackScore)
     assert built(solver="gptq", transform="none").transform is None

@@ -171,10 +171,10 @@ def test_options_that_make_no_sense():
     for method, value in (("w8a8", "awq"), ("w8a8", "auto"), ("gptq", "smooth"), ("w8a8", "smooth+smooth")):
         module = methods.load(method)
         with pytest.raises(QuantkitError) as raised:
-            module.check(module.Options(transform=value))
+            methods.check(method, module.Options(transform=value))
         assert raised.value.exit_code == USAGE
     module = methods.load("w8a8")
-    assert not module.build(module.Options(solver="rtn", transform="none")).needs
+    assert not methods.build("w8a8", module.Options(solver="rtn", transform="none")).needs
     assert module.suffix(module.Options(solver="rtn", transform="none")) == "w8a8-rtn-none"
 
 

@@ -79,7 +79,7 @@ class FolderSpace:
         """Of a linear, by the name of a candidate."""
         bits, group_size = map(int, candidate.split(","))
         override = Override(candidate, re.compile(""), bits, group_size)
-        return gptq.build(self.options).make_grid(row.name, row.out_features, row.in_features, override)
+        return gptq.grid(self.options, gptq.width(self.options, row.in_features, override), row.name)
 
     def outside(self, job: Job, batches: Sequence[Any]) -> None:
         """What replaces units without a block: nothing does, embedding and head keep their 16 bits."""

@@ -32,12 +32,12 @@ def data_free() -> list[str]:
 
 def _method(name: str, settings: Sequence[str]) -> Method:
     """A method with these settings over its defaults."""
-    module, options = methods.load(name), recipe.options(name, settings, "--as")
-    module.check(options)
+    options = recipe.options(name, settings, "--as")
+    methods.check(name, options)
     if turned := composing.rotation(options):
         raise QuantkitError(f"--as {name},transform={turned}: the whole model is rotated by a job alone",
                             f"write it with quantkit {name}, then evaluate that folder", USAGE)  # fmt: skip
-    return module.build(options)
+    return methods.build(name, options)
 
 
 def _without_text(name: str, typed: Sequence[str]) -> str | None:

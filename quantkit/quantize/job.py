@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -126,8 +125,7 @@ def prepare(
     A dry run skips what only matters to a job that will run: the output's place and the source's hash.
     source_sha256: that of another job of the same source, which is not read for it twice.
     """
-    module = methods.load(request.method)
-    module.check(request.options)
+    methods.check(request.method, request.options)
     check_run(request.run)
     checkpoint = _open(request, progress)
     staging = staging_of(request)
@@ -135,7 +133,7 @@ def prepare(
     staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
     adopted = staged["execution"] if staged else {}
     skeleton = open_skeleton(checkpoint, request.run, adopted)
-    method, specs = _resolve(module, skeleton, request)
+    method, specs = _resolve(skeleton, request)
     if not dry_run:  # what was typed wrongly has been told before
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
@@ -148,7 +146,7 @@ def prepare(
     if asked := composing.rotation(request.options):
         turned = rotation.rotate(skeleton, asked, progress, prove=not (dry_run or staged))
         skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
-        method, specs = _resolve(module, skeleton, request)
+        method, specs = _resolve(skeleton, request)
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
     checkpoint = skeleton.checkpoint
     for note in method.notes:
@@ -246,10 +244,11 @@ def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> C
     return calibrated
 
 
-def _resolve(module: ModuleType, skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearSpec]]:
+def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearSpec]]:
     """The method, and every linear with its grid."""
     run = request.run
-    method = module.build(request.options, request.calibration.calibration is not None, skeleton)
+    text = request.calibration.calibration is not None
+    method = methods.build(request.method, request.options, text, skeleton)
     _check_ranks(method)
     specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}

@@ -3,14 +3,16 @@
 A method's file holds
 SUMMARY  a line for the help; WORK: what it costs in time and memory with default options;
 Options  a frozen dataclass whose fields become flags; `check(options)` refuses what no model could be
-         quantized with, `suffix(options)` ends the derived output name;
+         quantized with (without one, `composing.check` does), `suffix(options)` ends the derived output name;
 layout   `layout(options)` and `width(options, in_features, override)`: what is written of a linear; or,
          where that takes more than one linear to say, `stored_as(options)`, a format of `quantkit plan`;
+grid     `grid(options, width, name)`: the grid of the linear stored as `name`;
 COMPUTES the type in which engines multiply, of `capacity/devices.py`; left out where that is 16 bit;
 VARIANTS further formats for plans: name -> (options, what engines multiply in); may be left out;
-build    `build(options, calibrated, skeleton)`, the method composed. calibrated: the user gave calibration
-         text; skeleton: the model to be quantized, for methods whose choice depends on all of its tensors.
-torch is imported inside `build`, so that `--help` stays instant and a plan needs none.
+build    `build(options, calibrated, skeleton)`, the method composed, where `compose` is not enough.
+         calibrated: the user gave calibration text; skeleton: the model to be quantized, for methods whose
+         choice depends on all of its tensors.
+torch is imported inside `grid` and `build`, so that `--help` stays instant and a plan needs none.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from quantkit.grids.grid import Grid
     from quantkit.layouts import Layout, Width
+    from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.outputs import Output
     from quantkit.quantize.prepare.linears import MakeGrid, Override
     from quantkit.quantize.solvers import Solver
@@ -113,6 +121,39 @@ def summary(name: str) -> str:
     source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
     line = re.search(r'^SUMMARY = "([^"\\]*)"$', source, re.MULTILINE)
     return line[1] if line else load(name).SUMMARY
+
+
+def check(name: str, options: Any) -> None:
+    """Raise QuantkitError for options of a method that no model could be quantized with."""
+    from quantkit.quantize.prepare import composing
+
+    getattr(load(name), "check", composing.check)(options)
+
+
+def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """The method composed; see above."""
+    module = load(name)
+    if hasattr(module, "build"):
+        return module.build(options, calibrated, skeleton)
+    return compose(name, options)
+
+
+def compose(
+    name: str, options: Any, weighted: bool = False, rounded: Callable[[Tensor], Tensor] | None = None
+) -> Method:
+    """A method out of its layout and grid, and the solver and transform that its options name; weighted,
+    rounded: see `composing`."""
+    from quantkit.quantize.prepare import composing
+
+    module = load(name)
+
+    def make_grid(stored: str, out_features: int, in_features: int, override: Override | None) -> Grid:
+        return module.grid(options, module.width(options, in_features, override), stored)
+
+    solver = composing.solver(options, getattr(options, "act_order", "group"), weighted)
+    transform = composing.block_transform(getattr(options, "transform", "none"), solver, rounded)
+    notes = module.notes(options) if hasattr(module, "notes") else ()
+    return Method(name, solver, module.layout(options), make_grid, transform, notes=notes)
 
 
 def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:

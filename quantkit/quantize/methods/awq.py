@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quantkit.errors import USAGE, QuantkitError
@@ -11,12 +11,7 @@ from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.options import option
-from quantkit.quantize.methods import (
-    Method,
-    Work,
-    affine_width,
-    check_grid,
-)
+from quantkit.quantize.methods import Method, Work, affine_width, check_grid, compose
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
@@ -54,7 +49,7 @@ class Options:
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `awq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
-    solver = "" if options.solver == "rtn" else f"-{options.solver}"
+    solver = composing.suffix(options, "solver")
     return f"awq{solver}-w{options.bits}{group}" + ("" if options.zero_point else "-sym")
 
 
@@ -74,21 +69,22 @@ def width(options: Options, in_features: int, override: Override | None = None) 
     return affine_width(override, options.bits, options.group_size, in_features, not options.zero_point)
 
 
+def grid(options: Options, width: Width, name: str) -> AffineGrid:
+    """The grid of a linear."""
+    from quantkit.grids.affine import AffineGrid
+
+    feedback = options.solver != "rtn"
+    clip = options.clip and not feedback and not name.rpartition(".")[2].startswith(UNCLIPPED)
+    return AffineGrid(width.bits, width.group_size, width.symmetric, search=feedback, clip=clip)
+
+
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
-    from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.transforms.awq import AwqScore
     from quantkit.quantize.transforms.scaling import ColumnScaling
 
-    feedback = options.solver != "rtn"
-
-    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
-        chosen = width(options, in_features, override)
-        clip = options.clip and not feedback and not name.rpartition(".")[2].startswith(UNCLIPPED)
-        return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, search=feedback, clip=clip)
-
-    chosen = composing.solver(options, "group", weighted=True)
-    return Method("awq", chosen, layout(options), make_grid, ColumnScaling(AwqScore(options.n_grid)))
+    scaling = ColumnScaling(AwqScore(options.n_grid))
+    return replace(compose("awq", options, weighted=True), transform=scaling)
 
 
 def layout(options: Options) -> Layout:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, refuse_override
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.fp4 import Fp4Grid
-    from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
@@ -55,17 +53,7 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `nvfp4`."""
-    changed = composing.transform_suffix(options.transform)
-    solver = "" if options.solver == "gptq" else f"-{options.solver}"
-    return options.format + ("a4" if options.activations else "") + solver + changed
-
-
-def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
-    if options.format not in FORMATS:
-        hint = f"choose {' or '.join(FORMATS)}"
-        raise QuantkitError(f"--format {options.format}: no such format", hint, USAGE)
-    composing.check(options)
+    return options.format + ("a4" if options.activations else "") + composing.suffix(options)
 
 
 def layout(options: Options) -> CompressedTensorsLayout:
@@ -79,16 +67,8 @@ def width(options: Options, in_features: int, override: Override | None = None) 
     return Width(4, FORMATS[options.format].GROUP)
 
 
-def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method."""
+def grid(options: Options, width: Width, name: str) -> Fp4Grid:
+    """The grid of a linear."""
     from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 
-    grid = {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search)
-
-    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Fp4Grid:
-        width(options, in_features, override)
-        return grid
-
-    chosen = composing.solver(options, "group")
-    transform = composing.block_transform(options.transform, chosen)
-    return Method("fp4", chosen, layout(options), make_grid, transform)
+    return {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search)

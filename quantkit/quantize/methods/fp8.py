@@ -11,12 +11,11 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, refuse_override
+from quantkit.quantize.methods import Work, refuse_override
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.float8 import Float8Grid
-    from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."
@@ -69,11 +68,10 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `fp8-block`."""
-    solver = "" if options.solver == "rtn" else f"-{options.solver}"
     form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
     static = "-static" if options.static else ""
     cache = "-kv" if options.kv_cache else ""
-    return f"fp8{form}{static}{cache}{solver}" + composing.transform_suffix(options.transform)
+    return f"fp8{form}{static}{cache}{composing.suffix(options)}"
 
 
 def check(options: Options) -> None:
@@ -115,17 +113,10 @@ def width(options: Options, in_features: int, override: Override | None = None) 
     return Width(8, _block(options) or in_features)
 
 
-def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method."""
+def grid(options: Options, width: Width, name: str) -> Float8Grid:
+    """The grid of a linear."""
     from quantkit.grids.float8 import Float8Grid
 
     scales = "float32" if options.layout == "deepseek" else "bfloat16"
     search = options.mse or options.solver != "rtn"
-
-    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Float8Grid:
-        columns = width(options, in_features, override).group_size
-        return Float8Grid(columns, _block(options) or 1, search, scales)
-
-    chosen = composing.solver(options, options.act_order)
-    transform = composing.block_transform(options.transform, chosen)
-    return Method("fp8", chosen, layout(options), make_grid, transform)
+    return Float8Grid(width.group_size, _block(options) or 1, search, scales)

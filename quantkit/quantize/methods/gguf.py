@@ -28,12 +28,7 @@ from quantkit.models.gguf.mixtures import (
     without_importance,
 )
 from quantkit.options import option
-from quantkit.quantize.methods import (
-    GPTQ_PUBLISHED,
-    Method,
-    Work,
-    refuse_override,
-)
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
@@ -99,7 +94,7 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `Q4_K_M.gguf`."""
-    return f"{stored_as(options)}{composing.transform_suffix(options.transform)}.gguf"
+    return f"{stored_as(options)}{composing.suffix(options, 'transform')}.gguf"
 
 
 def stored_as(options: Options) -> str:

@@ -11,17 +11,11 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
-from quantkit.quantize.methods import (
-    GPTQ_PUBLISHED,
-    Method,
-    Work,
-    affine_width,
-    check_grid,
-)
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
-    from quantkit.models.skeleton import Skeleton
+    from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
@@ -63,20 +57,16 @@ def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = "-ct" if options.layout == "compressed-tensors" else ""
-    changed = composing.transform_suffix(options.transform)
-    return f"{options.solver}-w{options.bits}{group}" + ("" if options.sym else "-asym") + changed + layout
+    grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
+    return f"{options.solver}-{grid}{composing.suffix(options, 'transform')}{layout}"
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
     check_grid(options.bits, options.group_size)
     composing.check(options)
-    if options.layout == "compressed-tensors":
-        _check_compressed_tensors(options)
-
-
-def _check_compressed_tensors(options: Options) -> None:
-    """Refuse what only the gptq layout holds."""
+    if options.layout == "gptq":
+        return
     only = "--layout compressed-tensors does not hold"
     if options.act_order == "full":
         raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
@@ -93,21 +83,17 @@ def width(options: Options, in_features: int, override: Override | None = None) 
     return affine_width(override, options.bits, options.group_size, in_features, options.sym)
 
 
-def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method."""
+def grid(options: Options, width: Width, name: str) -> AffineGrid:
+    """The grid of a linear."""
     from quantkit.grids.affine import AffineGrid
 
-    stored = layout(options)
-    zero_min = getattr(stored, "zero_min", 0)
+    zero_min = getattr(layout(options), "zero_min", 0)
+    return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, options.mse)
 
-    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
-        chosen = width(options, in_features, override)
-        return AffineGrid(chosen.bits, chosen.group_size, chosen.symmetric, zero_min, options.mse)
 
-    chosen = composing.solver(options, options.act_order)
-    transform = composing.block_transform(options.transform, chosen)
-    split = options.layout == "gptq" and options.bits in SPLIT
-    return Method("gptq", chosen, stored, make_grid, transform, notes=(ALONE,) if split else ())
+def notes(options: Options) -> tuple[str, ...]:
+    """What the user should know before the job runs."""
+    return (ALONE,) if options.layout == "gptq" and options.bits in SPLIT else ()
 
 
 def layout(options: Options) -> Layout:

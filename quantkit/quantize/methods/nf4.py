@@ -8,16 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import (
-    Method,
-    Work,
-    refuse_override,
-)
+from quantkit.quantize.methods import Work, refuse_override
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
-    from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.prepare.linears import Override
 
 SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
@@ -45,14 +40,7 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `nf4-gptq`."""
-    changed = composing.transform_suffix(options.transform)
-    solver = "" if options.solver == "rtn" else f"-{options.solver}"
-    return "nf4" + solver + changed + ("" if options.double_quant else "-single")
-
-
-def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
-    composing.check(options)
+    return "nf4" + composing.suffix(options) + ("" if options.double_quant else "-single")
 
 
 def layout(options: Options) -> Nf4Layout:
@@ -66,14 +54,8 @@ def width(options: Options, in_features: int, override: Override | None = None) 
     return Width(4, BLOCK)
 
 
-def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method."""
+def grid(options: Options, width: Width, name: str) -> Nf4Grid:
+    """The grid of a linear."""
     from quantkit.grids.nf4 import Nf4Grid
 
-    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> Nf4Grid:
-        width(options, in_features, override)
-        return Nf4Grid(options.double_quant)
-
-    chosen = composing.solver(options, options.act_order)
-    transform = composing.block_transform(options.transform, chosen)
-    return Method("nf4", chosen, layout(options), make_grid, transform)
+    return Nf4Grid(options.double_quant)

@@ -10,7 +10,7 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, compose, refuse_override
 from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Ending of the derived output name, such as `w8a8-rtn-none`."""
-    solver = "" if options.solver == "gptq" else f"-{options.solver}"
-    return f"w8a8{solver}" + composing.transform_suffix(options.transform, "smooth")
-
-
-def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
-    composing.check(options, composing.SMOOTHED)
+    return f"w8a8{composing.suffix(options)}"
 
 
 def layout(options: Options) -> Layout:
@@ -64,16 +58,17 @@ def width(options: Options, in_features: int, override: Override | None = None) 
     return Width(8, in_features)
 
 
-def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method."""
+def grid(options: Options, width: Width, name: str) -> AffineGrid:
+    """The grid of a linear."""
     from quantkit.grids.affine import AffineGrid
-    from quantkit.layouts.compressed_tensors.activations import rounded
 
-    def make_grid(name: str, out_features: int, in_features: int, override: Override | None) -> AffineGrid:
-        return AffineGrid(8, width(options, in_features, override).group_size, search=options.mse)
+    return AffineGrid(8, width.group_size, search=options.mse)
+
+
+def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
+    """Compose the method; smoothing goes by what inputs are rounded to."""
+    from quantkit.layouts.compressed_tensors.activations import rounded
 
     form = IntQuantized()
     inputs = schemes.numbers("activations", form.activations(form.common))
-    chosen = composing.solver(options, options.act_order)
-    transform = composing.block_transform(options.transform, chosen, partial(rounded, numbers=inputs))
-    return Method("w8a8", chosen, CompressedTensorsLayout(form), make_grid, transform)
+    return compose("w8a8", options, rounded=partial(rounded, numbers=inputs))

@@ -6,6 +6,7 @@ torch is imported inside, so that `--help` stays instant.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import USAGE, QuantkitError
@@ -24,7 +25,6 @@ TARGETS = ("own", "original")
 ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
 TRANSFORMS = ("awq", "auto", *ROTATIONS)
 SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
-TRANSFORM = "auto"
 
 
 def solver_option(default: str, help: str, names: tuple[str, ...] = SOLVERS) -> Any:
@@ -56,7 +56,7 @@ def target_option() -> Any:
 def transform_option() -> Any:
     """The field of a method's Options that says `--transform`."""
     return option(
-        TRANSFORM,
+        "auto",
         "What is rewritten before rounding so that the model computes the same. auto: where --solver gptq "
         "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
         "what round to nearest loses; rotate: the hidden states are, and values inside attention, for which "
@@ -77,25 +77,25 @@ def smoothing_option() -> Any:
     )
 
 
-def check(options: Any, transforms: tuple[str, ...] = TRANSFORMS) -> None:
+def check(options: Any) -> None:
     """Raise QuantkitError for options of a method with error feedback that make no sense."""
     if options.refine < 0:
         raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
     if not 0 < options.damp < 1:
         raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
-    if options.solver not in SOLVERS:
-        hint = f"choose {' or '.join(SOLVERS)}"
-        raise QuantkitError(f"--solver {options.solver}: no such solver", hint, USAGE)
-    if options.target not in TARGETS:
-        hint = f"choose {' or '.join(TARGETS)}"
-        raise QuantkitError(f"--target {options.target}: no such target", hint, USAGE)
+    names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
+    for name in ("solver", "target", "format"):
+        if name in names and (value := getattr(options, name)) not in names[name]:
+            hint = f"choose {' or '.join(names[name])}"
+            raise QuantkitError(f"--{name} {value}: no such {name}", hint, USAGE)
     if options.target == "original" and options.solver == "rtn":
         raise QuantkitError(
             "--target original is for --solver gptq: rounding to nearest has no target but the weight",
             "add --solver gptq, or leave it out",
             USAGE,
         )
-    transform_parts(getattr(options, "transform", "none"), transforms)
+    if "transform" in names:
+        transform_parts(options.transform, names["transform"][1:])
 
 
 def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smooth")) -> tuple[str, ...]:
@@ -117,9 +117,12 @@ def rotation(options: Any) -> str | None:
     return next((part for part in parts if part in ROTATIONS), None)
 
 
-def transform_suffix(value: str, default: str = TRANSFORM) -> str:
-    """What a transform other than the default adds to derived names, such as `-awq`."""
-    return "" if value == default else f"-{value}"
+def suffix(options: Any, *names: str) -> str:
+    """What options other than their defaults add to derived names, such as `-gptq-awq`."""
+    default = type(options)()
+    changed = (name for name in names or ("solver", "transform") if hasattr(options, name))
+    values = (getattr(options, name) for name in changed if getattr(options, name) != getattr(default, name))
+    return "".join(f"-{value}" for value in values)
 
 
 def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:

@@ -105,4 +105,4 @@ def _needs_text(request: Request, checkpoint: Checkpoint) -> bool:
     if request.calibration.calibration is None:
         return False
     skeleton = open_skeleton(checkpoint, request.run)
-    return bool(methods.load(request.method).build(request.options, True, skeleton).needs)
+    return bool(methods.build(request.method, request.options, True, skeleton).needs)
