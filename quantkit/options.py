@@ -1,4 +1,4 @@
-"""Options every method shares, and how an option describes itself. No torch here: flags are made of these."""
+"""Options that every method shares. They become command-line flags, so this module never imports torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def size_bytes(text: str, flag: str) -> int:
-    """`3.5GiB` in bytes. Raises QuantkitError for what is no size."""
+    """Return a size such as `3.5GiB` in bytes. Raises QuantkitError for any other text."""
     parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
     if not parts or float(parts[1]) == 0:
-        raise QuantkitError(f"{flag} {text!r} is no size", "write 4GB, 700MB or 3.5GiB", USAGE)
+        raise QuantkitError(f"{flag} {text!r} is not a size", "write 4GB, 700MB or 3.5GiB", USAGE)
     return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
 
 
 def option(default: Any, help: str, short: str | None = None, names: Iterable[str] = ()) -> Any:
-    """A dataclass field that is also a command-line flag: the default lives here and nowhere else.
+    """Return a dataclass field that is also a command-line flag, with its only default.
 
-    short: another name of the flag, such as `-t`. names: values that a shell is to offer.
+    short: a short name of the flag, such as `-t`. names: values that shell completion offers.
     """
     metadata = {"help": help, "short": short, "names": tuple(names)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -32,73 +32,73 @@ def option(default: Any, help: str, short: str | None = None, names: Iterable[st
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What text the statistics are gathered on."""
+    """The calibration text: source, number and length of sequences."""
 
     calibration: str | None = option(
         None,
-        "Text (.txt), JSON lines (.jsonl) or parquet file to calibrate on, or a dataset of the hub, of "
-        "which no more than needed is fetched: wikitext2, c4, ORG/NAME, ORG/NAME:SPLIT:COLUMN or "
-        "ORG/NAME@CONFIG:SPLIT:COLUMN. (default: the shipped text)",
+        "Calibration text: a .txt, .jsonl or .parquet file, or a hub dataset: wikitext2, c4, ORG/NAME, "
+        "ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a dataset is "
+        "downloaded. (default: the shipped text)",
     )
     calibration_revision: str | None = option(
-        None, "Branch, tag or commit of the calibration dataset. (default: main; the commit is recorded)"
+        None, "Branch, tag or commit of the calibration dataset. (default: main; its commit is recorded)"
     )
     text_column: str = option(
         "text",
-        "Key or column of the text, or of conversations, which go through the model's chat template. "
-        "(without text: messages or conversations)",
+        "Key or column that holds the text or the conversations. Conversations are rendered with the "
+        "model's chat template. (default: text, else messages or conversations)",
     )
-    samples: int = option(128, "Calibration sequences.")
+    samples: int = option(128, "Number of calibration sequences.")
     seqlen: int | None = option(
         None, "Tokens per sequence. (default: 2048, or 512 for the shipped text; at most the model's context)"
     )
-    seed: int = option(0, "Which parts of a long text are taken.")
+    seed: int = option(0, "Seed that chooses the parts of a long text.")
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the job runs. `auto` and None are decided before anything is loaded, and recorded."""
+    """How a job runs. `auto` and None are decided and recorded before anything is loaded."""
 
     exclude: tuple[str, ...] = option(
         (), "Keep linears whose name matches this regular expression in 16 bit. Repeatable."
     )
     override: tuple[str, ...] = option(
         (),
-        "REGEX=bits[,group_size]: quantize the linears whose name matches to other bits. Repeatable, the "
-        "first match counts.",
+        "REGEX=BITS[,GROUP_SIZE]: use other bits for linears whose name matches. Repeatable; the first "
+        "match counts.",
     )
     experts: Literal["shrink", "routed", "all"] = option(
         "shrink",
-        "Statistics of experts in a mixture: of the tokens routed to each, with the layer's mixed in where "
-        "these are few; of the routed tokens alone; or of all tokens for every expert.",
+        "Tokens that each expert is calibrated on. routed: the tokens routed to the expert. shrink: the "
+        "same, mixed with all tokens of the layer if they are few. all: all tokens of the layer.",
     )
     allow_unread: bool = option(
         False,
-        "Write experts in a layout that no known client reads, such as int8, for quantkit eval and generate.",
+        "Write experts in a layout that only quantkit reads, such as int8.",
     )
     allow_requantize: bool = option(
-        False, "Quantize a checkpoint that is quantized already; the errors of both add up."
+        False, "Quantize a checkpoint that is already quantized. The errors add up."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Precision of the forward passes: the checkpoint's own where the hardware has it, else float32.",
+        "Precision of forward passes. auto: the checkpoint's own if the hardware supports it, else float32.",
     )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps. (auto: cuda where there is one)")
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
     batch_size: int | None = option(None, "Sequences per forward pass. (default: about 4096 tokens)")
     sequential: Literal["auto", "suspend", "repeat"] = option(
         "auto",
-        "Gather statistics in one forward pass suspended at each site (faster), or repeat the pass up to "
-        "each site (less memory). auto looks at the memory.",
+        "suspend: one forward pass per block that pauses at each site (faster). repeat: one pass up to "
+        "each site (less memory). auto decides by free memory.",
     )
     states: Literal["auto", "device", "host", "disk"] = option(
         "auto",
-        "Where the hidden states of the calibration tokens wait: on a GPU in its memory or in the host's, "
-        "copied ahead; or in a file beside the output. auto looks at the memory; the output is the same.",
+        "Where hidden states of the calibration tokens are kept: in GPU memory, in host memory, or in a "
+        "file. auto decides by free memory. The output is the same.",
     )
     max_memory: str | None = option(
         None,
-        "What the whole process may take of the host's memory, such as 6GB. (default: what is free, in a "
-        "container or under ulimit what these leave)",
+        "Host memory that the whole process may use, such as 6GB. (default: the free memory, within the "
+        "limits of a container or ulimit)",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
     max_shard_gb: float = option(5.0, "Largest weight file, in GB.")

@@ -113,10 +113,24 @@ def test_help_imports_no_torch(arguments):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_every_option_and_has_examples(quantkit, name):
     flags = {flag for option in COMMANDS[name].params for flag in option.opts if flag.startswith("-")}
-    done = quantkit(*name.split(), "--help")
+    done = quantkit(*name.split(), "--help-all" if "--help-all" in flags else "--help")
     assert flags <= set(re.findall(r"(?<=[\s│])--?[a-z0-9-]+\b", done.out))
+    assert "<bool>" not in done.out
     assert all(option.help for option in COMMANDS[name].params)
     assert re.search(rf"Examples:\s+quantkit {name}\b", done.out)
+
+
+def test_help_shows_common_options_and_help_all_the_rest(quantkit):
+    short, whole = quantkit("gptq", "--help").out, quantkit("gptq", "--help-all").out
+    for shown in ("--bits", "--output", "--solver", "--calibration", "--max-memory", "--help-all"):
+        assert shown in short and shown in whole
+    for advanced in ("--damp", "--checkpoint-format", "--max-shard-gb", "--revision"):
+        assert advanced not in short and advanced in whole
+
+
+def test_help_groups_commands(quantkit):
+    panels = re.findall(r"─ ([A-Z][a-z ]+) ─", quantkit("--help").out)
+    assert panels == ["Options", "Compress", "Before you start", "Measure", "Run", "Housekeeping"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +145,9 @@ def test_every_field_is_a_flag(command, sections, own):
         "--" + field.name.replace("_", "-") for section in sections for field in dataclasses.fields(section)
     }
     flags = {flag for option in COMMANDS[command].params for flag in option.opts}
-    fixed = "output dry-run resume overwrite eval revision offline trust-remote-code json quiet verbose"
+    fixed = (
+        "output dry-run resume overwrite eval revision offline trust-remote-code json quiet verbose help-all"
+    )
     assert flags == fields | own | {"model", "-o", "-q", "-v"} | {f"--{name}" for name in fixed.split()}
 
 
@@ -208,7 +224,7 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     ratio = source / nbytes(written)
     assert facts["size"] == f"{source / 1e6:.2f} MB → {nbytes(written) / 1e6:.2f} MB ({ratio:.2f}× smaller)"
     assert facts["bits/weight"].startswith(f"{bits:.2f} in 14 quantized linears, ")
-    assert "fell back" not in facts
+    assert "fallbacks" not in facts
     errors = re.findall(r"\d\.\d+", facts["error"])
     manifest = json.loads((folder / "quantkit.json").read_text())
     rows = manifest["linears"]
@@ -265,7 +281,7 @@ def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatc
         "quantkit.quantize.solvers.gptq.factorize", lambda hessian, damp: (None, "made to fail")
     )
     done = quantkit("gptq", model, *small, *quiet)
-    assert re.search("^fell back +14 linears", done.out, re.MULTILINE)
+    assert re.search("^fallbacks +14 linears", done.out, re.MULTILINE)
     manifest = json.loads(Path("tiny-gptq-w4g128/quantkit.json").read_text())
     assert [row["fallback"] for row in manifest["linears"]] == ["made to fail"] * 14
     for name in NAMES:
@@ -975,7 +991,7 @@ def test_a_plan_says_what_becomes_of_an_output_that_exists(quantkit, model):
     assert refused["message"] == "out exists"
     assert json.loads(quantkit(*asked, "--overwrite", "--dry-run", "--json", "-q").out)["refused"] is None
     replaced = quantkit(*asked, "--overwrite", "--dry-run", "-q").out
-    assert "replaces what is there " in " ".join(replaced.split()) and "refused" not in replaced
+    assert "replaces the existing output " in " ".join(replaced.split()) and "refused" not in replaced
     Path("out.partial").mkdir()
     Path("out").rename("elsewhere")
     planned = quantkit(*asked, "--dry-run", "-q").out

@@ -1,4 +1,4 @@
-"""The commands by name: the root's help needs no more than this, a module is imported for its own command."""
+"""All commands by name and summary. A command's module is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -13,47 +13,53 @@ from typer.core import TyperCommand, TyperGroup
 from quantkit.cli import ranks, running
 from quantkit.quantize import methods
 
-OTHERS = {  # every other command than the methods, and its help
-    "run": "Run the job of a recipe.",
-    "auto": "The best within a budget: every linear gets the bits at which the model loses least.",
-    "imatrix": "Measure how much each input of every linear counts: an importance matrix in a GGUF file.",
-    "sample": "Let a model write text by itself, to be calibrated on: of its own kind and language.",
-    "plan": "Memory, cache and speed of a model on a device, and what each job takes: before anything is "
-    "loaded.",
-    "eval": "Perplexity, and divergence from the first model, of checkpoints of any layout.",
-    "report": "An HTML page of evaluations: table, plots, errors by layer, protocol.",
-    "inspect": "What is in a checkpoint: method, bits, bytes by part, origin, which clients load it, is it "
-    "whole.",
-    "verify": "Is a checkpoint what was written: sums, values, and every linear's error measured again.",
-    "generate": "Continue a prompt with one model or several side by side, and mark where they part.",
-    "bench": "What checkpoints cost to run, side by side: tokens per second, latency, memory, by engine.",
-    "serve": "Hand a checkpoint over to an engine's own server, and prove that it answers.",
-    "chat": "Talk to a model: its cache is kept between turns, speed and memory are told after each.",
-    "specdec": "Does speculative decoding pay? Drafts, and how much they draft, against the target alone.",
-    "distill": "Train a student on its teacher: scales and norms of a compressed one, or a smaller model.",
-    "doctor": "Versions, devices, memory, disk and the hub; optional packages and what each would enable.",
-    "recipes": "List, show and begin recipes: jobs in a YAML file.",
+COMPRESS, BEFORE, MEASURE = "Compress", "Before you start", "Measure"  # panels of the help
+RUN, HOUSEKEEPING = "Run", "Housekeeping"
+OTHERS = {  # every other command than the methods: the panel of the help that lists it, and its summary
+    "auto": (COMPRESS, "Search the bits of every linear for the least loss within a size or a loss."),
+    "run": (COMPRESS, "Run a job from a recipe: options in a YAML file."),
+    "distill": (COMPRESS, "Train a compressed model, or a smaller one, to predict what the original does."),
+    "plan": (BEFORE, "Estimate memory, speed and job times from headers, before anything is loaded."),
+    "sample": (BEFORE, "Generate calibration text with the model itself; no dataset is needed."),
+    "imatrix": (BEFORE, "Write an importance matrix for llama-quantize."),
+    "doctor": (BEFORE, "List versions, devices, memory, disk and optional packages of this machine."),
+    "eval": (MEASURE, "Compare checkpoints with the first: perplexity, KL divergence, tasks."),
+    "report": (MEASURE, "Turn results of eval and bench into one HTML page."),
+    "bench": (MEASURE, "Measure tokens per second, latency and memory of checkpoints, by engine."),
+    "specdec": (MEASURE, "Measure whether speculative decoding pays, and with which draft model."),
+    "generate": (RUN, "Continue a prompt with one or several models, side by side."),
+    "chat": (RUN, "Talk to a model in the terminal."),
+    "serve": (RUN, "Start an OpenAI-compatible server with vLLM, llama.cpp or transformers."),
+    "inspect": (HOUSEKEEPING, "Show what a checkpoint contains and which clients load it."),
+    "verify": (HOUSEKEEPING, "Check a checkpoint for damage, and measure the error of every linear again."),
+    "recipes": (HOUSEKEEPING, "List, show and create recipes."),
 }
-MODULES = {"eval": "evaluate", "run": "quantize"}  # of commands that are not called like theirs
+SHOWN = {  # what --help of a job shows; --help-all shows the rest
+    *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),
+    *("zero_point", "solver", "target", "transform", "layout", "format", "type", "double_quant"),
+    *("calibration", "samples", "seqlen", "override", "device", "max_memory", "recipe_name"),
+    *("activations", "kv_cache", "threshold", "help_all"),
+}
+MODULES = {"eval": "evaluate", "run": "quantize"}  # commands whose module has another name
 
 
 def names() -> list[str]:
-    """Of all commands, in the order of the help."""
+    """Return the names of all commands, in the order of the help."""
     return [*methods.available(), *OTHERS]
 
 
 def summary(name: str) -> str:
-    """The help of a command, in a line."""
-    return OTHERS[name] if name in OTHERS else methods.summary(name)
+    """Return the one-line help of a command."""
+    return OTHERS[name][1] if name in OTHERS else methods.summary(name)
 
 
 @functools.cache
 def build(name: str) -> Any:
-    """The command with all its flags, which imports its module."""
+    """Import a command's module and return the command with all its flags."""
     module = importlib.import_module(
         f"quantkit.cli.{MODULES.get(name, name) if name in OTHERS else 'quantize'}"
     )
-    if hasattr(module, "app"):  # a group of its own
+    if hasattr(module, "app"):  # a group of commands
         app = module.app
     else:
         app = typer.Typer(add_completion=False)
@@ -64,13 +70,15 @@ def build(name: str) -> Any:
 
         alongside.guard(app, name)
     running.add_verbose(app)
+    for row in app.registered_commands:
+        row.cls = Command
     command = typer.main.get_command(app)
     command.name, command.help = name, summary(name)
     return command
 
 
 def _parts(module: Any, name: str) -> tuple[Callable[..., None], str]:
-    """The function behind a command, and its examples."""
+    """Return the function that runs a command, and its examples."""
     if name == "run":
         return module.run_command(), module.RUN_EPILOG
     if name not in OTHERS:
@@ -78,8 +86,36 @@ def _parts(module: Any, name: str) -> tuple[Callable[..., None], str]:
     return module.command, module.EPILOG
 
 
+def _without_bool(parameters: list[Any]) -> list[Any]:
+    """Return a command's parameters; the help shows no type for flags that take no value."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Command(TyperCommand):
+    """A command whose `--help` shows common options; if it has `--help-all`, that shows all of them."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+        """Print the help; advanced options are hidden only meanwhile, so that completion offers them."""
+        rows = self.params
+        if ctx.meta.get("help_all") or not any(row.name == "help_all" for row in rows):
+            return super().format_help(ctx, formatter)
+        advanced = [row for row in rows if row.param_type_name == "option" and row.name not in SHOWN]
+        for row in advanced:
+            row.hidden = True
+        super().format_help(ctx, formatter)
+        for row in advanced:
+            row.hidden = False
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        """Return all parameters, `--help` included."""
+        return _without_bool(super().get_params(ctx))
+
+
 class Commands(Mapping):
-    """name -> command, built when it is looked up."""
+    """Commands by name, each built when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in names():
@@ -94,21 +130,28 @@ class Commands(Mapping):
 
 
 class Root(TyperGroup):
-    """`quantkit` itself: lists commands by name and summary, imports the one that is called."""
+    """The root command: lists commands in panels and imports only the one that is called."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = Commands()
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
-        """Names alone: Typer's own would build every command."""
+        """Return names only: Typer's own method would build every command."""
         return names()
 
+    def get_params(self, ctx: typer.Context) -> list[Any]:
+        """Return all parameters, `--help` included."""
+        return _without_bool(super().get_params(ctx))
+
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
-        """What a list of commands shows of one."""
-        return TyperCommand(cmd_name, help=summary(cmd_name)) if cmd_name in names() else None
+        """Return a command with the help that a list shows of it, or None."""
+        if cmd_name not in names():
+            return None
+        panel = OTHERS[cmd_name][0] if cmd_name in OTHERS else COMPRESS
+        return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command that is called."""
+        """Return the command that is called, built with all its flags."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and self.commands[name], rest

@@ -22,31 +22,38 @@ def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
     return complete
 
 
+def _help_all(context: typer.Context, requested: bool) -> None:
+    if requested:
+        context.meta["help_all"] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 OUTPUT = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="Output folder, or GGUF file. (default: NAME-METHOD-…, in the current folder)"
+        "--output", "-o", help="Output folder or GGUF file. (default: NAME-METHOD-… in the current folder)"
     ),
 ]
 REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-OFFLINE = Annotated[bool, typer.Option("--offline", help="Use the local hub cache only.")]
+OFFLINE = Annotated[bool, typer.Option("--offline", help="Use only the local hub cache; never the network.")]
 TRUST_REMOTE_CODE = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")
 ]
-MODELS = Annotated[
-    list[str], typer.Argument(help="Checkpoints: the first is what the others are compared to.")
-]
-DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto: cuda where there is one.")]
+MODELS = Annotated[list[str], typer.Argument(help="Checkpoints; the others are compared with the first.")]
+DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto takes cuda if available.")]
 FIRST_REVISION = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
 ]
-HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of it.")]
+HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as an HTML page.")]
 PLOT = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the plots: .svg, or .png. All but the first get a suffix."),
+    typer.Option(
+        metavar="FILE", help="Write the plots as .svg or .png; each plot after the first gets a suffix."
+    ),
 ]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; warnings and errors only.")]
+QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only warnings and errors.")]
 FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
     "output": (OUTPUT, None),
     "recipe_name": (
@@ -62,7 +69,7 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
     ),
     "dry_run": (
         Annotated[
-            bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is loaded or written.")
+            bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is loaded or written.")
         ],
         False,
     ),
@@ -78,7 +85,9 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
         Annotated[
             Path | None,
             typer.Option(
-                "--eval", metavar="TEXT", help="Measure original and result on this text right away."
+                "--eval",
+                metavar="TEXT",
+                help="Evaluate the original and the result on this text after the job.",
             ),
         ],
         None,
@@ -88,6 +97,18 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
     "trust_remote_code": (TRUST_REMOTE_CODE, False),
     "as_json": (AS_JSON, False),
     "quiet": (QUIET, False),
+    "help_all": (
+        Annotated[
+            bool,
+            typer.Option(
+                "--help-all",
+                is_eager=True,
+                callback=_help_all,
+                help="Show all options, advanced ones included.",
+            ),
+        ],
+        False,
+    ),
 }
 
 

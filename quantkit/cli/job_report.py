@@ -1,4 +1,4 @@
-"""What users read at the end: tables on stdout, and the same as JSON."""
+"""Print plans and results of jobs: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quantkit.tables import make_table, megabytes, print_facts, print_line, rang
 
 STATES = {
     "device": "",
-    "host": ", hidden states on the host",
-    "disk": ", hidden states in a file beside the output",
+    "host": ", hidden states in host memory",
+    "disk": ", hidden states in a file",
 }
 
 
 def plan_record(job: Job) -> dict:
-    """JSON of `--dry-run`: the plan and every linear's spec."""
+    """Return the JSON of `--dry-run`: the plan, and the grid of every linear."""
     return {
         "schema": "quantkit.plan/1",
         "source": job.request.source,
@@ -53,7 +53,7 @@ def plan_record(job: Job) -> dict:
 
 
 def print_plans(jobs: Sequence[Job]) -> None:
-    """`--dry-run` for people: what becomes of each output, then what all of them take together."""
+    """Print the plan of each output, then memory, disk and settings of the whole run."""
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
@@ -63,7 +63,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
         elif job.staging.output.exists():
-            facts["replaces"] = "what is there"
+            facts["replaces"] = "the existing output"
         print_facts(console, facts)
     if kept := jobs[0].kept_parameters:
         print_facts(console, {"kept as is": _kept([parameter.record() for parameter in kept])})
@@ -76,22 +76,21 @@ def print_plans(jobs: Sequence[Job]) -> None:
     memory, host = (max(getattr(plan, what) for plan in plans) for what in ("memory_bytes", "host_bytes"))
     where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
     if execution.device == "cpu":
-        where = f"about {megabytes(memory)} above the interpreter, on cpu"
+        where = f"about {megabytes(memory)} on the CPU, and Python itself"
     several = plans[0].ranks
     if several > 1:
         where += f", for each of {several} processes"
     facts |= {
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
-        "runs": f"{execution.dtype}, {execution.threads} threads, batches of {execution.batch_size}, "
-        f"{execution.sequential} forward" + STATES[execution.states],
+        "computes": _computes(asdict(execution), made is not None),
         "calibration": _calibration(made and made.record()),
     }
     print_facts(console, facts)
 
 
 def _print_linears(console: Console, job: Job) -> None:
-    """Identical linears of several blocks, and of several experts, share a row."""
+    """Print the linears; identical linears of several blocks or experts share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
     alike: dict[tuple, tuple[list[int], list[int]]] = {}
     for row in job.method.output.planned(job.checkpoint, job.specs):
@@ -110,7 +109,7 @@ def _print_linears(console: Console, job: Job) -> None:
 
 
 def _kept(records: Sequence[dict]) -> str:
-    """`linear_attn.conv1d, mlp.gate: 6 tensors, 0.30 MB`: like parameters of all blocks have one name."""
+    """Return such as `linear_attn.conv1d, mlp.gate: 6 tensors, 0.30 MB`; all blocks share one name."""
     names = (re.split(r"\.\d+\.", record["name"], maxsplit=1)[-1] for record in records)
     kinds = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
     nbytes = sum(record["bytes"] for record in records)
@@ -118,14 +117,14 @@ def _kept(records: Sequence[dict]) -> str:
 
 
 def _copied(modules: Mapping[str, int]) -> str:
-    """`mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
+    """Return such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
     told = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
     return f"{name_all(told)}: byte for byte"
 
 
 def _reached(seen: ExpertTokens) -> str:
-    """`tokens per expert: fewest 3, median 111, most 900; 5 of 64 below their width (…)`."""
-    how = {"shrink": " (shrunk towards their layer)", "routed": " (--experts routed: on their own)"}
+    """Return such as `tokens per expert: fewest 3, median 111, most 900; 5 of 64 below their width`."""
+    how = {"shrink": " (mixed with tokens of their layer)", "routed": " (--experts routed: not mixed)"}
     return (
         f"tokens per expert: fewest {seen.fewest}, median {seen.median}, most {seen.most}; "
         f"{seen.starved} of {seen.experts} below their width"
@@ -134,35 +133,44 @@ def _reached(seen: ExpertTokens) -> str:
 
 
 def _scaled(linears: Mapping[str, dict]) -> str:
-    """`30 linears, columns by up to 38×; 18 have nothing to fold scales into`."""
+    """Return such as `30 linears, columns by up to 38×; 18 linears unchanged: …`."""
     spreads = [row["spread"] for row in linears.values() if row["into"]]
     parts = [f"{count(len(spreads), 'linear')}, columns by up to {max(spreads):.1f}×"] if spreads else []
     if left := len(linears) - len(spreads):
-        parts.append(f"{count(left, 'linear')} with nothing to fold scales into: kept")
-    return "; ".join(parts) or "nothing: no scale of columns loses less"
+        parts.append(f"{count(left, 'linear')} unchanged: no layer before absorbs scales")
+    return "; ".join(parts) or "no linear: scaling does not reduce the error"
 
 
 def _seconds(stages: dict[str, float]) -> str:
-    """`15.5 (forward 10.1, solve 5.4)`."""
+    """Return such as `15.5 (forward 10.1, solve 5.4)`."""
     parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
     return f"{sum(stages.values()):.1f} ({parts})"
 
 
+def _computes(how: dict, calibrated: bool) -> str:
+    """Return a phrase such as `in bfloat16 on 1 thread, batches of 8, hidden states in host memory`."""
+    words = f"in {how['dtype']} on {count(how['threads'], 'thread')}"
+    if calibrated:
+        words += f", batches of {how['batch_size']}" + STATES[how.get("states", "device")]
+        words += ", one forward pass per site" if how.get("sequential") == "repeat" else ""
+    return words
+
+
 def _calibration(made: dict | None) -> str:
-    """A sentence on a calibration set's record."""
+    """Return a phrase that describes a calibration set."""
     if made is None:
         return "none needed"
     return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
 
 
 def summary_record(summary: Summary, evaluation: dict | None) -> dict:
-    """JSON of a finished job."""
+    """Return the JSON of a finished job."""
     record = {"schema": "quantkit.job/2"} | asdict(summary)
     return record | {"eval": evaluation} if evaluation else record
 
 
 def print_summary(summary: Summary, evaluation: dict | None) -> None:
-    """Bytes before and after, bits per weight, error, seconds, fallbacks, and what to do next."""
+    """Print sizes, bits per weight, error, seconds, fallbacks and the next command."""
     console = Console(highlight=False, markup=False)
     ratio = summary.source_bytes / summary.output_bytes
     against_rtn = summary.rtn_error is not None
@@ -179,10 +187,10 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:
-        facts["activations"] = f"as the model runs: {summary.activations}; not part of the error"
+        facts["activations"] = f"rounded at run time: {summary.activations}; not included in the error"
     facts["seconds"] = _seconds(summary.seconds)
     if summary.fallbacks:
-        facts["fell back"] = f"{count(len(summary.fallbacks), 'linear')} to round to nearest"
+        facts["fallbacks"] = f"{count(len(summary.fallbacks), 'linear')} rounded to nearest"
     if summary.scaled is not None:
         facts["scaled"] = _scaled(summary.scaled)
     if summary.kept:
@@ -191,9 +199,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["kept as is"] = _kept(summary.kept_parameters)
     if summary.left_out:
         names, nbytes = name_all(list(summary.left_out)), megabytes(sum(summary.left_out.values()))
-        facts["left out"] = (
-            f"{names} ({nbytes}): towers belong into an mmproj file, which llama.cpp's own converter writes"
-        )
+        facts["left out"] = f"{names} ({nbytes}): create the mmproj file with llama.cpp's converter"
     if summary.copied:
         facts["copied"] = _copied(summary.copied)
     if summary.experts:
@@ -214,14 +220,14 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 
 
 def print_imatrix(record: dict) -> None:
-    """What `quantkit imatrix` wrote or, without `seconds`, would write."""
+    """Print the result of `quantkit imatrix`; of a dry run, whose record has no `seconds`, the plan."""
     console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
     facts = {
         "written" if done else "output": record["output"],
         "matrices": str(record["matrices"]),
         "calibration": _calibration(record["calibration"]),
-        "runs": f"{how['dtype']}, {how['threads']} threads, batches of {how['batch_size']}",
-        "memory": f"about {megabytes(record['memory_bytes'])} above the interpreter, on {how['device']}",
+        "computes": _computes(how, True),
+        "memory": f"about {megabytes(record['memory_bytes'])} on {how['device']}, and Python itself",
     }
     if done:
         facts["seconds"] = _seconds(done)
@@ -229,7 +235,7 @@ def print_imatrix(record: dict) -> None:
 
 
 def _print_outliers(console: Console, counts: dict[str, int]) -> None:
-    """How many input columns of every linear reached the threshold, block by block."""
+    """Print the number of outlier input columns of every linear, block by block."""
     table = make_table("linear", "outlier columns, by block")
     kinds: dict[str, list[int]] = {}
     for name, number in counts.items():

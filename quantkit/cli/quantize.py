@@ -13,6 +13,8 @@ from quantkit.cli import flags, running
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
+from quantkit.quantize.staging import may_replace
+from quantkit.text import sources
 
 if TYPE_CHECKING:
     from quantkit.quantize.outputs import Summary
@@ -87,11 +89,23 @@ def run_command() -> Callable[..., None]:
     return flags.sign(invoke, [*parameters, *flags.fixed(without="recipe_name")])
 
 
+def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
+    """Raise QuantkitError for wrong options, files and outputs before torch is imported: it takes seconds."""
+    methods.load(choice.method).check(choice.options)
+    named = choice.calibration.calibration
+    if named and named.endswith(sources.FILES):
+        with sources.opened(Path(named)):
+            pass
+    if choice.output and not (values["overwrite"] or values["resume"] or values["dry_run"]):
+        may_replace.check_new([choice.output])
+
+
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
     if (text := values["eval_text"]) and not text.is_file():
         raise QuantkitError(
             f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
         )
+    _check_early(choice, values)
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -101,7 +115,6 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.evaluation import windows as windows_of
             from quantkit.quantize import job, loop
             from quantkit.quantize.prepare import finished
-            from quantkit.quantize.staging import may_replace
 
         requests = _requests(choice, values)
         if values["resume"]:

@@ -231,7 +231,10 @@ def print_error(error: QuantkitError) -> None:
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
     if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
-    print(f"error: {printable(error.message)}", file=sys.stderr)
+    word = "error:"
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        word = typer.style(word, fg="red", bold=True)
+    print(f"{word} {printable(error.message)}", file=sys.stderr)
     if error.hint:
         print(f"hint: {printable(error.hint)}", file=sys.stderr)
 

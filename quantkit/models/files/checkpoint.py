@@ -20,25 +20,12 @@ import transformers
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
-from quantkit.models.files.headers import MANIFEST
+from quantkit.models.files.headers import COMPANIONS, MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 from quantkit.models.files.unchanged import State
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
-COMPANIONS = (  # small files that clients look for beside the weights, carried over as they are
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.jinja",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 @dataclass(frozen=True)

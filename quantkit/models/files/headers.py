@@ -18,6 +18,19 @@ from quantkit.models.files.untrusted import SMALL_BYTES
 
 TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
+COMPANIONS = (  # small files that clients need; copied to the output unchanged
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
 TEXT = {"type": ["string", "null"]}
 MANIFEST_SCHEMA = {  # as far as it is read again
     "type": "object",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, full_disk, name_all
 from quantkit.models.files import untrusted
-from quantkit.models.files.checkpoint import COMPANIONS, MANIFEST
+from quantkit.models.files.headers import COMPANIONS, MANIFEST
 
 KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISLNK: "a link",
