@@ -194,7 +194,8 @@ def fp8(tensor) -> dict[str, torch.Tensor]:
     }
 
 
-GROUP = {"weights": {"num_bits": 4, "group_size": 128, "type": "int"}}
+WEIGHTS = {"num_bits": 4, "group_size": 128, "type": "int"}
+GROUP = {"targets": ["Linear"], "format": "pack-quantized", "weights": WEIGHTS}
 LAYOUTS = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq),
@@ -259,24 +260,13 @@ def test_experts_in_mxfp4(tmp_path):
     assert read == 2 * 512 * 64 + 2 * (4 * 256 * 2 * 17 + 2 * 4 * 256) // 4
 
 
-@pytest.mark.parametrize(
-    ("method", "parts"),
-    [
-        (
-            {"quantization": {"group_size": 64, "bits": 4}},
-            {"weight": ("U32", (128, 8)), "scales": ("BF16", (128, 1)), "biases": ("BF16", (128, 1))},
-        ),
-        (
-            {"quantization_config": {"quant_method": "modelopt"}},
-            {
-                "weight": ("U8", (128, 32)),
-                "weight_scale": ("F8_E4M3", (128, 4)),
-                "weight_scale_2": ("F32", ()),
-            },
-        ),
-    ],
-)
-def test_of_mlx_and_modelopt_the_parameters_are_known(tmp_path, method, parts):
+def test_of_modelopt_the_parameters_are_known(tmp_path):
+    method = {"quantization_config": {"quant_method": "modelopt"}}
+    parts = {
+        "weight": ("U8", (128, 32)),
+        "weight_scale": ("F8_E4M3", (128, 4)),
+        "weight_scale_2": ("F32", ()),
+    }
     tensors = {"model.embed_tokens.weight": ("BF16", (512, 64))}
     for block in range(GROUPED["num_hidden_layers"]):
         tensors |= {f"model.layers.{block}.mlp.up_proj.{part}": told for part, told in parts.items()}
@@ -290,7 +280,7 @@ def test_of_mlx_and_modelopt_the_parameters_are_known(tmp_path, method, parts):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"weight": ("U32", (128, 16)), "scales": ("BF16", (128, 2))},  # MLX without its group size
+        {"weight": ("U32", (128, 16)), "scales": ("BF16", (128, 2))},  # MLX
         {"qweight": ("I32", (16, 128)), "scales": ("F32", (7,))},
     ],
 )

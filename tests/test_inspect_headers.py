@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quantkit import layouts
-from quantkit.inspection import agreement, clients, integrity, names, positions, record
+from quantkit.inspection import clients, integrity, names, record
 from quantkit.inspection.stored import weights_of
 from quantkit.layouts.bitsandbytes import STATE as NF4
 from quantkit.models.files.headers import Contents
@@ -31,86 +31,93 @@ def codes_of(infos: dict[str, TensorInfo], config: dict | None = None):
     return weight.codes
 
 
-QWEIGHT = stored(qweight=("I32", [16, 64]), scales=("F16", [1, 64]))
-GROUPS = {"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 32}}}}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": -1}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def grouped(form: str, **weights) -> dict:
+    """A configuration of compressed-tensors."""
+    group = {"targets": ["Linear"], "format": form, "weights": weights}
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
+
+
+PACKED = grouped("pack-quantized", num_bits=4, group_size=32)
+NVFP4 = grouped("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
+QWEIGHT = stored(qweight=("I32", [16, 64]), scales=("F16", [1, 64]), qzeros=("I32", [1, 8]))
 
 
 @pytest.mark.parametrize(
     ("infos", "config", "told"),
     [
-        (  # GPTQ without zero points, of 3 bit
-            stored(qweight=("I32", [12, 64]), scales=("F16", [4, 64])),
-            {"bits": 3, "group_size": 32},
+        (
+            stored(qweight=("I32", [12, 64]), scales=("F16", [4, 64]), qzeros=("I32", [4, 6])),
+            {"quant_method": "gptq", "bits": 3, "group_size": 32},
             ("3 bit, groups of 32", (64, 128)),
         ),
         (
             stored(qweight=("I32", [128, 8]), qzeros=("I32", [1, 8]), scales=("F16", [1, 64])),
-            {"quant_method": "awq"},
+            AWQ,
             ("4 bit, whole rows", (64, 128)),
         ),
         (  # without weight_shape's values, as a hub's headers are
             stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [64, 4]), weight_shape=("I64", [2])),
-            GROUPS,
+            PACKED,
             ("4 bit, groups of 32", (64, 128)),
         ),
         (
             stored(weight_packed=("U8", [64, 64]), weight_scale=("F8_E4M3", [64, 8]),
                    weight_global_scale=("F32", [1])),
-            None,
+            NVFP4,
             ("nvfp4, groups of 16", (64, 128)),
         ),
         (
             stored(weight_packed=("U8", [64, 64]), weight_scale=("U8", [64, 4])),
-            None,
+            grouped("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
             ("mxfp4, groups of 32", (64, 128)),
         ),
         (
             stored(weight=("F8_E4M3", [64, 128]), weight_scale=("F32", [64, 1])),
-            None,
+            grouped("float-quantized", num_bits=8, type="float", strategy="channel"),
             ("float8, whole rows", (64, 128)),
         ),
         (
-            stored(weight=("F8_E4M3", [64, 128]), weight_scale_inv=("F32", [1, 1])),
-            {"weight_block_size": [128, 128]},
-            ("float8, groups of 128", (64, 128)),
+            stored(weight=("F8_E4M3", [128, 256]), weight_scale_inv=("F32", [1, 2])),
+            FP8,
+            ("float8, groups of 128", (128, 256)),
         ),
-        (stored(weight=("I8", [64, 128]), SCB=("F32", [64])), None, ("int8, whole rows", (64, 128))),
+        (stored(weight=("I8", [64, 128]), SCB=("F32", [64])), INT8, ("int8, whole rows", (64, 128))),
         (  # modelopt's
             stored(weight=("U8", [64, 64]), weight_scale=("F8_E4M3", [64, 8]), weight_scale_2=("F32", [])),
             {"quant_method": "modelopt"},
             ("nvfp4, groups of 16", (64, 128)),
         ),
-        (  # MLX, of 6 bit
-            stored(weight=("U32", [64, 24]), scales=("BF16", [64, 2]), biases=("BF16", [64, 2])),
-            {"group_size": 64, "bits": 4},
-            ("6 bit, groups of 64", (64, 128)),
-        ),
     ],
 )  # fmt: skip
-def test_forms_that_others_write(infos, config, told):
+def test_forms_of_codes(infos, config, told):
     codes = codes_of(infos, config)
-    assert (codes.describe(), codes.shape, codes.weights, codes.problem) == (*told, 64 * 128, "")
+    rows, columns = codes.shape
+    assert (codes.describe(), codes.shape, codes.weights, codes.problem) == (*told, rows * columns, "")
 
 
 @pytest.mark.parametrize(
-    ("infos", "words"),
+    ("infos", "config", "words"),
     [
-        (stored(qweight=("I32", [16, 64])), "absent"),
-        (stored(qweight=("I32", [16, 64]), scales=("F16", [0, 64])), "do not fit"),
-        (QWEIGHT | stored(qzeros=("I32", [2, 8])), "qzeros"),
-        (QWEIGHT | stored(qzeros=("I32", [1, 9])), "qzeros"),
-        (
-            QWEIGHT | stored(qzeros=("I32", [1, 8]), g_idx=("I32", [127])),
-            "g_idx is I32 [127] instead of I32 [128]",
-        ),
-        (stored(weight=("I8", [64, 128]), SCB=("F32", [63])), "SCB is F32 [63] instead of F32 [64]"),
-        (stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [63, 4])), "weight_scale"),
-        (stored(weight_packed=("I32", [64, 17]), weight_scale=("F16", [64, 4])), "weight_packed [64, 17]"),
-        (stored(weight=("U32", [64, 16]), scales=("F16", [64, 2])), "scales [64, 2] do not fit"),
+        (stored(qweight=("I32", [16, 64])), GPTQ, "scales is absent"),
+        (stored(qweight=("I32", [16, 64]), scales=("F16", [0, 64])), GPTQ, "do not fit"),
+        (QWEIGHT | stored(qzeros=("I32", [2, 8])), GPTQ, "qzeros"),
+        (QWEIGHT | stored(g_idx=("I32", [127])), GPTQ, "g_idx is I32 [127] instead of I32 [128]"),
+        (QWEIGHT, GPTQ | {"bits": 8}, "quantization_config says 8 bit in groups of 128, the tensors have 4"),
+        (stored(weight=("I8", [64, 128]), SCB=("F32", [63])), INT8, "SCB is F32 [63] instead of F32 [64]"),
+        (stored(weight_packed=("I32", [64, 16]), weight_scale=("F16", [63, 4]), weight_shape=("I64", [2])),
+         PACKED, "weight_scale"),
+        (stored(weight_packed=("I32", [64, 17]), weight_scale=("F16", [64, 4]), weight_shape=("I64", [2])),
+         PACKED, "weight_scale"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_told(infos, words):
-    assert words in codes_of(infos, GROUPS).problem
+def test_sizes_that_do_not_fit_are_told(infos, config, words):
+    assert words in codes_of(infos, config).problem
 
 
 @pytest.mark.parametrize(
@@ -119,7 +126,9 @@ def test_sizes_that_do_not_fit_are_told(infos, words):
 )
 def test_forms_that_are_not_understood_are_not_judged(config):
     infos = stored(qweight=("I32", [64, 16]), qzeros=("I32", [64, 1]), scales=("F16", [64, 8]))
-    assert codes_of(infos, config).problem == ""
+    contents = Contents("x", "safetensors", {}, {"quantization_config": config}, infos, lambda name: None)
+    found = record.describe(contents)
+    assert not found["integrity"]["problems"] and found["quantization"]["linears"] == 0
 
 
 def test_headers_of_any_size_are_survived():
@@ -140,7 +149,7 @@ def test_headers_of_any_size_are_survived():
         contents = Contents("x", "safetensors", {}, {"quantization_config": config}, infos, lambda name: None)
         weights = weights_of(contents)
         assert sum(weight.nbytes for weight in weights) == 64 * len(infos)
-        assert all(isinstance(words, str) for words in agreement.problems(contents, weights))
+        assert all(isinstance(words, str) for words in integrity.damage(contents, weights, None))
 
 
 # ---- the model
@@ -186,7 +195,7 @@ def test_configurations_of_any_kind_are_survived(junk):
     keys = [*sound, "hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "head_dim",
             "tie_word_embeddings", "word_embed_proj_dim", "num_nextn_predict_layers", "text_config",
             "eos_token_id", "rope_scaling", "max_position_embeddings", "sliding_window"]  # fmt: skip
-    infos = stored(qweight=("I32", [16, 64]), qzeros=("I32", [1, 8]), scales=("F16", [1, 64]))
+    infos = dict(QWEIGHT)
     infos |= {name: TensorInfo(name, "F32", (64, 64), Path("f"), 0, 4) for name in BLOCKS + ENDS}
     inner = [("quantization_config", key) for key in ("bits", "group_size", "dynamic", "checkpoint_format",
              "config_groups", "quant_method", "version", "packing_format")]  # fmt: skip
@@ -200,51 +209,28 @@ def test_configurations_of_any_kind_are_survived(junk):
 # ---- positions
 
 
-ROPE = {"model_type": "llama", "rope_theta": 10000.0, "max_position_embeddings": 4096}
-ATTENTION = {"model.layers.0.self_attn.q_proj.weight": (8, 8)}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
-
-
 @pytest.mark.parametrize(
-    ("config", "kind", "context", "trained", "warned"),
+    ("config", "words"),
     [
-        (ROPE, "rope", 4096, None, None),
-        (ROPE | {"max_position_embeddings": 131072}, "rope", 131072, None, "not scaled"),
-        (ROPE | {"max_position_embeddings": 131072, "rope_theta": 500000.0}, "rope", 131072, None, None),
-        (ROPE | {"original_max_position_embeddings": 2048}, "rope", 4096, 2048, "nonsense beyond 2048"),
-        (ROPE | {"max_position_embeddings": 16384, "rope_scaling": YARN}, "rope", 16384, 4096, None),
-        (ROPE | {"max_position_embeddings": 32768, "rope_scaling": YARN}, "rope", 32768, 4096, "to 16384"),
+        ({"max_position_embeddings": 4096, "rope_theta": 1e4}, "4096 tokens, rope of base 10000"),
         (
-            {"model_type": "llama", "max_position_embeddings": 8192,
-             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope", 8192, None, None,
+            {"max_position_embeddings": 16384, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "16384 tokens, scaled: yarn × 4",
         ),
         (
-            {"model_type": "gemma3_text", "max_position_embeddings": 8192, "sliding_window": 512,
+            {"max_position_embeddings": 8192, "sliding_window": 512,
              "rope_parameters": {
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-            "rope", 8192, None, None,
+            "8192 tokens, rope of base 1e+06, attention over 512",
         ),
-        ({"model_type": "bloom"}, "alibi", None, None, None),
-        (
-            {"model_type": "mpt", "max_seq_len": 2048, "attn_config": {"alibi": True}},
-            "alibi", 2048, None, None,
-        ),
+        ({"n_positions": 1024}, "1024 tokens"),
+        ({}, ""),
     ],
 )  # fmt: skip
-def test_positions(config, kind, context, trained, warned):
-    found = positions.positions(config, ATTENTION)
-    assert (found.kind, found.context, found.trained) == (kind, context, trained)
-    assert bool(found.warnings) == bool(warned) and all(warned in words for words in found.warnings)
-
-
-def test_learned_positions_are_as_many_as_are_stored():
-    found = positions.positions({"n_positions": 1024}, {"wpe.weight": (1024, 8)}, 1024)
-    assert (found.kind, found.context, found.warnings) == ("learned", 1024, [])
-    found = positions.positions({"n_positions": 2048}, {"transformer.wpe.weight": (1024, 8)}, 4096)
-    assert "the tokenizer takes 4096 tokens, the model 2048" in found.warnings
-    assert "positions are stored for 1024" in found.warnings[1]
+def test_positions(config, words):
+    contents = Contents("x", "safetensors", {}, config, {}, lambda name: None)
+    assert record.describe(contents)["positions"]["text"] == words
 
 
 # ---- clients

@@ -14,7 +14,6 @@ from quantkit.grids.affine import AffineGrid, AffineParams
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.forms import Numbers
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.quantize import methods
 from quantkit.quantize.methods import gptq
@@ -154,9 +153,9 @@ def test_overrides_are_config_groups_and_kept_linears_are_ignored():
     assert "model.layers.0.mlp.down_proj" in config["ignore"]
 
     stored = detect(**config)
-    assert stored.at(attention[1].name).scheme.weights == Numbers(8, "int", True, "group", GROUP)
-    assert stored.at(mlp[0].name).scheme.weights.group_size == 16
-    assert stored.at(mlp[1].name).scheme.weights.bits == 4
+    assert stored.at(attention[1].name).form == PackQuantized(8, GROUP)
+    assert stored.at(mlp[0].name).form.group_size == 16
+    assert stored.at(mlp[1].name).form.bits == 4
     only = CompressedTensorsLayout(PackQuantized(4, GROUP)).config(attention)
     assert [group["targets"][0] for group in only["config_groups"].values()] == [attention[0].name]
 
@@ -247,7 +246,7 @@ def test_targets_match_as_in_the_library():
     groups = {target: group(targets=[target], weights={"group_size": size}) for target, size in sizes.items()}
     layout = detect(quant_method="compressed-tensors", config_groups=groups)
     names = {"a.down": 128, "b.down": 64, "model.down": 64, "model.up": 16, "b.up": 32, "own.up": 8}
-    assert {name: layout.at(name).scheme.weights.group_size for name in names} == names
+    assert {name: layout.at(name).form.group_size for name in names} == names
     only = detect(quant_method="compressed-tensors", config_groups={"g": group(targets=["re:.*down"])})
     with pytest.raises(QuantkitError, match=r"a\.up is quantized, but no target"):
         only.at("a.up")

@@ -153,11 +153,14 @@ def test_module_multiplies_rounded_inputs(dtype):
     assert inputs.dtype == dtype and not torch.equal(inputs, hidden)
     assert torch.equal(module(hidden), torch.nn.functional.linear(inputs, weight.values().to(dtype), bias))
     assert layout("int-quantized", num_bits=8, strategy="channel").module(tensors, bias) is None
-    static = layout("int-quantized", {"num_bits": 8}, num_bits=8, strategy="channel")
+    floats = {"num_bits": 8, "type": "float"}
+    static = layout("float-quantized", floats, strategy="channel", **floats)
+    tensors |= {"weight": torch.zeros(8, IN, dtype=torch.float8_e4m3fn)}
     with pytest.raises(KeyError, match="input_scale"):  # of a checkpoint, its own error: see Checkpoint.parts
         static.module(tensors, bias)
     with pytest.raises(QuantkitError, match="input_scale is"):
         static.module(tensors | {"input_scale": torch.ones(2)}, bias)
+    tensors |= {"weight": torch.zeros(8, IN, dtype=torch.int8)}
     with pytest.raises(QuantkitError, match="groups of 64 inputs"):
         grouped = TOKEN | {"strategy": "group", "group_size": 64}
         layout("int-quantized", grouped, num_bits=8, strategy="channel").module(tensors, bias)

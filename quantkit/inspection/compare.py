@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.inspection.names import part_of
 from quantkit.inspection.values import Listener
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 
-SCHEMA = "quantkit.inspect-diff/1"
+SCHEMA = "quantkit.inspect-diff/2"
 ROWS = 256  # of two weights compared at a time
-NOISE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config")
 
 
 def compare(
@@ -39,25 +37,19 @@ def compare(
         )
     rows = []
     for done, name in enumerate((name for name in both if name not in unlike), start=1):
-        left_name, right_name = (made.names.stored[name] for made in skeletons)
         difference = _difference(*(made.read(name, held[k][name]) for k, made in enumerate(skeletons)))
-        rows.append({"name": left_name, "other": right_name, "part": part_of(left_name)} | difference)
+        rows.append({"name": skeletons[0].names.stored[name]} | difference)
         listen("comparing weights", done, len(both) - len(unlike))
     rows.sort(key=lambda row: -row["relative"])
     return {
         "schema": SCHEMA,
         "models": list(records),
-        "config": _config(left, right),
         "tokenizers": _tokenizers(left, right),
         "weights": {
             "compared": len(rows),
             "equal": sum(row["largest"] == 0 for row in rows),
-            "relative": _together(rows),
-            "parts": [
-                {"part": part, "relative": _together([row for row in rows if row["part"] == part])}
-                for part in dict.fromkeys(row["part"] for row in rows)
-            ],
-            "differences": [{k: v for k, v in row.items() if k not in ("lost", "norm")} for row in rows],
+            "relative": _relation(sum(row.pop("lost") for row in rows), sum(row.pop("norm") for row in rows)),
+            "differences": rows,
             "unlike": [
                 {"name": name, "shapes": [list(side[name].shape) for side in held]} for name in unlike
             ],
@@ -80,17 +72,6 @@ def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
 
 def _relation(lost: float, norm: float) -> float:
     return math.sqrt(lost / norm) if norm else float(lost > 0)
-
-
-def _together(rows: list[dict]) -> float:
-    return _relation(sum(row["lost"] for row in rows), sum(row["norm"] for row in rows))
-
-
-def _config(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
-    """Entries of the two models' configurations that differ."""
-    a, b = (checkpoint.config.to_dict() for checkpoint in (left, right))
-    keys = [key for key in {**a, **b} if key not in NOISE]
-    return [{"key": key, "values": [a.get(key), b.get(key)]} for key in keys if a.get(key) != b.get(key)]
 
 
 def _tokenizers(left: Checkpoint, right: Checkpoint) -> str:

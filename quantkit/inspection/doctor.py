@@ -51,7 +51,7 @@ def examine() -> dict[str, list[Finding]]:
     checks = {
         "program": (_program,),
         "needed": (_requirements,),
-        "machine": (_torch, _memory, _disks),
+        "machine": (_machine, _memory, _disks),
         "hub": (_hub,),
         "optional": (_optional,),
     }
@@ -111,8 +111,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _torch() -> Iterator[Finding]:
-    """Devices, and what they compute in 16 bit."""
+def _machine() -> Iterator[Finding]:
+    """Devices, and memory."""
     import torch
 
     from quantkit.models.machine import device
@@ -120,18 +120,19 @@ def _torch() -> Iterator[Finding]:
     note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
     yield Finding("cpu", f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads", None, note)
     if not torch.cuda.is_available():
-        built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        why = built if torch.version.cuda else f"torch {torch.__version__} is built for the CPU"
-        yield Finding("cuda", "none", None, why)
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+        yield Finding("cuda", "none", None, f"torch {torch.__version__} is built for {built}")
     for place, name, free, total in device.accelerators():
-        yield Finding(
-            place, f"{megabytes(free)} of {megabytes(total)} free", True, f"{name}: --device {place}"
-        )
+        yield Finding(place, _free(free, total), True, f"{name}: --device {place}")
 
 
 def _memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
-    yield Finding("memory", f"{megabytes(memory.available)} of {megabytes(memory.total)} free")
+    yield Finding("memory", _free(memory.available, memory.total))
+
+
+def _free(free: float, total: float) -> str:
+    return f"{megabytes(free)} of {megabytes(total)} free"
 
 
 def _disks() -> Iterator[Finding]:
@@ -140,23 +141,20 @@ def _disks() -> Iterator[Finding]:
 
     for name, folder in (("disk here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        usage = shutil.disk_usage(existing)
-        writable = os.access(existing, os.W_OK)
+        usage, writable = shutil.disk_usage(existing), os.access(existing, os.W_OK)
         note = str(folder) if writable else f"{folder} cannot be written"
-        yield Finding(name, f"{megabytes(usage.free)} of {megabytes(usage.total)} free", writable, note)
+        yield Finding(name, _free(usage.free, usage.total), writable, note)
 
 
 def _hub() -> Iterator[Finding]:
     """Whether the hub answers, and whether a token is there for gated models. The token is not shown."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import constants, errors, get_session, get_token
 
     token = get_token() is not None
     yield Finding("hub token", "found" if token else "none", None, "" if token else "gated models need one")
     if constants.HF_HUB_OFFLINE:
         yield Finding("hub", "not asked", None, "HF_HUB_OFFLINE is set: only what is in the cache")
         return
-    from huggingface_hub import errors, get_session
-
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
     except (OSError, errors.HTTPError) as error:  # the HTTP library's own base class
@@ -168,5 +166,4 @@ def _hub() -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     for package, enables in OPTIONAL.items():
-        found = _version(package)
-        yield Finding(package, found or "not installed", None, enables)
+        yield Finding(package, _version(package) or "not installed", None, enables)

@@ -6,66 +6,67 @@ Of a model's tensors, blocks and embeddings are counted: which others a family h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from quantkit.errors import count, name_all
-from quantkit.inspection import agreement
+from quantkit import layouts
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
-from quantkit.inspection.stored import Weight
+from quantkit.inspection.stored import Weight, layout_of
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.headers import Contents
 
 VOCABULARIES = (
     "tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json", "*token*.py",
 )  # fmt: skip
-NUMBERS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-MORE_ROWS = re.compile(r"mllama|moshi|molmo")  # families whose embeddings have rows of their own besides
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+CODE_TYPES = {"I8", "U8", "I32", "F8_E4M3", "F8_E5M2"}  # of matrices that mean nothing without scales
 
 
 def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None) -> list[str]:
     """What keeps clients from loading a checkpoint, or from loading what was meant; each a sentence."""
     found = [
         *_index(contents),
-        *_configuration(contents, weights),
-        *agreement.problems(contents, weights),
+        *_quantization(contents, weights),
         *model_problems(contents, weights, tokenizer),
     ]
     return contents.problems + found  # reading may have found more of them on the way
 
 
-def contradictions(contents: Contents, weights: Sequence[Weight]) -> list[str]:
-    """What is wrong with records of a checkpoint that clients do not look at: sizes, and the manifest."""
-    found = [*_total(contents), *_manifest(contents, weights)]
-    return contents.problems + found
-
-
 def warnings(contents: Contents) -> list[str]:
     """What is not wrong, but rarely meant."""
-    return [*_tokenizer(contents), *_special(contents)]
-
-
-def _tokenizer(contents: Contents) -> Iterator[str]:
     if contents.container == "gguf":
         absent = "tokenizer.ggml.model" not in contents.metadata
     else:
         absent = not any(fnmatch(name, pattern) for name in contents.files for pattern in VOCABULARIES)
-    if absent:
-        yield "there is no tokenizer: clients load the weights alone"
+    return ["there is no tokenizer: clients load the weights alone"] if absent else []
 
 
-def _special(contents: Contents) -> Iterator[str]:
-    """Tokens that end or begin a text are tokens of the vocabulary."""
-    config = contents.text_config
-    size = config.get("vocab_size")
-    for key in SPECIAL_IDS if isinstance(size, int) else ():
-        ids = config.get(key) if isinstance(config.get(key), list) else [config.get(key)]
-        beyond = [str(place) for place in ids if type(place) is int and place >= size]
-        if beyond:
-            yield f"{key} is {name_all(beyond)}, but the vocabulary has {count(size, 'token')}"
+def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
+    """Linears that their layout would not decode, and codes that lie in none."""
+    if not contents.infos and not contents.absent:
+        yield "there are no tensors"
+    if contents.container == "gguf":
+        return
+    layout = layout_of(contents)
+    try:
+        layouts.detect(contents.config, contents.infos)
+        if not contents.absent:  # else the rest may lie in a shard that could not be read
+            layouts.refuse_headless(layout, contents.infos)
+    except QuantkitError as error:
+        if error.exit_code != UNSUPPORTED:  # no damage: others may understand it
+            yield error.message
+    wrong: dict[str, list[str]] = {}
+    for weight in weights:
+        if weight.codes and weight.codes.problem:
+            wrong.setdefault(weight.codes.problem, []).append(weight.name.removesuffix(".weight"))
+    yield from (f"{name_all(linears, 3)}: {problem}" for problem, linears in wrong.items())
+    bare = [w.name for w in weights if w.dtype in CODE_TYPES and not w.codes and len(w.shape or ()) == 2]
+    if bare and not contents.absent:
+        if not contents.quantization:
+            yield f"config.json says nothing of the codes in {name_all(bare, 3)}: no client decodes them"
+        elif layout:
+            yield f"these codes have no scales: {name_all(bare, 3)}"
 
 
 def model_problems(
@@ -76,9 +77,6 @@ def model_problems(
     Not judged where it is not clear which stack of blocks is the language model.
     """
     config = contents.text_config
-    for key in NUMBERS:
-        if isinstance(config.get(key), str):
-            yield f"{key} of config.json is text: {config[key]!r}"
     stack = language_stack([weight.name for weight in weights])
     if stack is None:
         return
@@ -110,11 +108,10 @@ def _blocks(config: dict[str, Any], held: set[int | None]) -> Iterator[str]:
 
 
 def _embeddings(config: dict[str, Any], weight: Weight, tokens: int | None) -> Iterator[str]:
-    """A row for every token, a column for every hidden feature."""
+    """A row for every token, a column for every hidden feature; some families have more rows."""
     vocabulary, width = _number(config, "vocab_size"), _number(config, "word_embed_proj_dim", "hidden_size")
-    more = MORE_ROWS.match(str(config.get("model_type")))
     rows, columns = weight.shape
-    if vocabulary and rows != vocabulary and not (more and rows > vocabulary):
+    if rows < vocabulary:
         yield f"{weight.name} has {rows} rows, the configuration says {vocabulary} tokens"
     if width and columns != width:
         yield f"{weight.name} has {columns} columns, the configuration says {width}"
@@ -128,44 +125,3 @@ def _index(contents: Contents) -> Iterator[str]:
     lost = [name for name in contents.infos if name not in mapped] if isinstance(mapped, dict) else []
     if lost:
         yield f"{safetensors_folder.INDEX} leaves out {count(len(lost), 'tensor')}: {name_all(lost, 3)}"
-
-
-def _total(contents: Contents) -> Iterator[str]:
-    index = contents.index or {}
-    told = index.get("metadata", {}).get("total_size") if isinstance(index.get("metadata"), dict) else None
-    held = sum(info.nbytes for info in contents.infos.values())
-    if isinstance(told, int) and told != held and not contents.absent:
-        yield f"{safetensors_folder.INDEX} says {told} bytes of tensors, the files hold {held}"
-
-
-def _configuration(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
-    """Codes and a configuration that tells clients of them come together."""
-    if not contents.infos and not contents.absent:
-        yield "there are no tensors"
-    coded = sum(weight.codes is not None for weight in weights)
-    if contents.container == "safetensors" and coded and not contents.quantization:
-        yield f"config.json says nothing of the codes of {count(coded, 'linear')}: no client decodes them"
-    stored = contents.config.get("quantization_config")
-    if coded and stored is not None and not isinstance(stored, dict):
-        yield f"quantization_config is {stored!r}, no object of bits and groups"
-
-
-def _manifest(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
-    """The linears that quantkit says it wrote, and no others."""
-    manifest = contents.manifest or {}
-    rows = manifest.get("linears")
-    if contents.container == "gguf" or not isinstance(rows, list):
-        return
-    told = {str(row.get("name")): row for row in rows if isinstance(row, dict)}
-    coded = {weight.name.removesuffix(".weight"): weight for weight in weights if weight.codes}
-    lost = [name for name, row in told.items() if row.get("grid") and name not in coded]
-    if lost and not contents.absent:
-        named = name_all(map(str, lost), 3)
-        yield f"the manifest calls {count(len(lost), 'linear')} quantized that hold no codes: {named}"
-    added = [name for name in coded if name not in told]
-    if added:
-        yield f"the manifest leaves out {count(len(added), 'quantized linear')}: {name_all(added, 3)}"
-    for name, weight in coded.items():
-        shape = told.get(name, {}).get("shape")
-        if weight.shape is not None and shape is not None and list(weight.shape) != shape:
-            yield f"{name} is {list(weight.shape)}, the manifest says {shape}"

@@ -1,4 +1,4 @@
-"""All that `quantkit inspect` tells of one checkpoint, as the JSON it prints (`quantkit.inspect/1`)."""
+"""All that `quantkit inspect` tells of one checkpoint, as the JSON it prints (`quantkit.inspect/2`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from quantkit.inspection import clients, integrity, tokenizer
@@ -19,13 +18,13 @@ from quantkit.inspection.names import (
     starred,
     without_expert,
 )
-from quantkit.inspection.positions import positions
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
 from quantkit.tables import ranges
 
-SCHEMA = "quantkit.inspect/1"
+SCHEMA = "quantkit.inspect/2"
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 
 
 def describe(contents: Contents) -> dict[str, Any]:
@@ -33,12 +32,11 @@ def describe(contents: Contents) -> dict[str, Any]:
     weights = weights_of(contents)
     told = tokenizer.describe(contents)
     config = contents.text_config
-    shapes = {weight.name: weight.shape for weight in weights}
-    places = positions(config, shapes, told["limit"] if told else None)
+    places = _positions(config)
     total = sum(weight.nbytes for weight in weights)
     count = sum(weight.parameters for weight in weights)
     damage = integrity.damage(contents, weights, told)
-    loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places.scaling)}})
+    loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places["scaled"])}})
     return {
         "schema": SCHEMA,
         "source": contents.source,
@@ -57,17 +55,42 @@ def describe(contents: Contents) -> dict[str, Any]:
         "quantization": _quantization(contents, weights),
         "parts": _parts(weights),
         "tensors": _tensors(weights, _language(weights)),
-        "positions": asdict(places) | {"text": places.describe()},
+        "positions": places,
         "tokenizer": told,
         "provenance": _provenance(contents),
         "clients": clients.of_damaged(loaded_by) if damage else loaded_by,
         "integrity": {
             "deep": False,
             "tensors": len(contents.infos),
-            "problems": list(dict.fromkeys(damage + integrity.contradictions(contents, weights))),
+            "problems": damage,
             "warnings": integrity.warnings(contents),
         },
     }
+
+
+def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """context: tokens that the configuration promises. scaled: how its rope's positions are."""
+    stored = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = stored if isinstance(stored, dict) else {}
+    nested = rope.get("full_attention")  # kinds of layers may have their own
+    rope = nested if isinstance(nested, dict) else rope
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    scaled = None if kind == "default" else kind
+    context = _positive(next((config[key] for key in CONTEXT if config.get(key)), None))
+    theta = _positive(rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base"))
+    factor = _positive(rope.get("factor"))
+    window = _positive(config.get("sliding_window")) if config.get("use_sliding_window", True) else None
+    words = [f"{context} tokens"] if context else []
+    words += [f"rope of base {theta:g}"] if theta else []
+    words += [f"scaled: {kind}" + (f" × {factor:g}" if factor else "")] if scaled else []
+    words += [f"attention over {window}"] if window else []
+    return {"context": context, "scaled": scaled, "text": ", ".join(words)}
+
+
+def _positive(value: Any) -> int | float | None:
+    """A number of a configuration; None for anything else."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if known and 0 < value < 1e18 else None
 
 
 # ---- quantization
@@ -142,9 +165,7 @@ def activations(config: Mapping[str, Any]) -> str | None:
 def _inputs(config: Mapping[str, Any]) -> str | None:
     """How inputs of linears are rounded; None where they are not."""
     if config.get("load_in_8bit"):
-        threshold = config.get("llm_int8_threshold", 6.0)
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
-            return "int8"
+        threshold = _positive(config.get("llm_int8_threshold", 6.0))
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
     for group in _groups(config):
         if isinstance(told := group.get("input_activations"), dict):
@@ -177,10 +198,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
     config = contents.quantization
     infos = contents.infos
     gguf = contents.container == "gguf"
-    if gguf:
-        forms = {info.dtype for info in infos.values()}
-    else:
-        forms = {codes.form for codes in coded}
+    forms = {info.dtype for info in infos.values()} if gguf else {codes.form for codes in coded}
     linears = [name.removesuffix(".qweight") for name in infos if name.endswith(".qweight")]
     return {
         "layout": {_layout(contents) or "none"},
@@ -218,13 +236,11 @@ def _language(weights: Sequence[Weight]) -> str | None:
 def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
     """Parameters and bytes by part, in the order in which a model uses them."""
     order = ("embeddings", "attention", "mlp", "norms", "head", "other")
-    rows = {part: {"parameters": 0, "bytes": 0, "code_bytes": 0, "scale_bytes": 0} for part in order}
+    rows = {part: Counter() for part in order}
     for weight in weights:
-        row = rows[part_of(weight.name)]
-        row["parameters"] += weight.parameters
-        row["bytes"] += weight.nbytes
-        row["code_bytes"] += weight.code_bytes
-        row["scale_bytes"] += weight.scale_bytes
+        counted = {"parameters": weight.parameters, "bytes": weight.nbytes}
+        coded = {"code_bytes": weight.code_bytes, "scale_bytes": weight.scale_bytes}
+        rows[part_of(weight.name)].update(counted | coded)
     return [{"part": part} | row for part, row in rows.items() if row["bytes"]]
 
 

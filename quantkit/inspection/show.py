@@ -18,7 +18,7 @@ def print_record(record: dict[str, Any]) -> None:
     """Facts, then bytes by part, tensors and clients."""
     console = Console(highlight=False, markup=False)
     print_facts(console, _facts(record))
-    for warning in (*record["positions"]["warnings"], *record["integrity"]["warnings"]):
+    for warning in record["integrity"]["warnings"]:
         print_line(console, f"warning: {warning}", "yellow")
     _print_parts(console, record)
     _print_tensors(console, record["tensors"])
@@ -82,10 +82,9 @@ def _kept(found: dict[str, Any] | None) -> str:
 def _tokenizer(found: dict[str, Any] | None) -> str:
     if found is None:
         return "none"
-    parts = [found["kind"] or found["class"] or "of unknown kind"]
-    parts += [f"{found['tokens']} tokens"] if found["tokens"] else []
-    template = found["chat_template"]
-    parts.append(f"chat template {template['sha256'][:12]}" if template else "no chat template")
+    parts = [found["kind"]] + ([f"{found['tokens']} tokens"] if found["tokens"] else [])
+    template = found["chat_template_sha256"]
+    parts.append(f"chat template {template[:12]}" if template else "no chat template")
     return ", ".join(parts)
 
 
@@ -169,8 +168,6 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
         values = [side.get(name, "–") for side in sides]
         if values[0] != values[1]:
             rows.add_row(name, *map(printable, values))
-    for entry in record["config"]:
-        rows.add_row(printable(entry["key"]), *(printable(str(value)) for value in entry["values"]))
     rows.columns[0].overflow = "fold"
     if rows.row_count:
         console.print(rows)
@@ -179,8 +176,8 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
         print_facts(console, {"tokenizers": record["tokenizers"]})
     found = record["weights"]
     same = found["compared"] == found["equal"] and not found["unlike"] and not any(found["only"])
-    if same and not record["config"] and record["tokenizers"] == "equal":
-        print_facts(console, {"A and B": "equal in configuration, tokenizer and every weight"})
+    if same and record["tokenizers"] == "equal":
+        print_facts(console, {"A and B": "equal in tokenizer and every weight"})
 
 
 def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
@@ -192,10 +189,9 @@ def _print_differences(console: Console, found: dict[str, Any], top: int) -> Non
                 row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", f"{row['largest']:.3g}"
             )
         console.print(rows)
-    parts = ", ".join(f"{row['part']} {row['relative']:.5f}" for row in found["parts"] if row["relative"])
     facts = {
         "weights": f"{found['compared']} compared, {found['equal']} equal",
-        "|A − B|/|A|": f"{found['relative']:.5f} over all of them" + (f" ({parts})" if parts else ""),
+        "|A − B|/|A|": f"{found['relative']:.5f} over all of them",
     }
     for place, names in zip("AB", found["only"], strict=True):
         if names:

@@ -1,21 +1,47 @@
-"""What headers say of each weight: its shape, how it is stored, and which bytes are codes and which scales.
+"""The weights of a checkpoint by their headers: shape, how each is stored, bytes of codes and of scales.
 
-A quantized linear lies in several tensors; the layouts (HEADERS of each) tell which belong together and what
-their sizes mean, also where quantkit has no decoder for them.
+Quantized linears are found and checked by the layout that decodes them (`Layout.believed`), on headers in
+place of tensors. Of what no layout here decodes, gpt-oss's experts and floats with scales are counted.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from quantkit import layouts
-from quantkit.layouts import _foreign, ggml
-from quantkit.layouts._headers import Codes, Headers, Mark
+from quantkit.errors import QuantkitError
+from quantkit.layouts import Layout, OutOfReach
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
+
+PLAIN = re.compile(r"(F|BF|I)\d+$")  # types of GGUF files whose values are not coded
+OF_CACHE = (".k_scale", ".v_scale")  # scales of keys and values belong to no linear
+UNPACKED = {"U8": "B", "I64": "q"}  # of small tensors that say something of others
+
+
+@dataclass(frozen=True)
+class Codes:
+    """How a weight is quantized. bits: of one code. group_size: columns that share a scale, None for a row
+    or what headers do not tell. problem: why its layout would not decode it."""
+
+    form: str
+    bits: int
+    group_size: int | None = None
+    shape: tuple[int, int] | None = None
+    weights: int = 0
+    problem: str = ""
+
+    def describe(self) -> str:
+        """`4 bit, groups of 128`; the name alone where it says it all."""
+        if self.form.isupper() or self.form == "nf4":  # the former: a ggml type
+            return self.form
+        form = f"{self.bits} bit" if self.form in ("gptq", "awq", "pack-quantized") else self.form
+        return f"{form}, groups of {self.group_size}" if self.group_size else f"{form}, whole rows"
 
 
 @dataclass(frozen=True)
@@ -43,79 +69,147 @@ class Weight:
         return self.codes.describe() if self.codes else self.dtype
 
 
-Parts = Mapping[str, TensorInfo]
+@dataclass(frozen=True)
+class _Part:
+    """A tensor by its header, as layouts check tensors."""
+
+    info: TensorInfo
+    contents: Contents
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    def tolist(self) -> list[int]:
+        """The values of a small tensor. Raises OutOfReach where they lie on the hub."""
+        data = self.contents.small_tensor(self.info.name)
+        if data is None or self.dtype not in UNPACKED:
+            raise OutOfReach
+        return memoryview(data).cast(UNPACKED[self.dtype]).tolist()
 
 
-def all_headers() -> list[Headers]:
-    """Of every layout, and of what only others write."""
-    return [module.HEADERS for module in (*layouts.modules(), _foreign)]
+def layout_of(contents: Contents) -> Layout | None:
+    """The layout that decodes a folder's linears; None where there is none."""
+    try:
+        return layouts.detect(contents.config, contents.infos)
+    except QuantkitError:
+        return None
 
 
 def weights_of(contents: Contents) -> list[Weight]:
     """Every parameter, in the order of the file."""
     if contents.container == "gguf":
-        owners = {name: ggml.scaled_by(name, contents.infos) for name in contents.infos}
-        beside = Counter()
-        for name, owner in owners.items():
-            beside[owner] += contents.infos[name].nbytes
-        infos = (info for name, info in contents.infos.items() if owners[name] is None)
-        return [_of_ggml(info, beside[info.name]) for info in infos]
-    found, taken = {}, set()
-    for linear, (mark, parts) in packed(contents).items():
-        codes = mark.read(parts, contents)
-        nbytes, coded = sum(info.nbytes for info in parts.values()), parts[mark.codes]
-        found[linear] = Weight(
-            f"{linear}.weight", coded.dtype, codes.shape, codes.weights,
-            code_bytes=coded.nbytes, scale_bytes=nbytes - coded.nbytes, codes=codes,
+        return list(_of_gguf(contents.infos))
+    found, taken = [], set()
+    layout = layout_of(contents)
+    coded = _packed(layout, contents) if layout else _foreign(contents.infos)
+    for linear, dtype, codes, parts in coded:
+        held = sum(info.nbytes for info in parts)
+        code_bytes = parts[0].nbytes
+        found.append(
+            Weight(
+                f"{linear}.weight", dtype, codes.shape, codes.weights,
+                code_bytes=code_bytes, scale_bytes=held - code_bytes, codes=codes,
+            )
         )  # fmt: skip
-        taken |= {info.name for info in parts.values()}
-    of_cache = tuple(ending for headers in all_headers() for ending in headers.of_cache)
-    plain = [
-        _of_cache(info)
-        if name.endswith(of_cache)
-        else Weight(name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
-        for name, info in contents.infos.items()
-        if name not in taken
-    ]
-    return plain + list(found.values())
+        taken |= {info.name for info in parts}
+    rest = [info for name, info in contents.infos.items() if name not in taken]
+    return [_plain(info) for info in rest] + found
 
 
-def _of_cache(info: TensorInfo) -> Weight:
-    """A scale of keys or values, which is no parameter."""
-    return Weight(info.name, info.dtype, info.shape, 0, scale_bytes=info.nbytes)
+def _plain(info: TensorInfo) -> Weight:
+    if info.name.endswith(OF_CACHE):
+        return Weight(info.name, info.dtype, info.shape, 0, scale_bytes=info.nbytes)
+    return Weight(info.name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
 
 
-def packed(contents: Contents) -> dict[str, tuple[Mark, Parts]]:
-    """Every quantized linear: how it is found, and the tensors it lies in."""
-    found: dict[str, tuple[Mark, Parts]] = {}
-    marks = [
-        mark for headers in all_headers() for mark in headers.marks if mark.claims(contents.quantization)
-    ]
-    for mark in marks:
-        ending = mark.separator + mark.marker
-        for name in contents.infos:
-            linear = name.removesuffix(ending)
-            if linear == name or linear in found:
-                continue
-            names = {part: f"{linear}{mark.separator}{part}" for part in (mark.marker, *mark.others)}
-            parts = {part: contents.infos[full] for part, full in names.items() if full in contents.infos}
-            if mark.codes in parts:
-                found[linear] = (mark, parts)
-    return found
+Coded = tuple[str, str, Codes, list[TensorInfo]]  # linear, type, codes; tensors, codes first
+
+
+def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
+    """Every linear that lies in a known layout."""
+    for linear, names in layouts.group_by_linear(layout, contents.infos).items():
+        infos = {part: contents.infos[name] for part, name in names.items()}
+        own, codes = layout, Codes(layout.label, 0)
+        try:
+            own = layout.at(linear)
+            codes = _codes(own, {part: _Part(info, contents) for part, info in infos.items()})
+        except KeyError as error:
+            codes = replace(codes, problem=f"{error.args[0]} is absent")
+        except QuantkitError as error:
+            codes = replace(codes, problem=error.message)
+        first = own.code_part if own.code_part in infos else layout.marker
+        ordered = [infos.pop(first), *infos.values()]
+        yield linear, ordered[0].dtype, codes, ordered
+
+
+def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
+    """What a layout makes of a linear's headers. Raises KeyError and QuantkitError as its decoder does."""
+    told = layout.numbers
+    try:
+        spec = layout.believed(parts)
+    except OutOfReach:  # the shape of nf4 stands in a text
+        return Codes(layout.label, 4, None, None, 2 * math.prod(parts[layout.code_part].shape))
+    size, columns = told[1] if told else spec.grid.group_size, spec.in_features
+    whole = size is None or size > columns or (told is None and size == columns)
+    shape = spec.out_features, columns
+    return Codes(layout.label, spec.grid.bits, None if whole else size, shape, spec.weights)
+
+
+def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
+    """Linears that no layout here decodes: gpt-oss's experts `blocks [experts, out, groups, 16]`; floats with
+    `weight_scale`, of 8 bits or two of 4 bits a byte, as modelopt writes them."""
+    for name, info in infos.items():
+        linear, scales = name.removesuffix("_blocks"), infos.get(f"{name.removesuffix('_blocks')}_scales")
+        if linear != name and scales:
+            yield linear, info.dtype, Codes("mxfp4", 4, 32, None, 2 * info.nbytes), [info, scales]
+        scale = infos.get(f"{name}_scale")
+        if name.endswith(".weight") and scale and len(info.shape) == 2:
+            linear = name.removesuffix(".weight")
+            per_byte = 2 if info.dtype == "U8" else 1
+            rows, columns = info.shape[0], per_byte * info.shape[1]
+            groups = scale.shape[1] if len(scale.shape) == 2 else 1
+            size = -(-columns // groups) if groups > 1 else None
+            form = "nvfp4" if per_byte == 2 else "float8"
+            others = [infos[part] for end in ("_scale", "_scale_2") if (part := name + end) in infos]
+            others += [infos[part] for part in (f"{linear}.input_scale",) if part in infos]
+            codes = Codes(form, 8 // per_byte, size, (rows, columns), rows * columns)
+            yield linear, info.dtype, codes, [info, *others]
+
+
+def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
+    """Every tensor of a GGUF file; scales of NVFP4 matrices, tensors of their own, count with these."""
+    owners = {name: _scaled_by(name, infos) for name in infos}
+    beside = Counter()
+    for name, owner in owners.items():
+        beside[owner] += infos[name].nbytes
+    for name, info in infos.items():
+        if owners[name] is None:
+            yield _of_ggml(info, beside[name])
+
+
+def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
+    """The matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something else."""
+    owner = infos.get(re.sub(r"\.(input_)?scale$", ".weight", name))
+    return owner.name if owner is not None and owner.name != name and owner.dtype == "NVFP4" else None
 
 
 def _of_ggml(info: TensorInfo, beside: int) -> Weight:
     """A tensor of a GGUF file; codes and scales of its blocks lie side by side. beside: bytes of scales in
     tensors of their own."""
-    weight = Weight(info.name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
-    codes = ggml.codes_of(info)
-    if codes is None:
+    weight = _plain(info)
+    if PLAIN.match(info.dtype):
         return weight
-    code_bytes = min(info.nbytes, int(codes.weights * codes.bits) // 8)
-    return replace(
-        weight,
-        plain_bytes=0,
-        code_bytes=code_bytes,
-        scale_bytes=info.nbytes - code_bytes + beside,
-        codes=codes,
-    )
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
+    digits = re.match(r"(?:MX|NV)?[A-Z]*(\d)", info.dtype)
+    shape = info.shape if len(info.shape) == 2 else None
+    codes = Codes(info.dtype, int(digits[1]) if digits else 8, block, shape, math.prod(info.shape))
+    code_bytes = min(info.nbytes, codes.weights * codes.bits // 8)
+    scale_bytes = info.nbytes - code_bytes + beside
+    return replace(weight, plain_bytes=0, code_bytes=code_bytes, scale_bytes=scale_bytes, codes=codes)

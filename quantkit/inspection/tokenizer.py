@@ -1,4 +1,4 @@
-"""What the tokenizer's files say, without building it."""
+"""The tokenizer of a checkpoint by its files, without building it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from typing import Any
 from quantkit.models.files.headers import Contents
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-SPECIAL = ("bos", "eos", "pad", "unk")
 GGUF_KINDS = {"gpt2": "BPE", "llama": "SentencePiece", "bert": "WordPiece", "t5": "Unigram"}
 
 
 def describe(contents: Contents) -> dict[str, Any] | None:
-    """kind, tokens (the largest id, and one), special tokens, limit and chat template; None without one."""
+    """kind, tokens (the largest id, and one) and sha256 of the chat template; None without a tokenizer."""
     found = _of_metadata(contents) if contents.container == "gguf" else _of_files(contents)
-    return None if found is None else found | {"chat_template": _hashed(found["chat_template"])}
+    if found is None:
+        return None
+    kind, tokens, template = found
+    sha256 = hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
+    return {"kind": kind, "tokens": tokens, "chat_template_sha256": sha256}
 
 
-def _of_files(contents: Contents) -> dict[str, Any] | None:
-    config = contents.json("tokenizer_config.json") or {}
-    whole = contents.json("tokenizer.json")
-    pieces = next((name for name in SENTENCEPIECE if name in contents.files), None)
-    if not config and whole is None and pieces is None and "tokenizer.json" not in contents.files:
+def _of_files(contents: Contents) -> tuple[str, int | None, Any] | None:
+    config, whole = contents.json("tokenizer_config.json"), contents.json("tokenizer.json")
+    pieces = any(name in contents.files for name in SENTENCEPIECE)
+    if config is None and not pieces and "tokenizer.json" not in contents.files:
         return None
     model = (whole or {}).get("model")
     if whole is not None and not isinstance(model, dict):
         contents.problems.append("tokenizer.json holds no tokenizer")
-    kind = str(model.get("type")) if isinstance(model, dict) else "SentencePiece" if pieces else None
-    return {
-        "kind": kind,
-        "class": config.get("tokenizer_class"),
-        "tokens": _tokens(whole) if whole else None,
-        "special": {name: _text(config.get(f"{name}_token")) for name in SPECIAL},
-        "limit": config.get("model_max_length"),
-        "chat_template": _template(contents, config),
-    }
+    kind = "SentencePiece" if pieces else (config or {}).get("tokenizer_class", "of unknown kind")
+    kind = model.get("type") if isinstance(model, dict) else kind
+    data = contents.read("chat_template.jinja")
+    template = (config or {}).get("chat_template") if data is None else data.decode("utf-8", "replace")
+    return str(kind), _tokens(whole or {}), template
 
 
 def _tokens(whole: dict[str, Any]) -> int | None:
@@ -49,48 +47,10 @@ def _tokens(whole: dict[str, Any]) -> int | None:
     return max((value for value in ids if isinstance(value, int)), default=-1) + 1 or None
 
 
-def _template(contents: Contents, config: dict[str, Any]) -> str | None:
-    data = contents.read("chat_template.jinja")
-    if data is not None:
-        return data.decode("utf-8", "replace")
-    stored = config.get("chat_template")
-    if isinstance(stored, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in stored if isinstance(entry, dict)}
-        stored = named.get("default") or next(iter(named.values()), None)
-    return stored if isinstance(stored, str) else None
-
-
-def _text(token: Any) -> str | None:
-    """A special token, spelled out or as the mapping that older files hold."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) else None
-
-
-def _of_metadata(contents: Contents) -> dict[str, Any] | None:
+def _of_metadata(contents: Contents) -> tuple[str, int | None, Any] | None:
     told = contents.metadata
     if "tokenizer.ggml.model" not in told:
         return None
-    tokens = told.get("tokenizer.ggml.tokens")
-    tokens = tokens if isinstance(tokens, list) else []
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    ids = {name: told.get(f"tokenizer.ggml.{words}_token_id") for name, words in names.items()}
-    special = {
-        name: tokens[place] if isinstance(place, int) and 0 <= place < len(tokens) else None
-        for name, place in ids.items()
-    }
-    template = told.get("tokenizer.chat_template")
-    model = str(told["tokenizer.ggml.model"])
-    return {
-        "kind": GGUF_KINDS.get(model, model),
-        "class": told.get("tokenizer.ggml.pre"),
-        "tokens": len(tokens) or None,
-        "special": special,
-        "limit": None,
-        "chat_template": template if isinstance(template, str) else None,
-    }
-
-
-def _hashed(template: str | None) -> dict[str, Any] | None:
-    if template is None:
-        return None
-    return {"characters": len(template), "sha256": hashlib.sha256(template.encode()).hexdigest()}
+    model, tokens = str(told["tokenizer.ggml.model"]), told.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    return GGUF_KINDS.get(model, model), count or None, told.get("tokenizer.chat_template")

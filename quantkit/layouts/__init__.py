@@ -1,8 +1,8 @@
 """Layouts: how one quantized linear lies on disk for a named client. One file each, found by name.
 
-A layout's file holds its class; NAME, as configurations spell it; `detect(config)`, which makes one of a
-stored configuration; and HEADERS, how headers alone show its linears (see `_headers`). Who loads it stands
-in inspection/clients.yaml. torch is imported where tensors are encoded and decoded: plans do without.
+A layout's file holds its class; NAME, as configurations spell it; and `detect(config)`, which makes one of a
+stored configuration. Who loads it stands in inspection/clients.yaml. torch is imported where tensors are
+encoded and decoded: plans do without.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 
@@ -89,12 +90,15 @@ def table_bytes(table: Table) -> int:
     return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in table.values())
 
 
-class Layout(Protocol):
+class OutOfReach(LookupError):
+    """A header's values are asked for, and they lie on the hub."""
+
+
+class Layout(ABC):
     """One layout on disk, as a client expects it. `encode` and `decode` are exact inverses.
 
-    A class that lacks one of REQUIRED fails when it is defined.
-
-    Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it. fused: its
+    Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it, `code_part` is
+    the one with codes. label: what `inspect` calls such codes. fused: its
     engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
     they make linears of a block's other matrices, such as routers, unless `beside` names them. floats: of the
     suffixes, those whose tensors hold what is stored in floating point. needs: which statistics of a
@@ -105,6 +109,8 @@ class Layout(Protocol):
 
     marker: str
     suffixes: tuple[str, ...]
+    label: str
+    code_part = "weight"
     fused = True
     experts_note = ""
     takes_matrices = False
@@ -113,16 +119,12 @@ class Layout(Protocol):
     rounds_inputs = False
     optional: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    REQUIRED = ("check", "tensors", "sizes", "encode", "decode", "config")
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        refuse_incomplete(cls, Layout)
 
     def at(self, linear: str) -> Layout:
         """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
         return self
 
+    @abstractmethod
     def check(self, spec: LinearSpec) -> str | None:
         """Why this layout cannot hold `spec`, with the fix; None when it can."""
 
@@ -134,9 +136,11 @@ class Layout(Protocol):
         """Why no client reads experts of so many linears each in this layout; None where one does."""
         return None
 
+    @abstractmethod
     def tensors(self, spec: LinearSpec) -> Table:
         """Return the tensors stored for one linear by suffix; lengths of texts are close estimates."""
 
+    @abstractmethod
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
         """Return what a linear's stored tensors, or their headers, say of it. Raises ValueError or
         ArithmeticError for shapes that cannot be meant; `believed` compares the rest with `tensors`."""
@@ -146,13 +150,19 @@ class Layout(Protocol):
         """Bits and columns of a group, None for whole rows, that a stored configuration says of a linear."""
         return None
 
+    def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Return what stored tensors, or their headers, say of a linear (see the function)."""
+        return believed(parts, self)
+
     def nbytes(self, spec: LinearSpec) -> int:
         """Bytes that one quantized linear takes on disk."""
         return table_bytes(self.tensors(spec))
 
+    @abstractmethod
     def encode(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
         """Suffix -> tensor, as the client wants it."""
 
+    @abstractmethod
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         """The weight that the stored tensors hold."""
 
@@ -182,6 +192,7 @@ class Layout(Protocol):
         multiplies int8 fast."""
         return None
 
+    @abstractmethod
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
         """`quantization_config` of config.json. beside: names of modules outside the language model, such as
         towers of other modalities, which are not quantized."""
@@ -210,13 +221,6 @@ class WeightsOnly:
         """None: the decoded weight says it all."""
 
 
-def refuse_incomplete(cls: type, protocol: Any) -> None:
-    """Raise TypeError where a class lacks what its protocol only describes."""
-    lacking = [name for name in protocol.REQUIRED if getattr(cls, name) is getattr(protocol, name)]
-    if lacking:
-        raise TypeError(f"{cls.__name__} lacks {name_all(lacking)}")
-
-
 def available() -> list[str]:
     """Names of the layouts, from the files of this package; `_` begins what several of them share."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
@@ -224,10 +228,8 @@ def available() -> list[str]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of quantization; {} where that is nothing. MLX has a name of its own for it."""
-    stored, mlx = config.get("quantization_config"), config.get("quantization")
-    if isinstance(mlx, dict) and not (isinstance(stored, dict) and "quant_method" in stored):
-        return {"quant_method": "mlx"} | mlx
+    """What config.json says of quantization; {} where that is nothing."""
+    stored = config.get("quantization_config")
     return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 
 

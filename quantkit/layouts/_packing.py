@@ -7,11 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quantkit.layouts import LinearSpec, damaged
-from quantkit.layouts._headers import WORD
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+WORD = 32  # bits
+
+
+def words(count: int, bits: int) -> int:
+    """Words of 32 bits that hold `count` codes."""
+    return -(-count * bits // WORD)
 
 
 def whole_words(bits: int) -> int:

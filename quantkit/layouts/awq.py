@@ -9,14 +9,12 @@ Format: AutoAWQ `WQLinear_GEMM.from_linear`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, believed, sized
-from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import Codes, Headers, Parts, Stored, words
-from quantkit.layouts._packing import no_whole_words, pack, unpack
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, sized
+from quantkit.layouts._packing import no_whole_words, pack, unpack, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +38,8 @@ class AwqLayout(Layout):
     group_size: int
     zero_point: bool = True
     bits: int = BITS
-    marker = "qweight"
+    marker = code_part = "qweight"
+    label = NAME
     suffixes = ("qweight", "qzeros", "scales")
     floats = ("scales",)
 
@@ -106,7 +105,7 @@ class AwqLayout(Layout):
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
-        spec = believed(tensors, self)
+        spec = self.believed(tensors)
         grid = AffineGrid(BITS, spec.grid.group_size, symmetric=not self.zero_point)
         zero = _unpack(tensors["qzeros"], spec.out_features).float()
         params = AffineParams(tensors["scales"].t().float(), zero)
@@ -157,20 +156,3 @@ def _unpack(words: Tensor, out_features: int) -> Tensor:
     ordered = unpack(words.t(), BITS, out_features).view(-1, PER_WORD, len(words))
     places = [ORDER.index(column) for column in range(PER_WORD)]
     return ordered[:, places].flatten(0, 1)
-
-
-# ---- from headers alone
-
-
-def _read(parts: Parts, stored: Stored) -> Codes:
-    """Forms that are not understood but have the same names (gemv, Marlin) are not judged."""
-    config = stored.quantization
-    size = headers.number(config, "group_size")
-    codes = headers.codes_of("awq", AwqLayout(size), parts, size)
-    version = str(config.get("version") or "gemm").lower()
-    return codes if version in ("gemm", "awq") else replace(codes, problem="", lacks=())
-
-
-HEADERS = Headers(
-    marks=(headers.mark(AwqLayout, "qweight", _read, headers.is_awq),), telling=(".qzeros",), counted="awq"
-)

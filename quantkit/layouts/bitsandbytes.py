@@ -12,15 +12,12 @@ Format: bitsandbytes `nn/modules.py` (Linear8bitLt, Params4bit) and `functional.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
-from quantkit.layouts import Layout, LinearSpec, Table, Width, believed, sized
-from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import Codes, Config, Headers, Mark, Parts, Stored
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.layouts import Layout, LinearSpec, Table, Width, sized, stored_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,10 +26,8 @@ if TYPE_CHECKING:
     from quantkit.grids.nf4 import NestedParams, Nf4Params
 
 NAME = "bitsandbytes"
-STATE, STATE_OF_FP4 = (f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+STATE = "weight.quant_state.bitsandbytes__nf4"
 BLOCK, NESTED_BLOCK = 64, 256
-OF_4_BIT = ("weight.absmax", "weight.quant_map")
-NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # of NF4, and of the 8-bit codes of its scales
 EXPERT_LINEARS = 3  # gate, up and down
 FUSES = "transformers fuses experts and replaces nn.Linear alone"
@@ -44,6 +39,7 @@ class Int8Layout(Layout):
 
     threshold: float = 6.0
     marker = "SCB"
+    label = "int8"
     suffixes = ("weight", "SCB", "weight_format")
     floats = ("SCB",)
     optional = ("weight_format",)
@@ -96,7 +92,7 @@ class Int8Layout(Layout):
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
-        believed(tensors, self)
+        self.believed(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not understood"
             raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
@@ -130,7 +126,11 @@ class Nf4Layout(Layout):
 
     double_quant: bool = True
     marker = STATE
-    suffixes = ("weight", *OF_4_BIT, *NESTED, STATE)
+    label = "nf4"
+    suffixes = (
+        "weight", "weight.absmax", "weight.quant_map",
+        "weight.nested_absmax", "weight.nested_quant_map", STATE,
+    )  # fmt: skip
     floats = ("weight.absmax", "weight.nested_absmax", STATE)
     texts = (STATE,)
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
@@ -213,14 +213,18 @@ class Nf4Layout(Layout):
         """What the JSON text says."""
         return sized(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
 
+    def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """As `Layout.believed`, with single or double quantization as the tensors have it."""
+        nested = stored_as(parts["weight.absmax"])[0] == "U8"
+        return super(Nf4Layout, replace(self, double_quant=nested)).believed(parts)
+
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
         """Packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
         import torch
 
         from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
 
-        nested = tensors["weight.absmax"].dtype == torch.uint8
-        spec = believed(tensors, replace(self, double_quant=nested))
+        spec, nested = self.believed(tensors), tensors["weight.absmax"].dtype == torch.uint8
         _expect(tensors["weight.quant_map"], table())
         absmax = tensors["weight.absmax"]
         packed = tensors["weight"].view(spec.out_features, spec.in_features // 2)
@@ -329,51 +333,3 @@ def _expect(stored: Tensor, known: Tensor) -> None:
         stored.float(), known.to(stored.device), rtol=0, atol=1e-6
     ):
         raise QuantkitError("the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)
-
-
-# ---- from headers alone
-
-
-def _read_4_bit(form: str, state: str) -> Mark:
-    def read(parts: Parts, stored: Stored) -> Codes:
-        """The shape stands in a JSON text beside the codes, which a hub's headers do not show."""
-        weights, scales = 2 * parts["weight"].nbytes, parts.get("weight.absmax")
-        needed = OF_4_BIT + (NESTED if scales is not None and scales.dtype == "U8" else ())
-        lacks = tuple(part for part in needed if part not in parts)
-        text = stored.small_tensor(parts[state].name)
-        try:
-            told = json.loads(text) if text is not None else {}
-            shape = tuple(map(int, told["shape"])) if "shape" in told else None
-            block = int(told.get("blocksize", BLOCK))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return Codes(form, 4, None, None, weights, "its quantization state is not understood", lacks)
-        why = "" if shape is None or math.prod(shape) == weights else f"{weights} codes for {list(shape)}"
-        held = math.prod(scales.shape) if scales else None
-        if text is not None and held not in (None, -(-weights // max(1, block))):
-            why = why or f"{held} scales for {weights} codes in blocks of {block}"
-        return Codes(form, 4, block, shape, weights, why, lacks)
-
-    return Mark(state, "weight", ("weight", *OF_4_BIT, *NESTED), read)
-
-
-def _contradicted(config: Config, coded: Mapping[str, Codes]) -> Iterator[str]:
-    """What kind of codes the configuration announces, against those that are there."""
-    forms = {codes.form for codes in coded.values()}
-    if forms & {"nf4", "fp4"} and not config.get("load_in_4bit"):
-        yield f"quantization_config does not say load_in_4bit, the weights are {name_all(sorted(forms))}"
-    ours = config.get("quant_method") == "bitsandbytes"
-    if "int8" in forms and ours and not config.get("load_in_8bit"):
-        yield "quantization_config does not say load_in_8bit, the weights are int8"
-
-
-HEADERS = Headers(
-    marks=(
-        headers.mark(
-            Int8Layout, "weight", lambda parts, stored: headers.codes_of("int8", Int8Layout(), parts)
-        ),
-        _read_4_bit("nf4", STATE),
-        _read_4_bit("fp4", STATE_OF_FP4),
-    ),
-    telling=(".SCB", *(f".{part}" for part in (*OF_4_BIT, *NESTED, STATE, STATE_OF_FP4))),
-    contradicted=_contradicted,
-)

@@ -2,21 +2,19 @@
 
 `weight` float8 e4m3 `[out, in]`; `weight_scale_inv` float32 `[out / 128, in / 128]`, rounded up: what a
 block's floats are to be *multiplied* with, whatever its name says. Inputs are rounded to e4m3, too: each
-token by groups of 128 columns, in float32. Read besides: static scales of inputs, `activation_scale`; scales
-in E8M0. Format: DeepSeek-V3 `inference/kernel.py`; transformers 5.23 `integrations/finegrained_fp8.py`.
+token by groups of 128 columns, in float32. Read besides: scales in E8M0. Format: DeepSeek-V3
+`inference/kernel.py`; transformers 5.23 `integrations/finegrained_fp8.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, Width, believed, sized
-from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import Codes, Headers, Parts, Stored
+from quantkit.layouts import Layout, LinearSpec, Table, Width, sized
 from quantkit.layouts._packing import column_groups
 
 if TYPE_CHECKING:
@@ -25,20 +23,17 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "fp8"
-SCHEMES = ("dynamic", "static")  # of activations
 
 
 @dataclass(frozen=True)
 class Fp8Layout(Layout):
-    """block: rows and columns that share a scale. activations: whose scale is found as the model runs
-    (`dynamic`) or stored."""
+    """block: rows and columns that share a scale."""
 
     block: tuple[int, int] = (128, 128)
-    activations: str = "dynamic"
     marker = "weight_scale_inv"
-    suffixes = ("weight", "weight_scale_inv", "activation_scale")
+    label = "float8"
+    suffixes = ("weight", "weight_scale_inv")
     floats = ("weight_scale_inv",)
-    optional = ("activation_scale",)
     rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -78,7 +73,7 @@ class Fp8Layout(Layout):
         from quantkit.grids.float8 import Float8Grid, Float8Params
         from quantkit.grids.grid import QuantizedWeight
 
-        spec = believed(tensors, self)
+        spec = self.believed(tensors)
         weight, stored, rows = tensors["weight"], tensors["weight_scale_inv"], self.block[0]
         scale = stored.float().repeat_interleave(rows, 0)[: len(weight)]
         group = column_groups(tensors, "weight", None, spec, weight.device)
@@ -94,10 +89,6 @@ class Fp8Layout(Layout):
         from quantkit.layouts.compressed_tensors.forms import Numbers
 
         weight = self.values(tensors) if values is None else values
-        if self.activations == "static":
-            numbers = Numbers(8, "float", True, "tensor")
-            scale = tensors["activation_scale"].float().view(1)
-            return QuantizedInputLinear(weight, bias, numbers, scale, exact=True)
         size = math.gcd(self.block[1], weight.shape[1])
         numbers = Numbers(8, "float", True, "group", group_size=size, dynamic=True)
         return QuantizedInputLinear(weight, bias, numbers, exact=True)
@@ -108,7 +99,7 @@ class Fp8Layout(Layout):
         return {
             "quant_method": NAME,
             "fmt": "e4m3",
-            "activation_scheme": self.activations,
+            "activation_scheme": "dynamic",
             "weight_block_size": list(self.block),
             "modules_to_not_convert": ["lm_head", *beside, *kept],
         }
@@ -119,32 +110,14 @@ def detect(config: dict) -> Fp8Layout | None:
     if config.get("quant_method") != NAME:
         return None
     block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
-    if not _is_block(block):
+    experts = config.get("expert_dtype", "fp8")
+    square = isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)
+    if not square or (scheme, experts) != ("dynamic", "fp8"):
         raise QuantkitError(
-            f"quantization 'fp8' with weight_block_size {block!r} is not understood",
-            hint="quantkit reads fp8 in blocks, as DeepSeek publishes it, and compressed-tensors'",
+            f"quantization 'fp8' with weight_block_size {block!r}, activation_scheme {scheme!r} and "
+            f"expert_dtype {experts!r} is not understood",
+            hint="quantkit reads fp8 in blocks with dynamic activations, as DeepSeek publishes it, and "
+            "compressed-tensors'",
             exit_code=UNSUPPORTED,
         )
-    if scheme not in SCHEMES or config.get("expert_dtype", "fp8") != "fp8":
-        raise QuantkitError(
-            f"quantization 'fp8' with activation_scheme {scheme!r} and expert_dtype "
-            f"{config.get('expert_dtype', 'fp8')!r} is not understood",
-            hint="quantkit reads dynamic and static activations, and experts in fp8",
-            exit_code=UNSUPPORTED,
-        )
-    return Fp8Layout(tuple(block), scheme)
-
-
-def _is_block(block: object) -> bool:
-    return isinstance(block, list) and len(block) == 2 and all(type(s) is int and s > 0 for s in block)
-
-
-def _read(parts: Parts, stored: Stored) -> Codes:
-    """A scale for each square of rows and columns, where the configuration says how large they are."""
-    block = stored.quantization.get("weight_block_size")
-    if not _is_block(block):
-        return headers.codes_of("float8", None, parts)
-    return replace(headers.codes_of("float8", Fp8Layout(tuple(block)), parts), group_size=block[1])
-
-
-HEADERS = Headers(marks=(headers.mark(Fp8Layout, "weight", _read),), telling=(".weight_scale_inv",))
+    return Fp8Layout(tuple(block))

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, believed, fusions, sized
-from quantkit.layouts import _headers as headers
-from quantkit.layouts._headers import WORD, Codes, Headers, Parts, Stored, words
-from quantkit.layouts._packing import column_groups, no_whole_words, pack_planes, unpack_planes
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, fusions, sized
+from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack_planes, unpack_planes, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +51,8 @@ class GptqLayout(Layout):
     damp_percent: float = 0.01
     version: int = 1
     rules: tuple[Rule, ...] | None = field(default=None, compare=False)
-    marker = "qweight"
+    marker = code_part = "qweight"
+    label = NAME
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     floats = ("scales",)
     optional = ("g_idx",)
@@ -126,7 +125,7 @@ class GptqLayout(Layout):
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
-        spec = believed(tensors, self)
+        spec = self.believed(tensors)
         bits, planes = spec.grid.bits, self.planes(spec.grid.bits)
         qweight, scales = tensors["qweight"], tensors["scales"]
         group = column_groups(tensors, "g_idx", tensors.get("g_idx"), spec, qweight.device)
@@ -236,23 +235,3 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
 def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
     """What the first rule that matches says of one linear; {} where none does."""
     return next((rule for pattern, rule in rules if pattern.match(linear)), {})
-
-
-# ---- from headers alone
-
-
-def _read(parts: Parts, stored: Stored) -> Codes:
-    """Forms that are not understood but have the same names (Marlin, BitBLAS) are not judged."""
-    config = stored.quantization
-    size = headers.number(config, "group_size")
-    codes = headers.codes_of("gptq", GptqLayout(headers.number(config, "bits"), size), parts, size)
-    form = str(config.get("checkpoint_format") or config.get("format") or NAME).lower()
-    return codes if form in FORMATS.values() else replace(codes, problem="", lacks=())
-
-
-HEADERS = Headers(
-    marks=(headers.mark(GptqLayout, "qweight", _read, lambda config: not headers.is_awq(config)),),
-    telling=(".qzeros", ".g_idx"),
-    counted="gptq",
-    optional=("g_idx",),
-)

@@ -18,7 +18,7 @@ import importlib
 from quantkit.grids.ggml.block import BlockGrid
 
 MODULES = {
-    "legacy": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"),
+    "legacy": ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     "kquants": ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     "iq4": ("IQ4_NL", "IQ4_XS"),
     "iquants": ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),

@@ -1,6 +1,5 @@
 """The block types of 32 weights with one scale: Q4_0, Q5_0, Q8_0, and with a min Q4_1, Q5_1
-(quantize_row_q4_0_ref to quantize_row_q5_1_impl). TQ1_0, TQ2_0: one scale for 256 weights of -1, 0 and 1, for
-models that were trained so (quantize_row_tq1_0_ref, quantize_row_tq2_0_ref).
+(quantize_row_q4_0_ref to quantize_row_q5_1_impl).
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml.block import BlockGrid, Blocks
-from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
+from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, lowest, make_qkx, make_qx, over, total
 
@@ -82,28 +81,10 @@ class Q8Grid(BlockGrid):
         return Scale(half(d)), halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
 
 
-class TernaryGrid(BlockGrid):
-    """`d * (code - 1)`; d is the largest magnitude. No code is chosen by importance."""
-
-    weighted = False
-
-    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
-        d = blocks.x.abs().amax(0)
-        return Scale(half(d)), halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
-
-    def _nearest(self, level: Tensor) -> Tensor:
-        return level.round_().clamp_(-1, 1).add_(self.offset)
-
-    def snap(self, target: Tensor, out: Tensor) -> None:
-        """The nearest of the codes 0, 1 and 2, into `out`."""
-        torch.round(target, out=out).clamp_(0, 2)
-
-
 GRIDS = {
     "Q4_0": ScaleGrid("Q4_0", 4, BLOCK, offset=8),
     "Q4_1": ScaleAndMinGrid("Q4_1", 4, BLOCK),
     "Q5_0": ScaleGrid("Q5_0", 5, BLOCK, offset=16),
     "Q5_1": ScaleAndMinGrid("Q5_1", 5, BLOCK),
     "Q8_0": Q8Grid("Q8_0", 8, BLOCK, offset=128),
-    **{name: TernaryGrid(name, 2, SUPER_BLOCK, SUPER_BLOCK, offset=1) for name in ("TQ1_0", "TQ2_0")},
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError
 from quantkit.layouts import (
@@ -26,7 +26,6 @@ from quantkit.layouts import (
 )
 from quantkit.layouts.compressed_tensors import schemes
 from quantkit.layouts.compressed_tensors.forms import Form
-from quantkit.layouts.compressed_tensors.headers import HEADERS as HEADERS
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 
 if TYPE_CHECKING:
@@ -60,6 +59,14 @@ class CompressedTensorsLayout(Layout):
     @property
     def floats(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(part for form in (self.form, *self.others) for part in form.floats))
+
+    @property
+    def label(self) -> str:
+        return self.form.LABEL
+
+    @property
+    def code_part(self) -> str:
+        return self.form.CODES[0]
 
     @property
     def rounds_inputs(self) -> bool:
@@ -109,8 +116,11 @@ class CompressedTensorsLayout(Layout):
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
-        form = self._form(tensors)
-        return form.decode(tensors, believed(tensors, form))
+        return self._form(tensors).decode(tensors, self.believed(tensors))
+
+    def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """As `Layout.believed`, of a linear in its form."""
+        return believed(parts, self._form(parts))
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
         """Of the tensors of one linear, in its form."""

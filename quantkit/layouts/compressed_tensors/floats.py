@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -35,7 +35,7 @@ class FloatQuantized(Form):
     block: int | None = None
     static: bool = False
     whole: bool = False
-    NAME = "float-quantized"
+    NAME, LABEL = "float-quantized", "float8"
     SUFFIXES = ("weight", "weight_scale", "input_scale")
     CODES = ("weight", "F8_E4M3")
     optional = ("input_scale",)
@@ -69,6 +69,11 @@ class FloatQuantized(Form):
         table: Table = {"weight": ("F8_E4M3", shape), "weight_scale": ("BF16", scales)}
         return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
 
+    def sizes(self, tensors: Tensors) -> LinearSpec:
+        """Of the codes; groups are rows of a block."""
+        rows, columns = tensors["weight"].shape
+        return sized(rows, columns, Width(8, min(self.block or columns, columns)))
+
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The two or three tensors of one linear."""
         from quantkit.grids.float8 import FLOAT8, LARGEST
@@ -90,12 +95,10 @@ class FloatQuantized(Form):
 
         weight, stored = tensors["weight"], tensors["weight_scale"]
         rows = 0 if self.whole else self.block or 1
-        size = min(self.block or spec.in_features, spec.in_features)
         scale = stored.float().reshape(1, 1) if self.whole else stored.float()
         scale = scale.repeat_interleave(rows or len(weight), 0)[: len(weight)]
-        spec = replace(spec, grid=Width(8, size))
         group = column_groups(tensors, "weight", None, spec, weight.device)
-        grid = Float8Grid(size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
+        grid = Float8Grid(spec.grid.group_size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
         peak = tensors["input_scale"].float().view(()) * LARGEST if "input_scale" in tensors else None
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
 
@@ -138,7 +141,7 @@ class MxFp4Packed(Form):
     """
 
     quantize_inputs: bool = False
-    NAME = "mxfp4-pack-quantized"
+    NAME, LABEL = "mxfp4-pack-quantized", "mxfp4"
     SUFFIXES = ("weight_packed", "weight_scale")
     CODES = ("weight_packed", "U8")
     GROUP = 32
@@ -229,7 +232,7 @@ class NvFp4Packed(MxFp4Packed):
     the largest divisor of those for all: theirs are to be the same.
     """
 
-    NAME = "nvfp4-pack-quantized"
+    NAME, LABEL = "nvfp4-pack-quantized", "nvfp4"
     SUFFIXES = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
     optional = ("input_global_scale",)
     GROUP = 16

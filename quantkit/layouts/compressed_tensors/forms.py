@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from quantkit.layouts import LinearSpec, Table, Width, refuse_incomplete, sized
+from quantkit.layouts import LinearSpec, Width, sized
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.grids.grid import Grid, QuantizedWeight
 
 Tensors = Mapping[str, "Tensor"]
 
@@ -52,18 +51,22 @@ def described(
     return numbers | {"group_size": group_size, **more, "dynamic": dynamic, "observer": observer}
 
 
-class Form(Protocol):
+class Form:
     """What is written of a linear, and said of it. A frozen dataclass, with the options of its method.
 
-    NAME: the `format` of a config group. SUFFIXES: the tensors of a linear that it may store. CODES: the one
-    that holds codes, and its type. optional: those that may be there. common: the setting of most linears,
-    which target `Linear`; a setting is what tells one config group of this form from another, such as bits
-    and group size. floats: of the suffixes, those that hold what is stored in floating point. needs: which
-    statistics of a linear's inputs it writes something of (see SiteStatistics); `peak` comes as
-    `QuantizedWeight.input_peak`.
+    A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `holds(grid)`;
+    `tensors`, `encode` and `decode`, as layouts do; and `weights(setting)`, of a config group.
+
+    NAME: the `format` of a config group; LABEL: what `inspect` calls it. SUFFIXES: the tensors of a linear
+    that it may store. CODES: the one that holds codes, and its type. optional: those that may be there.
+    common: the setting of most linears, which target `Linear`; a setting is what tells one config group of
+    this form from another, such as bits and group size. floats: of the suffixes, those that hold what is
+    stored in floating point. needs: which statistics of a linear's inputs it writes something of (see
+    SiteStatistics); `peak` comes as `QuantizedWeight.input_peak`.
     """
 
     NAME: str
+    LABEL: str
     SUFFIXES: tuple[str, ...]
     CODES: tuple[str, str]
     optional: tuple[str, ...] = ()
@@ -71,18 +74,6 @@ class Form(Protocol):
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[str] = frozenset()
     no_experts: str | None = None  # why no client reads experts in it
-    REQUIRED = ("like", "holds", "check", "tensors", "encode", "decode", "weights")
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        refuse_incomplete(cls, Form)
-
-    @classmethod
-    def like(cls, weights: Numbers, inputs: Numbers | None) -> Form | None:
-        """The form of a config group that says this; None where it holds no such numbers."""
-
-    def holds(self, grid: Grid | Width) -> bool:
-        """Whether weights on this grid are written so: with several forms the first that says so counts."""
 
     def setting(self, spec: LinearSpec) -> Hashable:
         """That of one linear."""
@@ -90,18 +81,6 @@ class Form(Protocol):
 
     def check(self, spec: LinearSpec) -> str | None:
         """Why this form cannot hold `spec`, with the fix; None when it can."""
-
-    def tensors(self, spec: LinearSpec) -> Table:
-        """Return the tensors stored for one linear, by suffix."""
-
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Suffix -> tensor, as clients want it."""
-
-    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Inverse of `encode`, of tensors that are as `tensors(spec)` has them."""
-
-    def weights(self, setting: Any) -> dict[str, Any]:
-        """`weights` of the config group of a setting."""
 
     def activations(self, setting: Any) -> dict[str, Any] | None:
         """`input_activations` of it; None where inputs stay as they are."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec, Table, Width, damaged, sized
-from quantkit.layouts._headers import words
-from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack, unpack
+from quantkit.layouts import LinearSpec, OutOfReach, Table, Width, damaged, sized
+from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack, unpack, words
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class PackQuantized(Form):
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
-    NAME = "pack-quantized"
+    NAME = LABEL = "pack-quantized"
     SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     CODES = ("weight_packed", "I32")
     optional = ("weight_g_idx",)
@@ -97,9 +96,12 @@ class PackQuantized(Form):
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
         """What `weight_shape` holds. Raises QuantkitError where that is no shape."""
-        told = tensors["weight_shape"]
-        shape = told.flatten().tolist()
-        if len(shape) != 2 or told.is_floating_point() or min(shape) < 1:
+        told, packed = tensors["weight_shape"], tensors["weight_packed"].shape
+        try:
+            shape = told.tolist()
+        except OutOfReach:  # rows fill whole words, as far as headers tell
+            shape = [packed[0], packed[1] * WORD // self.bits]
+        if len(told.shape) != 1 or len(shape) != 2 or not min(shape) >= 1:
             raise damaged(tensors, f"weight_shape is {shape}, no shape")
         size = shape[1] if self.group_size == -1 else min(self.group_size, shape[1])
         return sized(*shape, Width(self.bits, size, self.symmetric))
@@ -135,21 +137,16 @@ class IntQuantized(Form):
     """int-quantized: symmetric integers, a byte each, a scale for each row; each token of the inputs is
     scaled by itself (W8A8). `weight` int8 `[out, in]`; `weight_scale` float16 `[out, 1]`."""
 
-    static: bool = False
-    NAME = "int-quantized"
-    SUFFIXES = ("weight", "weight_scale", "input_scale")
+    NAME, LABEL = "int-quantized", "int8"
+    SUFFIXES = ("weight", "weight_scale")
     CODES = ("weight", "I8")
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> IntQuantized | None:
-        """8 bits by rows."""
-        known = (weights.bits, weights.kind, weights.symmetric, weights.strategy) == (
-            8,
-            "int",
-            True,
-            "channel",
-        )
-        return cls(bool(inputs) and not inputs.dynamic) if known else None
+        """8 bits by rows; inputs as they run."""
+        told = weights.bits, weights.kind, weights.symmetric, weights.strategy
+        known = told == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
+        return cls() if known else None
 
     def holds(self, grid: Grid | Width) -> bool:
         """Whether it is a symmetric grid of 8 bits, which has to have whole rows: see `check`."""
@@ -161,10 +158,9 @@ class IntQuantized(Form):
         return None if whole else "int8 engines take one scale for each row: leave out the group size"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Both tensors of one linear; where others store a scale of its inputs, this, too."""
+        """Both tensors of one linear."""
         shape = spec.out_features, spec.in_features
-        table: Table = {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
-        return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
+        return {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The two tensors of one linear."""

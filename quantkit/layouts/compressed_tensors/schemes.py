@@ -31,7 +31,6 @@ class Scheme:
     """What a config group says. activations: None where the inputs of a linear stay as they are."""
 
     form: Form
-    weights: Numbers
     activations: Numbers | None = None
 
 
@@ -100,7 +99,7 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
         raise _unread(
             f"weights of {weights.bits} bit {weights.kind} by {weights.strategy} in {form}", PRESETS
         )
-    return targets, Scheme(found, weights, activations)
+    return targets, Scheme(found, activations)
 
 
 def numbers(what: str, entry: object) -> Numbers:

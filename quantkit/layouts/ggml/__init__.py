@@ -6,15 +6,12 @@ In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number fo
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, believed, of_linear, sized
-from quantkit.layouts._headers import Codes, Header, Headers
+from quantkit.layouts import Layout, LinearSpec, Table, of_linear, sized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,14 +19,13 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "gguf"
-PLAIN = re.compile(r"(F|BF|I)\d+$")  # types whose values are not coded
 
 
 @dataclass(frozen=True)
 class GgmlLayout(Layout):
     """Blocks as they will lie in the GGUF file."""
 
-    marker = "ggml"
+    marker = code_part = label = "ggml"
     suffixes = ("ggml", "ggml_type", "ggml_scale")
     floats = ("ggml",)
     optional = ("ggml_type", "ggml_scale")
@@ -89,7 +85,7 @@ class GgmlLayout(Layout):
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.layouts.ggml.blocks import unpack
 
-        grid = believed(tensors, self).grid
+        grid = self.believed(tensors).grid
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
@@ -100,30 +96,3 @@ class GgmlLayout(Layout):
 def detect(config: dict) -> None:
     """Never: no checkpoint folder holds blocks, only staging does."""
     return None
-
-
-# ---- from headers alone
-
-
-def codes_of(header: Header) -> Codes | None:
-    """How a tensor of a GGUF file is coded; None where it is not."""
-    if PLAIN.match(header.dtype):
-        return None
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[header.dtype]]
-    digits = re.match(r"(?:MX|NV)?[A-Z]*(\d)", header.dtype)
-    shape = header.shape if len(header.shape) == 2 else None
-    return Codes(header.dtype, int(digits[1]) if digits else 8, block, shape, math.prod(header.shape))
-
-
-def scaled_by(name: str, infos: Mapping[str, Header]) -> str | None:
-    """The matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something else."""
-    for ending in (".scale", ".input_scale"):
-        owner = infos.get(f"{name.removesuffix(ending)}.weight")
-        if name.endswith(ending) and owner is not None and owner.dtype == "NVFP4":
-            return owner.name
-    return None
-
-
-HEADERS = Headers(marks=())

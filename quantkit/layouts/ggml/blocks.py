@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -17,10 +16,10 @@ from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubHalves, SubScales,
 from quantkit.grids.grid import flat, matrix
 from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml import vectors
-from quantkit.layouts.ggml.parts import BLOCKS, E4m3, Half, Part, PowerOfTwo, SixBitPairs, Trits, Words
+from quantkit.layouts.ggml.parts import BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
+TERNARY = ("TQ1_0", "TQ2_0")  # for weights that were trained as -1, 0 and 1: gguf's own encoder
 
 SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
@@ -48,20 +47,24 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
         importance = importance.expand_as(weight)
 
     def plain(part: slice) -> None:
-        encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
+        if type_name in PLAIN:
+            encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
+        else:
+            values = weight[part].float().cpu().numpy()
+            encoded[part] = torch.from_numpy(_gguf().quants.quantize(values, _type(type_name)))
 
     def blocks(part: slice) -> None:
         some = None if importance is None else importance[part].float()
         encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
 
-    grid = None if type_name in PLAIN else named(type_name).together([weight])
+    grid = named(type_name).together([weight]) if type_name in TYPES else None
     by_chunks(blocks if grid else plain, weight)
     return encoded
 
 
 def scale_beside(type_name: str, weight: Tensor) -> float | None:
     """What the blocks of `encode_rows` are multiplied with; None where that is nothing."""
-    grid = None if type_name in PLAIN else named(type_name).together([weight])
+    grid = named(type_name).together([weight]) if type_name in TYPES else None
     return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
 
 
@@ -96,44 +99,25 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
     """Bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
     params = flat(params)
     grouped = codes.reshape(-1, grid.group_size)
-    integers = vectors.integers(grid, grouped, params) if vectors.counts(grid) else {"codes": grouped}
-    if isinstance(params, SubScales | SubHalves):
-        integers["scales"] = (params.scales + SCALE_BIAS.get(grid.name, 0)).to(torch.uint8)
-    if isinstance(params, E4m3Scales):
-        integers["scales"] = params.scales
-    if isinstance(params, SubScalesAndMins):
-        integers["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
-    blocks = [_packed(part, params, integers) for part in BLOCKS[grid.name]]
-    return torch.cat(blocks, 1).view(len(codes), -1)
-
-
-def _packed(part: Part, params: Any, integers: Mapping[str, Tensor]) -> Tensor:
-    if isinstance(part, Half):
-        return getattr(params, part.name).half()[:, None].view(torch.uint8)
-    if isinstance(part, PowerOfTwo):
-        return part.pack(getattr(params, part.name))
-    return part.pack(integers if isinstance(part, Words) else integers[part.source])
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
+    if "mins" in values:
+        values["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
+    elif "scales" in values and not isinstance(params, E4m3Scales):
+        values["scales"] = (params.scales + SCALE_BIAS.get(grid.name, 0)).to(torch.uint8)
+    values |= vectors.integers(grid, grouped, params) if vectors.counts(grid) else {"codes": grouped}
+    return torch.cat([part.pack(values) for part in BLOCKS[grid.name]], 1).view(len(codes), -1)
 
 
 def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
     """Inverse of `pack`. scale: `[1]`, what all values are multiplied with; None: as they are."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
+    sub_blocks, coded = grid.group_size // grid.sub_size, vectors.counts(grid)
+    counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks} | coded
+    parts = BLOCKS[grid.name]
     found: dict[str, Tensor] = {}
-    start = 0
-    for part in BLOCKS[grid.name]:
-        end = start + _width(part, grid)
-        piece = blocks[:, start:end].contiguous()
-        start = end
-        if isinstance(part, Half):
-            found[part.name] = piece.view(torch.float16)[:, 0].float()
-            continue
-        if isinstance(part, PowerOfTwo):
-            found[part.name] = part.unpack(piece)
-            continue
-        integers = part.unpack(piece)
-        for source, value in (integers if isinstance(part, Words) else {part.source: integers}).items():
+    for part, piece in zip(parts, blocks.split([part.width(counts) for part in parts], 1), strict=True):
+        for source, value in part.unpack(piece.contiguous()).items():
             found[source] = value | found[source] if source in found else value
-    coded = vectors.counts(grid)
     if coded:
         found["codes"] = vectors.codes(grid, found)
     codes = found.pop("codes").view(len(encoded), -1)
@@ -151,21 +135,6 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
 
 
 PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
-
-
-def _width(part: Part, grid: BlockGrid) -> int:
-    """Bytes that a part of a block takes."""
-    if isinstance(part, Half | PowerOfTwo | E4m3):
-        return {Half: 2, PowerOfTwo: 1, E4m3: 4}[type(part)]
-    if isinstance(part, SixBitPairs | Trits):
-        return 12 if isinstance(part, SixBitPairs) else 52
-    sub_blocks = grid.group_size // grid.sub_size
-    count = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
-    count |= vectors.counts(grid)
-    if isinstance(part, Words):
-        source, _, _, several = part.integers[0]
-        return count[source] // several * part.nbytes
-    return count[part.source] * part.bits // 8
 
 
 def _gguf() -> Any:

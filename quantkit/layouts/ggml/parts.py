@@ -1,7 +1,9 @@
 """What ggml's blocks are made of, part by part and bit by bit (llama.cpp, ggml-common.h).
 
-BLOCKS has the parts of every type in order. Codes of a few bits share bytes so that neighbours in a byte are
-`run` codes apart.
+BLOCKS has the parts of every type in order. A part packs what it needs of `values`, `[blocks, n]` each by
+name, into bytes `[blocks, width]`; `unpack` is the inverse, and bits that are stored elsewhere are 0. `width`
+follows from how many integers of each kind a block has. Codes of a few bits share bytes so that neighbours in
+a byte are `run` codes apart.
 """
 
 from __future__ import annotations
@@ -12,43 +14,55 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Values = Mapping[str, Tensor]
+Counts = Mapping[str, int]
+
 
 @dataclass(frozen=True)
 class Half:
-    """A float16 parameter."""
+    """A float16 parameter, `[blocks]`."""
 
     name: str
+
+    def width(self, counts: Counts) -> int:
+        return 2
+
+    def pack(self, values: Values) -> Tensor:
+        return values[self.name].half()[:, None].view(torch.uint8)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        return {self.name: packed.view(torch.float16)[:, 0].float()}
 
 
 @dataclass(frozen=True)
 class PowerOfTwo:
-    """A parameter that is half of a power of two, as its exponent plus 127 in a byte."""
+    """A parameter that is half of a power of two, `[blocks]`, as its exponent plus 127 in a byte."""
 
     name: str
 
-    def pack(self, value: Tensor) -> Tensor:
-        """float32 `[blocks]` to bytes `[blocks, 1]`."""
-        return (torch.frexp(value).exponent + 127)[:, None].to(torch.uint8)
+    def width(self, counts: Counts) -> int:
+        return 1
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Inverse of `pack`."""
+    def pack(self, values: Values) -> Tensor:
+        return (torch.frexp(values[self.name]).exponent + 127)[:, None].to(torch.uint8)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         exponent = packed[:, 0].to(torch.int32) - 127
-        return torch.ldexp(torch.full_like(exponent, 0.5, dtype=torch.float32), exponent)
+        return {self.name: torch.ldexp(torch.full_like(exponent, 0.5, dtype=torch.float32), exponent)}
 
 
 @dataclass(frozen=True)
 class E4m3:
     """Scales as 8-bit floats without a sign; what would not be a number is 0."""
 
-    source = "scales"
+    def width(self, counts: Counts) -> int:
+        return counts["scales"]
 
-    def pack(self, scales: Tensor) -> Tensor:
-        """float32 `[blocks, n]` to bytes."""
-        return scales.to(torch.float8_e4m3fn).view(torch.uint8)
+    def pack(self, values: Values) -> Tensor:
+        return values["scales"].to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Inverse of `pack`."""
-        return (packed & 127).view(torch.float8_e4m3fn).float().nan_to_num_(nan=0.0)
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        return {"scales": (packed & 127).view(torch.float8_e4m3fn).float().nan_to_num_(nan=0.0)}
 
 
 @dataclass(frozen=True)
@@ -65,22 +79,23 @@ class Bits:
     run: int
     flip: int = 0
 
-    def pack(self, integers: Tensor) -> Tensor:
-        """uint8 `[blocks, n]` to bytes `[blocks, n * bits / 8]`."""
-        values = (integers >> self.low) & 2**self.bits - 1
-        parts = values.view(len(values), -1, 8 // self.bits, self.run).unbind(2)
+    def width(self, counts: Counts) -> int:
+        return counts[self.source] * self.bits // 8
+
+    def pack(self, values: Values) -> Tensor:
+        integers = (values[self.source] >> self.low) & 2**self.bits - 1
+        parts = integers.view(len(integers), -1, 8 // self.bits, self.run).unbind(2)
         packed = parts[0] ^ self.flip
         for k, part in enumerate(parts[1:], 1):
             packed = packed | part << self.bits * k
         return packed.flatten(1).to(torch.uint8)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Inverse of `pack`; bits that are stored elsewhere are 0."""
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         grouped = (packed ^ self.flip).view(len(packed), -1, self.run)
         grouped = grouped.long() if self.low >= 8 else grouped
         mask = 2**self.bits - 1
         parts = [(grouped >> self.bits * k & mask) << self.low for k in range(8 // self.bits)]
-        return torch.stack(parts, 2).flatten(1)
+        return {self.source: torch.stack(parts, 2).flatten(1)}
 
 
 @dataclass(frozen=True)
@@ -93,17 +108,19 @@ class Words:
     nbytes: int
     integers: tuple[tuple[str, int, int, int], ...]
 
-    def pack(self, sources: Mapping[str, Tensor]) -> Tensor:
-        """int64 `[blocks, n]` each, to bytes `[blocks, n * nbytes / count]`."""
+    def width(self, counts: Counts) -> int:
+        source, _, _, count = self.integers[0]
+        return counts[source] // count * self.nbytes
+
+    def pack(self, values: Values) -> Tensor:
         word, place = 0, 0
         for source, low, bits, count in self.integers:
-            for part in sources[source].unflatten(1, (-1, count)).unbind(2):
+            for part in values[source].unflatten(1, (-1, count)).unbind(2):
                 word = word | (part.long() >> low & 2**bits - 1) << place
                 place += bits
         return word[..., None].view(torch.uint8)[..., : self.nbytes].flatten(1)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Inverse of `pack`; bits that are stored elsewhere are 0."""
         parts = packed.long().unflatten(1, (-1, self.nbytes)).unbind(2)
         word, place, found = sum(part << 8 * k for k, part in enumerate(parts)), 0, {}
         for source, low, bits, count in self.integers:
@@ -114,56 +131,24 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Trits:
-    """256 codes 0, 1 and 2 in 52 bytes: five in each, `run` codes apart, but in the last bytes four. They are
-    the digits of a fraction of 243, highest first, which is stored as one of 256."""
-
-    source = "codes"
-    runs = ((32, 5), (16, 5), (4, 4))
-
-    def pack(self, codes: Tensor) -> Tensor:
-        """uint8 `[blocks, 256]` to bytes `[blocks, 52]`."""
-        packed = []
-        for part, (run, count) in zip(self._split(codes.long()), self.runs, strict=True):
-            powers = 3 ** torch.arange(4, 4 - count, -1, device=codes.device)
-            number = (part.unflatten(1, (count, run)) * powers[:, None]).sum(1)
-            packed.append((number * 256 + 242).div(243, rounding_mode="floor"))
-        return torch.cat(packed, 1).to(torch.uint8)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Inverse of `pack`."""
-        found = []
-        for part, (run, count) in zip(packed.long().split([32, 16, 4], 1), self.runs, strict=True):
-            powers = 3 ** torch.arange(count, device=packed.device)
-            rest = part.view(-1, 1, run) * powers[:, None] & 255
-            found.append((rest * 3 >> 8).flatten(1))
-        return torch.cat(found, 1).to(torch.uint8)
-
-    def _split(self, codes: Tensor) -> tuple[Tensor, ...]:
-        return codes.split([run * count for run, count in self.runs], 1)
-
-
-@dataclass(frozen=True)
 class SixBitPairs:
     """Eight 6-bit scales and mins in 12 bytes: the first four of each with the high bits of the last four
     above them, then the low nibbles of the last four."""
 
-    source = "scales_and_mins"
+    def width(self, counts: Counts) -> int:
+        return 12
 
-    def pack(self, integers: Tensor) -> Tensor:
-        """uint8 `[blocks, 16]` to bytes `[blocks, 12]`."""
-        first, last = integers.view(-1, 2, 2, 4).unbind(2)
+    def pack(self, values: Values) -> Tensor:
+        first, last = values["scales_and_mins"].view(-1, 2, 2, 4).unbind(2)
         nibbles = last[:, 0] & 15 | (last[:, 1] & 15) << 4
         return torch.cat([(first | last >> 4 << 6).flatten(1), nibbles], 1)
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """Inverse of `pack`."""
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         high = packed[:, :8].view(-1, 2, 4)
         nibbles = torch.stack([packed[:, 8:] & 15, packed[:, 8:] >> 4], 1)
-        return torch.stack([high & 63, nibbles | high >> 6 << 4], 2).flatten(1)
+        return {"scales_and_mins": torch.stack([high & 63, nibbles | high >> 6 << 4], 2).flatten(1)}
 
 
-Part = Half | PowerOfTwo | E4m3 | Bits | Words | Trits | SixBitPairs
 D, DMIN, M = Half("d"), Half("dmin"), Half("m")
 NIBBLES = Bits("codes", 0, 4, 16)
 FIFTH_BITS = Bits("codes", 4, 1, 1)
@@ -218,8 +203,6 @@ BLOCKS = {
         Bits("moved_places", 0, 4, 1),
         Words(2, (("scales", 0, 3, 4), ("d_nibbles", 0, 4, 1))),
     ),
-    "TQ1_0": (Trits(), D),
-    "TQ2_0": (Bits("codes", 0, 2, 32), D),
     "MXFP4": (PowerOfTwo("d"), NIBBLES),
     "NVFP4": (E4m3(), Bits("codes", 0, 4, 8)),
 }

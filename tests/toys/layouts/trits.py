@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.layouts import Layout, LinearSpec, Table, Width, sized
-from quantkit.layouts._headers import Codes, Headers, Mark, Parts, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +19,8 @@ NAME = "trits"
 @dataclass(frozen=True)
 class TritsLayout(Layout):
     group_size: int = 32
-    marker = "trits"
+    marker = code_part = "trits"
+    label = "trit"
     suffixes = ("trits", "trit_scale")
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -60,13 +60,3 @@ class TritsLayout(Layout):
 
 def detect(config: dict) -> TritsLayout | None:
     return TritsLayout(config["group_size"]) if config.get("quant_method") == NAME else None
-
-
-def _read(parts: Parts, stored: Stored) -> Codes:
-    out_features, columns = parts["trits"].shape
-    groups = parts["trit_scale"].shape[1]
-    shape = out_features, 4 * columns
-    return Codes("trit", 2, shape[1] // groups, shape, shape[0] * shape[1])
-
-
-HEADERS = Headers(marks=(Mark("trits", "trits", ("trit_scale",), _read),), telling=(".trit_scale",))
