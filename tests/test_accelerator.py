@@ -20,7 +20,7 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.grids.ggml import named
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
-from quantkit.layouts.ggml.blocks import encode_rows, pack, unpack
+from quantkit.layouts.ggml.blocks import encode_rows, pack
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.file_types import BLOCKS, NEED_IMPORTANCE, NO_FEEDBACK
@@ -202,8 +202,6 @@ def test_blocks_have_the_bytes_of_the_cpu(name):
             grid = named(name)
             solved = GptqSolver(act_order="none", refine=1).quantize([weight], grid, hessian.clone()).weight
             made.append(pack(grid, solved.codes, solved.params))
-        if name == "IQ1_M":
-            made.append(unpack(named(name), made[0])[0])
         return made
 
     on_cpu = work(weight, hessian, importance)

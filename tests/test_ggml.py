@@ -16,7 +16,7 @@ from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, pack, row_bytes, unpack
 
 PLAIN = ("F32", "F16", "BF16")
-SCALAR = tuple(name for name in TYPES if not name.startswith(("IQ1", "IQ2", "IQ3", "TQ", "MXFP4", "NVFP4")))
+SCALAR = tuple(name for name in TYPES if not name.startswith(("IQ2", "IQ3", "TQ", "MXFP4", "NVFP4")))
 WIDTH = 512
 needs_ggml = pytest.mark.skipif(ggml_library.library() is None, reason="xllamacpp is not installed")
 

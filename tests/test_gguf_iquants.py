@@ -24,8 +24,6 @@ FILES = {  # file type, solver -> types of its matrices
     ("IQ2_M", "gptq"): {"IQ2_S", "IQ3_S", "Q5_K"},
     ("IQ3_XXS", "rtn"): {"IQ3_XXS", "IQ2_S", "IQ3_S", "Q5_K"},
     ("IQ2_XXS", "rtn"): {"IQ2_XXS", "Q2_K", "Q5_K"},
-    ("IQ1_S", "rtn"): {"IQ1_S", "IQ2_XXS", "Q2_K", "Q5_K"},
-    ("IQ1_M", "rtn"): {"IQ1_M", "IQ2_XXS", "Q2_K", "Q5_K"},
 }
 
 
@@ -60,7 +58,6 @@ def test_llama_cpp_computes_with_the_weights_that_are_read(source, tmp_path, nam
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": ("IQ1_S",)}, "error feedback cannot make IQ1_S"),
         ({"type": ("TQ1_0",)}, "error feedback cannot make TQ1_0"),
         ({"type": ("Q4_K_M",), "tensor_type": ("attn_v=TQ2_0",)}, "cannot make TQ2_0: blk.0.attn_v.weight"),
         ({"type": ("IQ2_XS",), "solver": "rtn", "imatrix": "none"}, "leaves 6 tensors without importance"),

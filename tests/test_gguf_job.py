@@ -38,7 +38,7 @@ HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
 CTX = 256
 TOKENS = 1024
 PLAIN = ("F32", "F16", "BF16")
-OTHERS = ("IQ1", "IQ2", "IQ3")  # see test_gguf_iquants
+OTHERS = ("IQ2", "IQ3")  # see test_gguf_iquants
 OTHERS += ("Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "MXFP4_MOE")  # blocks of the rest, mixed in other ways
 EXPORTED = [name for name in FILE_TYPES if not name.startswith(OTHERS)]
 

@@ -18,8 +18,8 @@ from quantkit.quantize.solvers import loss
 from quantkit.quantize.solvers.gptq import GptqSolver, factorize, sweep, unit_upper
 
 BOOKS = MODULES["iquants"]
-TYPES = (*BOOKS, *MODULES["iq1"], "TQ1_0", "TQ2_0")
-NEEDY = ("IQ2_XXS", "IQ2_XS", "IQ1_S")  # without importance ggml's encoder ends the process
+TYPES = (*BOOKS, "TQ1_0", "TQ2_0")
+NEEDY = ("IQ2_XXS", "IQ2_XS")  # without importance ggml's encoder ends the process
 LIVE = ("IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")  # ggml takes seconds to make the other types' tables
 needs_ggml = pytest.mark.skipif(ggml_library.library() is None, reason="xllamacpp is not installed")
 DIGESTS = Path(__file__).parent / "data" / "ggml_digests.json"

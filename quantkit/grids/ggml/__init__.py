@@ -7,7 +7,7 @@ Begin with `params.py` (what is stored) and `block.py` (what a block type is, bu
 encoders: `legacy.py`, the plainest, `kquants.py`, `iq4.py`. They choose scales with `search.py`, ggml's own
 searches to the bit.
 
-`iquants.py` and `iq1.py` take vectors from a `codebook.py`, by way of their neighbours as ggml does;
+`iquants.py` takes vectors from a `codebook.py`, by way of their neighbours as ggml does;
 `nearest.py` is what error feedback looks for them with. `fp4.py` has 4-bit floats.
 """
 
@@ -22,7 +22,6 @@ MODULES = {
     "kquants": ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     "iq4": ("IQ4_NL", "IQ4_XS"),
     "iquants": ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
-    "iq1": ("IQ1_S", "IQ1_M"),
     "fp4": ("MXFP4", "NVFP4"),
 }
 TYPES = tuple(name for names in MODULES.values() for name in names)

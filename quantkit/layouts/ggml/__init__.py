@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, of_linear, sized
+from quantkit.layouts import Layout, LinearSpec, Table, damaged, sized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +56,7 @@ class GgmlLayout(Layout):
 
         kind = GGMLQuantizationType(int(parts["ggml_type"]))
         if kind.name not in TYPES:
-            raise QuantkitError(
-                f"blocks of type {kind.name}{of_linear(parts)} are not understood",
-                hint=f"known are {', '.join(TYPES)}",
-                exit_code=UNSUPPORTED,
-            )
+            raise damaged(parts, f"blocks of type {kind.name} are not understood")
         (rows, columns), (block, nbytes) = parts["ggml"].shape, GGML_QUANT_SIZES[kind]
         if columns % nbytes:
             raise ValueError

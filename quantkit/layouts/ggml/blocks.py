@@ -12,10 +12,11 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.block import BlockGrid
 from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
+from quantkit.grids.ggml.iquants import CodeBookGrid
+from quantkit.grids.ggml.nearest import SIGNS
 from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubHalves, SubScales, SubScalesAndMins
 from quantkit.grids.grid import flat, matrix
 from quantkit.grids.parallel import by_chunks
-from quantkit.layouts.ggml import vectors
 from quantkit.layouts.ggml.parts import BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -104,22 +105,21 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
         values["scales_and_mins"] = torch.cat([params.scales, params.mins], 1).to(torch.uint8)
     elif "scales" in values and not isinstance(params, E4m3Scales):
         values["scales"] = (params.scales + SCALE_BIAS.get(grid.name, 0)).to(torch.uint8)
-    values |= vectors.integers(grid, grouped, params) if vectors.counts(grid) else {"codes": grouped}
+    values |= _vectors(grid, grouped) if isinstance(grid, CodeBookGrid) else {"codes": grouped}
     return torch.cat([part.pack(values) for part in BLOCKS[grid.name]], 1).view(len(codes), -1)
 
 
 def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
     """Inverse of `pack`. scale: `[1]`, what all values are multiplied with; None: as they are."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
-    sub_blocks, coded = grid.group_size // grid.sub_size, vectors.counts(grid)
-    counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks} | coded
     parts = BLOCKS[grid.name]
+    widths = [part.width(_counts(grid)) for part in parts]
     found: dict[str, Tensor] = {}
-    for part, piece in zip(parts, blocks.split([part.width(counts) for part in parts], 1), strict=True):
+    for part, piece in zip(parts, blocks.split(widths, 1), strict=True):
         for source, value in part.unpack(piece.contiguous()).items():
             found[source] = value | found[source] if source in found else value
-    if coded:
-        found["codes"] = vectors.codes(grid, found)
+    if isinstance(grid, CodeBookGrid):
+        found["codes"] = _codes(grid, found.pop("places").long(), found.pop("signs").long())
     codes = found.pop("codes").view(len(encoded), -1)
     if isinstance(grid, Nvfp4Blocks):
         divisor = torch.ones_like(found["scales"][:, 0])
@@ -130,8 +130,35 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
     if "scales_and_mins" in found:
         found["scales"], found["mins"] = found.pop("scales_and_mins").float().chunk(2, 1)
     kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
-    kind = SubHalves if coded else kinds[frozenset(found)]
+    kind = SubHalves if isinstance(grid, CodeBookGrid) else kinds[frozenset(found)]
     return codes, matrix(kind(**found), len(encoded))
+
+
+def _counts(grid: BlockGrid) -> dict[str, int]:
+    """How many integers of each kind a block has."""
+    sub_blocks = grid.group_size // grid.sub_size
+    counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
+    if isinstance(grid, CodeBookGrid):
+        counts |= {"places": grid.group_size // grid.book.size, "signs": grid.group_size // SIGNS}
+    return counts
+
+
+def _vectors(grid: CodeBookGrid, codes: Tensor) -> dict[str, Tensor]:
+    """Places of vectors in the code book, and signs, of eight a number, int64 `[blocks, n]` each, of codes
+    uint8 `[blocks, group_size]`. Of eight signs some types store seven: an even number is negative."""
+    book = grid.book.to(codes.device)
+    digits = (codes >> 1).long().unflatten(1, (-1, book.size)).permute(2, 0, 1)
+    signs = (codes & 1).long().unflatten(1, (-1, SIGNS)) << torch.arange(SIGNS, device=codes.device)
+    return {"places": book.found[book.number(digits)], "signs": signs.sum(2)}
+
+
+def _codes(grid: CodeBookGrid, places: Tensor, signs: Tensor) -> Tensor:
+    """Inverse of `_vectors`."""
+    bits = signs[..., None] >> torch.arange(SIGNS, device=places.device) & 1
+    if grid.even:
+        bits[..., -1] = bits[..., :-1].sum(-1) & 1
+    digits = grid.book.to(places.device).digits[:, places].permute(1, 2, 0).flatten(1)
+    return (2 * digits + bits.flatten(1)).to(torch.uint8)
 
 
 PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)

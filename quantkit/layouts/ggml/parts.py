@@ -193,16 +193,6 @@ BLOCKS = {
         Bits("signs", 0, 8, 1),
         Bits("scales", 0, 4, 1),
     ),
-    "IQ1_S": (
-        D,
-        Bits("places", 0, 8, 1),
-        Words(2, (("places", 8, 3, 4), ("scales", 0, 3, 1), ("moves", 0, 1, 1))),
-    ),
-    "IQ1_M": (
-        Bits("places", 0, 8, 1),
-        Bits("moved_places", 0, 4, 1),
-        Words(2, (("scales", 0, 3, 4), ("d_nibbles", 0, 4, 1))),
-    ),
     "MXFP4": (PowerOfTwo("d"), NIBBLES),
     "NVFP4": (E4m3(), Bits("codes", 0, 4, 8)),
 }

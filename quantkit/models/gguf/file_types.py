@@ -17,9 +17,9 @@ from quantkit.errors import one_of
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 BLOCKS = {type: tuple(block) for type, block in _stored["blocks"].items()}  # weights and bytes of a block
 FALLBACKS: dict[str, str] = _stored["fallbacks"]  # where blocks of a type do not divide the columns
-NEED_IMPORTANCE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
+NEED_IMPORTANCE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
 SCALED = {"NVFP4"}  # a float32 of the whole matrix lies beside it: `NAME.scale` of `NAME.weight`
-NO_FEEDBACK = {"IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"}  # error feedback knows no way with them
+NO_FEEDBACK = {"TQ1_0", "TQ2_0"}  # error feedback knows no way with them
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
