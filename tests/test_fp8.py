@@ -151,7 +151,7 @@ def test_layouts_are_read_as_they_were_written(name):
     spec = LinearSpec("model.layers.0.mlp.up_proj", 0, "mlp.up_proj", 256, IN, grid)
     assert layout.check(spec) is None and jobs.table(tensors) == layout.tensors(spec)
     config = json.loads(json.dumps({"quantization_config": layout.config([spec])}))
-    reader = layouts.detect(config, []).at(spec.name)
+    reader = layouts.detect(config).at(spec.name)
     for one in (layout, reader):
         found = one.decode(tensors)
         assert found.grid == grid and torch.equal(found.codes, weight.codes)
@@ -181,7 +181,7 @@ def test_what_deepseek_s_layout_does_not_hold():
     assert Fp8Layout().check(spec) == "out_features 300 is no multiple of 128"
     for config in ({"weight_block_size": None}, {"weight_block_size": [128, 128], "expert_dtype": "fp4"}):
         with pytest.raises(QuantkitError, match="is not understood") as raised:
-            layouts.detect({"quantization_config": {"quant_method": "fp8"} | config}, [])
+            layouts.detect({"quantization_config": {"quant_method": "fp8"} | config})
         assert raised.value.exit_code == UNSUPPORTED
     tensors = Fp8Layout().encode(rtn.quantize(random_weight(256), LAYOUTS["deepseek"][1]))
     with pytest.raises(QuantkitError, match="weight_scale_inv is .* instead of"):

@@ -103,7 +103,7 @@ def test_config_is_what_clients_read():
 
 
 def detect(**config):
-    return layouts.detect({"quantization_config": {"quant_method": "awq", **config}}, [])
+    return layouts.detect({"quantization_config": {"quant_method": "awq", **config}})
 
 
 def test_detect_recognizes_its_own_and_others_configurations():

@@ -220,7 +220,7 @@ def test_nf4_refuses_a_state_it_cannot_rely_on(text, code, match):
 
 
 def detect(config: dict):
-    return layouts.detect({"quantization_config": config}, [])
+    return layouts.detect({"quantization_config": config})
 
 
 def test_configurations_are_recognized():

@@ -85,7 +85,7 @@ def spec(
 
 
 def detect(**config):
-    return layouts.detect({"quantization_config": config}, [])
+    return layouts.detect({"quantization_config": config})
 
 
 def test_check_refuses_what_fills_no_whole_words():

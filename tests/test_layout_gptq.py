@@ -246,11 +246,11 @@ def test_overrides_are_dynamic_rules_and_fused_names_have_them_too():
 
 
 def detect(**config):
-    return layouts.detect({"quantization_config": config}, [])
+    return layouts.detect({"quantization_config": config})
 
 
 def test_detect_recognizes_its_own_configurations():
-    assert layouts.detect({}, []) is None
+    assert layouts.detect({}) is None
     for layout in (
         GptqLayout(4, 128),
         GptqLayout(3, -1, symmetric=False, version=2),

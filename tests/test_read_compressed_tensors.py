@@ -155,12 +155,12 @@ def test_module_multiplies_rounded_inputs(dtype):
     assert layout("int-quantized", num_bits=8, strategy="channel").module(tensors, bias) is None
     floats = {"num_bits": 8, "type": "float"}
     static = layout("float-quantized", floats, strategy="channel", **floats)
-    tensors |= {"weight": torch.zeros(8, IN, dtype=torch.float8_e4m3fn)}
+    tensors |= {"weight": torch.zeros(OUT, IN, dtype=torch.float8_e4m3fn)}
     with pytest.raises(KeyError, match="input_scale"):  # of a checkpoint, its own error: see Checkpoint.parts
         static.module(tensors, bias)
     with pytest.raises(QuantkitError, match="input_scale is"):
         static.module(tensors | {"input_scale": torch.ones(2)}, bias)
-    tensors |= {"weight": torch.zeros(8, IN, dtype=torch.int8)}
+    tensors |= {"weight": torch.zeros(OUT, IN, dtype=torch.int8)}
     with pytest.raises(QuantkitError, match="groups of 64 inputs"):
         grouped = TOKEN | {"strategy": "group", "group_size": 64}
         layout("int-quantized", grouped, num_bits=8, strategy="channel").module(tensors, bias)

@@ -52,7 +52,7 @@ def test_a_linear_is_read_as_it_was_written():
     assert tensors["weight"].dtype == torch.int8 and tensors["weight_scale"].dtype == torch.float16
     assert torch.equal(tensors["weight"].float() * tensors["weight_scale"].float(), weight.values())
     config = json.loads(json.dumps({"quantization_config": layout.config([spec])}))
-    reader = layouts.detect(config, []).at(spec.name)
+    reader = layouts.detect(config).at(spec.name)
     inputs = randn(3, 5, IN, seed=1)
     for one in (layout, reader):
         assert torch.equal(one.decode(tensors).values(), weight.values()) and one.rounds_inputs

@@ -41,17 +41,14 @@ def command(
 
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     found = [record.describe(open_contents(*source, offline)) for source in sources]
-    made = found[0]
-    if deep or other is not None:
-        try:
-            made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
-        except QuantkitError as error:
-            if error.found and not as_json:
-                show.print_record(error.found)
-            raise
+    made, broken = found[0], _problems(found)
+    if deep and broken:
+        made["integrity"]["notes"] = ["values were not read: the checkpoint is damaged"]
+    elif deep or other is not None:
+        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
+        broken = _problems(found)
     if not as_json:
-        (show.print_record if other is None else show.print_comparison)(made)
-    broken = [problem for model in found for problem in model["integrity"]["problems"]]
+        (show.print_comparison if "models" in made else show.print_record)(made)
     if broken:
         more = f" (and {count(len(broken) - 1, 'more problem')})" if len(broken) > 1 else ""
         raise QuantkitError(
@@ -59,6 +56,10 @@ def command(
         )
     if as_json:
         print(json.dumps(made, indent=2))
+
+
+def _problems(found: list[dict[str, Any]]) -> list[str]:
+    return [problem for model in found for problem in model["integrity"]["problems"]]
 
 
 def _with_values(
@@ -69,8 +70,7 @@ def _with_values(
 ) -> dict[str, Any]:
     """The record of one checkpoint with what its values say, or of the comparison of two.
 
-    options: offline, trust_remote_code and quiet. A checkpoint that does not open keeps the record that its
-    headers gave it: returned where they say that it is damaged, else in the QuantkitError that is raised.
+    options: offline, trust_remote_code and quiet.
     """
     from quantkit.cli.progress import listener
     from quantkit.inspection import compare, values
@@ -80,17 +80,10 @@ def _with_values(
     try:
         opened = [open_checkpoint(*source, offline, trust_remote_code) for source in sources]
     except QuantkitError as error:
-        if len(found) > 1:
-            raise
-        (made,) = found
-        made["integrity"]["notes"] = [f"values were not read: {error.message}"]
-        if not made["integrity"]["problems"]:
-            raise QuantkitError(error.message, error.hint, error.exit_code, found=made) from error
-        return made
+        raise QuantkitError(error.message, error.hint, error.exit_code, found=found[0]) from error
     with listener(quiet) as progress:
-        if deep:
-            for checkpoint, model in zip(opened, found, strict=True):
-                values.check(checkpoint, model, progress.counting)
+        for checkpoint, model in zip(opened, found, strict=True) if deep else ():
+            values.check(checkpoint, model, progress.counting)
         if len(opened) == 1:
             return found[0]
         return compare.compare(*opened, (found[0], found[1]), progress.counting)

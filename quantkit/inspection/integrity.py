@@ -50,7 +50,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
         return
     layout = layout_of(contents)
     try:
-        layouts.detect(contents.config, contents.infos)
+        layouts.detect(contents.config)
         if not contents.absent:  # else the rest may lie in a shard that could not be read
             layouts.refuse_headless(layout, contents.infos)
     except QuantkitError as error:

@@ -95,7 +95,7 @@ class _Part:
 def layout_of(contents: Contents) -> Layout | None:
     """The layout that decodes a folder's linears; None where there is none."""
     try:
-        return layouts.detect(contents.config, contents.infos)
+        return layouts.detect(contents.config)
     except QuantkitError:
         return None
 

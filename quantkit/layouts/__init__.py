@@ -238,7 +238,7 @@ def modules() -> list[ModuleType]:
     return [importlib.import_module(f"{__name__}.{name}") for name in available()]
 
 
-def detect(config: dict, names: Iterable[str]) -> Layout | None:
+def detect(config: dict) -> Layout | None:
     """The layout of a stored checkpoint; None when it is a plain one.
 
     Raises QuantkitError (exit code 4) for a quantization that no layout here understands.
@@ -304,12 +304,6 @@ def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Non
         ) from error
 
 
-def of_linear(tensors: Mapping[str, torch.Tensor]) -> str:
-    """`" of NAME"` for a message where it is known whose tensors these are."""
-    linear = getattr(tensors, "linear", "")
-    return f" of {linear}" if linear else ""
-
-
 def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
     """Return the error of a linear whose stored tensors cannot be meant."""
     linear = getattr(tensors, "linear", "")
@@ -360,11 +354,8 @@ def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
         tensors[part]  # the mapping's own error
     found, told = (spec.grid.bits, spec.grid.group_size), getattr(holder, "numbers", None)
     if told and unlike(told, found, spec.in_features):
-        raise QuantkitError(
-            f"quantization_config says {in_words(told)}, the tensors{of_linear(tensors)} have "
-            f"{in_words(found)}",
-            hint="config.json belongs to another checkpoint: download both again",
-        )
+        why = f"quantization_config says {in_words(told)}, the tensors have {in_words(found)}"
+        raise damaged(tensors, why)
     return spec
 
 
@@ -378,13 +369,6 @@ def in_words(numbers: Numbers) -> str:
     """`4 bit in groups of 128`, or in whole rows."""
     bits, size = numbers
     return f"{bits} bit in groups of {size}" if size else f"{bits} bit in whole rows"
-
-
-def require_matrix(tensors: Mapping[str, torch.Tensor], part: str, dtype: str) -> None:
-    """Raise QuantkitError unless a tensor is a matrix of this type with something in it."""
-    (found, shape) = stored_as(tensors[part])
-    if found != dtype or len(shape) != 2 or not all(shape):
-        raise damaged(tensors, f"{part} is {found} {list(shape)} instead of a matrix of {dtype}")
 
 
 def sized(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec:

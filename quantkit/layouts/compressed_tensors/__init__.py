@@ -8,7 +8,7 @@ Format: compressed-tensors 0.20 `quantization/quant_config.py`, `compressors`.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from quantkit.layouts import (
     believed,
     damaged,
     fusions,
-    require_matrix,
     stored_as,
 )
 from quantkit.layouts.compressed_tensors import schemes
@@ -73,7 +72,7 @@ class CompressedTensorsLayout(Layout):
         """Whether a stored configuration says so of any target, or any form that is written."""
         if self.targets:
             return any(scheme.activations for _, scheme in self.targets)
-        return any(form.activations(form.common) for form in (self.form, *self.others))
+        return any(form.activations() for form in (self.form, *self.others))
 
     @property
     def needs(self) -> frozenset[str]:
@@ -137,7 +136,6 @@ class CompressedTensorsLayout(Layout):
     def _form(self, tensors: Mapping[str, Tensor]) -> Form:
         """What a stored configuration says of a linear; of one just encoded, what its tensors show."""
         if self.scheme:
-            require_matrix(tensors, *self.form.CODES)
             return self.form
         for form in (self.form, *self.others):
             held = set(tensors) <= {*form.SUFFIXES} and form.CODES[0] in tensors
@@ -151,7 +149,7 @@ class CompressedTensorsLayout(Layout):
     ) -> nn.Module | None:  # fmt: skip
         """A linear that quantizes its input, where the scheme says so."""
         form = self.scheme.form if self.scheme else self._form(tensors)
-        told = None if self.scheme else form.activations(form.common)
+        told = None if self.scheme else form.activations()
         numbers = self.scheme.activations if self.scheme else told and schemes.numbers("activations", told)
         if numbers is None:
             return None
@@ -173,22 +171,20 @@ class CompressedTensorsLayout(Layout):
         """`quantization_config`. Linears unlike the rest are targets by their exact names, which clients
         prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for that.
         """
-        default = self.form, self.form.common
-        groups: dict[tuple[Form, Hashable], list[str]] = {}
-        settings = {name: self._setting(spec) for spec in specs if spec.grid for name in spec.spellings}
-        if default in settings.values():
-            groups[default] = ["Linear"]
-        for name, setting in settings.items():
-            if setting != default:
-                groups.setdefault(setting, []).append(name)
+        packed = [spec for spec in specs if spec.grid]
+        forms = {name: self.form_of(s.grid).of(s) for s in packed for name in s.spellings}
+        groups: dict[Form, list[str]] = {self.form: ["Linear"]} if self.form in forms.values() else {}
+        for name, form in forms.items():
+            if form != self.form:
+                groups.setdefault(form, []).append(name)
         for name, members in fusions(specs).items():
-            of_members = {settings.get(row.name) for row in members}
-            setting = of_members.pop()
-            if not of_members and setting not in (default, None):
-                groups[setting].append(name)
+            of_members = {forms.get(row.name) for row in members}
+            form = of_members.pop()
+            if not of_members and form not in (self.form, None):
+                groups[form].append(name)
         kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         towers = [rf"re:{re.escape(name)}(\.|$)" for name in beside]
-        written = {form.NAME for form, _ in groups} or {self.form.NAME}
+        written = {form.NAME for form in groups} or {self.form.NAME}
         return {
             "quant_method": NAME,
             "format": written.pop() if len(written) == 1 else MIXED,
@@ -199,19 +195,14 @@ class CompressedTensorsLayout(Layout):
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,
-                    "weights": form.weights(setting),
-                    "input_activations": form.activations(setting),
+                    "weights": form.weights(),
+                    "input_activations": form.activations(),
                     "output_activations": None,
                     "format": form.NAME,
                 }
-                for index, ((form, setting), targets) in enumerate(groups.items())
+                for index, (form, targets) in enumerate(groups.items())
             },
         }
-
-    def _setting(self, spec: LinearSpec) -> tuple[Form, Hashable]:
-        """The config group that a linear belongs to."""
-        form = self.form_of(spec.grid)
-        return form, form.setting(spec)
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:

@@ -57,10 +57,6 @@ class FloatQuantized(Form):
         """Whether it is a grid of 8-bit floats, or one of 8 bits that has not been made yet."""
         return type(grid).__name__ in ("Float8Grid", "Width") and grid.bits == 8
 
-    def check(self, spec: LinearSpec) -> str | None:
-        """Every linear fits: the grid's group size has been checked."""
-        return None
-
     def tensors(self, spec: LinearSpec) -> Table:
         """The two or three tensors of one linear."""
         rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
@@ -102,12 +98,12 @@ class FloatQuantized(Form):
         peak = tensors["input_scale"].float().view(()) * LARGEST if "input_scale" in tensors else None
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
 
-    def weights(self, setting: tuple) -> dict:
+    def weights(self) -> dict:
         """`weights` of the config group."""
         block = [self.block, self.block] if self.block else None
         return described(8, "float", "block" if self.block else "channel", block_structure=block)
 
-    def activations(self, setting: tuple) -> dict:
+    def activations(self) -> dict:
         """`input_activations` of the config group."""
         if self.static:
             return described(8, "float", "tensor")
@@ -201,11 +197,11 @@ class MxFp4Packed(Form):
         scale = torch.ldexp(torch.ones(exponent.shape, device=exponent.device), exponent)
         return QuantizedWeight(MxFp4Grid(), _codes(tensors), Fp4Params(scale, torch.ones_like(scale)))
 
-    def weights(self, setting: tuple) -> dict[str, Any]:
+    def weights(self) -> dict[str, Any]:
         """`weights` of the config group."""
         return described(4, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
 
-    def activations(self, setting: tuple) -> dict[str, Any] | None:
+    def activations(self) -> dict[str, Any] | None:
         """`input_activations` of it."""
         if not self.quantize_inputs:
             return None

@@ -6,7 +6,7 @@ is imported where tensors are made. Format: compressed-tensors 0.20 `compressors
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,15 +54,14 @@ def described(
 class Form:
     """What is written of a linear, and said of it. A frozen dataclass, with the options of its method.
 
-    A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `holds(grid)`;
-    `tensors`, `encode` and `decode`, as layouts do; and `weights(setting)`, of a config group.
+    A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `holds(grid)`,
+    whether weights on this grid are written so; `tensors`, `encode` and `decode`, as layouts do; and
+    `weights()` of its config group. Linears of equal forms are one config group.
 
     NAME: the `format` of a config group; LABEL: what `inspect` calls it. SUFFIXES: the tensors of a linear
     that it may store. CODES: the one that holds codes, and its type. optional: those that may be there.
-    common: the setting of most linears, which target `Linear`; a setting is what tells one config group of
-    this form from another, such as bits and group size. floats: of the suffixes, those that hold what is
-    stored in floating point. needs: which statistics of a linear's inputs it writes something of (see
-    SiteStatistics); `peak` comes as `QuantizedWeight.input_peak`.
+    floats: of the suffixes, those that hold what is stored in floating point. needs: which statistics of a
+    linear's inputs it writes something of (see SiteStatistics); `peak` comes as `QuantizedWeight.input_peak`.
     """
 
     NAME: str
@@ -70,20 +69,19 @@ class Form:
     SUFFIXES: tuple[str, ...]
     CODES: tuple[str, str]
     optional: tuple[str, ...] = ()
-    common: Hashable = ()
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[str] = frozenset()
     no_experts: str | None = None  # why no client reads experts in it
 
-    def setting(self, spec: LinearSpec) -> Hashable:
-        """That of one linear."""
-        return self.common
+    def of(self, spec: LinearSpec) -> Form:
+        """The form of one linear, with its own bits and groups."""
+        return self
 
     def check(self, spec: LinearSpec) -> str | None:
         """Why this form cannot hold `spec`, with the fix; None when it can."""
 
-    def activations(self, setting: Any) -> dict[str, Any] | None:
-        """`input_activations` of it; None where inputs stay as they are."""
+    def activations(self) -> dict[str, Any] | None:
+        """`input_activations` of the config group; None where inputs stay as they are."""
         return None
 
     def fitting(self, tensors: Tensors) -> Form:

@@ -45,18 +45,14 @@ class PackQuantized(Form):
         known = weights.kind == "int" and weights.bits in WIDTHS and weights.strategy in ("channel", "group")
         return cls(weights.bits, weights.group_size or -1, weights.symmetric) if known else None
 
-    @property
-    def common(self) -> tuple[int, int]:
-        return self.bits, self.group_size
-
     def holds(self, grid: Grid | Width) -> bool:
         """Any that the method makes."""
         return True
 
-    def setting(self, spec: LinearSpec) -> tuple[int, int]:
-        """Bits and group size as the configuration names them."""
+    def of(self, spec: LinearSpec) -> PackQuantized:
+        """With bits and group size as the configuration names them."""
         whole = spec.grid.group_size == spec.in_features and self.group_size == -1
-        return spec.grid.bits, -1 if whole else spec.grid.group_size
+        return replace(self, bits=spec.grid.bits, group_size=-1 if whole else spec.grid.group_size)
 
     def check(self, spec: LinearSpec) -> str | None:
         """Rows must fill whole words, columns too where zeros are packed."""
@@ -125,11 +121,10 @@ class PackQuantized(Form):
         grid = AffineGrid(bits, size, self.symmetric)
         return QuantizedWeight(grid, codes, AffineParams(scale, zero), group)
 
-    def weights(self, setting: tuple[int, int]) -> dict:
-        """`weights` of the config group of these bits and this group size."""
-        bits, size = setting
-        by = ("channel", None) if size == -1 else ("group", size)
-        return described(bits, "int", *by, symmetric=self.symmetric)
+    def weights(self) -> dict:
+        """`weights` of the config group."""
+        by = ("channel", None) if self.group_size == -1 else ("group", self.group_size)
+        return described(self.bits, "int", *by, symmetric=self.symmetric)
 
 
 @dataclass(frozen=True)
@@ -180,10 +175,10 @@ class IntQuantized(Form):
         grid = AffineGrid(8, spec.in_features)
         return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, HALF)))
 
-    def weights(self, setting: tuple) -> dict:
+    def weights(self) -> dict:
         """`weights` of the config group."""
         return described(8, "int", "channel")
 
-    def activations(self, setting: tuple) -> dict:
+    def activations(self) -> dict:
         """`input_activations` of the config group."""
         return described(8, "int", "token", dynamic=True, observer=None)

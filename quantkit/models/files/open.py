@@ -32,7 +32,7 @@ def open_checkpoint(
     if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = reading.of_mxfp4(infos)
-    layout = layouts.detect(raw, infos)
+    layout = layouts.detect(raw)
     if layout is None:
         untrusted.refuse_codes(infos.values())
     layouts.refuse_headless(layout, infos)

@@ -70,5 +70,5 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.layouts.compressed_tensors.activations import rounded
 
     form = IntQuantized()
-    inputs = schemes.numbers("activations", form.activations(form.common))
+    inputs = schemes.numbers("activations", form.activations())
     return compose("w8a8", options, rounded=partial(rounded, numbers=inputs))
