@@ -200,7 +200,7 @@ LAYOUTS = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq),
     "int8": ({"load_in_8bit": True}, int8),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
     "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}}, packed),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8),
 }

@@ -30,5 +30,5 @@ def test_experts_share_a_row(tiny_model):
     rows = describe(open_contents(str(tiny_model("mixtral"))))["tensors"]
     named = [row for row in rows if "experts" in row["name"]]
     assert [(row["name"], row["blocks"], row["count"]) for row in named] == [
-        (f"block_sparse_moe.experts.{{0-3}}.w{k}.weight", [0, 1, 2], 12) for k in (1, 2, 3)
+        (f"block_sparse_moe.experts.*.w{k}.weight", [0, 1, 2], 12) for k in (1, 2, 3)
     ]

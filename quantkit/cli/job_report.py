@@ -11,7 +11,7 @@ from rich.console import Console
 
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import print_comparison
-from quantkit.inspection.names import starred, without_expert
+from quantkit.inspection.names import of_experts, starred
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
@@ -92,19 +92,16 @@ def print_plans(jobs: Sequence[Job]) -> None:
 def _print_linears(console: Console, job: Job) -> None:
     """Print the linears; identical linears of several blocks or experts share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
-    alike: dict[tuple, tuple[list[int], list[int]]] = {}
+    alike: dict[tuple, set[int]] = {}
     for row in job.method.output.planned(job.checkpoint, job.specs):
         name, block = starred(row.name) if row.block is None else (row.name, row.block)
-        name, expert = without_expert(name)
-        blocks, experts = alike.setdefault((name, row.shape, row.becomes), ([], []))
-        blocks += [] if block is None else [block]
-        experts += [] if expert is None else [expert]
+        blocks = alike.setdefault((of_experts(name), row.shape, row.becomes), set())
+        blocks |= set() if block is None else {block}
     order = list(dict.fromkeys(name for name, *_ in alike))
-    for (name, shape, becomes), (blocks, experts) in sorted(
+    for (name, shape, becomes), blocks in sorted(
         alike.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:])
     ):
-        name = name.replace("{}", f"{{{ranges(sorted(set(experts)))}}}")
-        table.add_row(name, ranges(sorted(set(blocks))), " × ".join(map(str, shape)), becomes)
+        table.add_row(name, ranges(sorted(blocks)), " × ".join(map(str, shape)), becomes)
     console.print(table)
 
 

@@ -75,7 +75,12 @@ class Fp4Levels(TableLevels):
 
 @dataclass(frozen=True)
 class Fp4Grid(Fp4Levels):
-    """What both have in common. search: try other scales than the one by which the largest weight fits."""
+    """What both have in common. search: try other scales than the one by which the largest weight fits.
+
+    A subclass has `_candidates(largest)`, scales `[candidates, rows]` for groups whose largest weights, times
+    the divisor, are `[rows]`, the best one without a search first; and `_storable(scale)`, the nearest scale
+    above 0 that can be stored.
+    """
 
     search: bool = True
     bits = 4
@@ -87,15 +92,6 @@ class Fp4Grid(Fp4Levels):
     def _divisor(self, weight: Tensor) -> float:
         """What scales for groups `weight [rows, group_size]` are divided by."""
         return 1.0
-
-    def _candidates(self, largest: Tensor) -> Tensor:
-        """Scales for groups whose largest weights, times the divisor, are `[rows]`: `[candidates, rows]`, the
-        one that is best without a search first."""
-        raise NotImplementedError
-
-    def _storable(self, scale: Tensor) -> Tensor:
-        """The nearest scale above 0 that can be stored."""
-        raise NotImplementedError
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
         """Scales `[rows]` of `weight [rows, group_size]`; `importance` as in Grid."""

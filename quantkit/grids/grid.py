@@ -27,7 +27,7 @@ class Grid:
     the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
     fitted for the whole matrix before any column is chosen. vector_size: so many columns are chosen together,
-    from a code book, by what `search_in` returns; then none can be rounded by itself. weighted: round to
+    from a code book; then none can be rounded by itself (see `ggml.iquants.CodeBookGrid`). weighted: round to
     nearest, too, is to know how much each input column counts, as llama.cpp's encoders do with an importance
     matrix. joint: linears that engines make one of are to have parameters in common (`together`). clip: given
     second moments, round to nearest cuts off each group's range by AWQ's search.
@@ -106,23 +106,6 @@ class Grid:
     def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
         """Parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`, the
         others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
-        raise NotImplementedError
-
-    def search_in(self, metric: Tensor) -> Any:
-        """How to find vectors near others in the metric `[vector_size, vector_size]`: `nearest(y, start)` and
-        `cost(missed)`, all `[vector_size, n]` in levels. Only for vector_size > 1, as what follows."""
-        raise NotImplementedError
-
-    def neighbouring(self, params: Params, k: int, reach: int) -> list[Params]:
-        """Parameters whose sub-block k has the present scale, or one up to `reach` beside it."""
-        raise NotImplementedError
-
-    def chosen(self, candidates: Sequence[Params], which: Tensor) -> Params:
-        """Of every row the candidate `which [rows]`."""
-        raise NotImplementedError
-
-    def with_step(self, params: Params, k: int, step: Tensor) -> Params:
-        """Parameters whose sub-block k has a step as near to `step [rows]` as can be stored."""
         raise NotImplementedError
 
     def scaled(self, params: Params, factor: Tensor) -> Params:

@@ -14,7 +14,7 @@ PARTS = {  # the first that matches a name counts
     "other": r"",
 }
 IN_BLOCK = re.compile(r"^(?P<stack>.*?)\.(?P<block>\d+)\.(?P<local>.*)$")
-EXPERT = re.compile(r"^(.*\bexperts\.)(\d+)(\..*)$")
+EXPERT = re.compile(r"\bexperts\.\d+\.")
 INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|token_embd)\.weight$")
 
 
@@ -35,10 +35,9 @@ def starred(name: str) -> tuple[str, int | None]:
     return (name, None) if block is None else (f"{stack_of(name)}.*.{local}", block)
 
 
-def without_expert(local: str) -> tuple[str, int | None]:
-    """`mlp.experts.{}.up_proj.weight` and 3 of `mlp.experts.3.up_proj.weight`; None where there is none."""
-    found = EXPERT.match(local)
-    return (f"{found[1]}{{}}{found[3]}", int(found[2])) if found else (local, None)
+def of_experts(name: str) -> str:
+    """`mlp.experts.*.up_proj.weight` of `mlp.experts.3.up_proj.weight`."""
+    return EXPERT.sub("experts.*.", name)
 
 
 def stack_of(name: str) -> str | None:

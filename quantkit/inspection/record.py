@@ -12,16 +12,15 @@ from quantkit.inspection import clients, integrity, tokenizer
 from quantkit.inspection.names import (
     is_linear,
     language_stack,
+    of_experts,
     part_of,
     split,
     stack_of,
     starred,
-    without_expert,
 )
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
-from quantkit.tables import ranges
 
 SCHEMA = "quantkit.inspect/2"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
@@ -251,27 +250,22 @@ def _tensors(
     `reasons`, by name, why a linear was kept. Blocks beside the language model's, such as those of a tower,
     have names that begin with their stack: `visual.blocks.*.attn.qkv`."""
     rows: dict[tuple, dict[str, Any]] = {}
-    experts: dict[tuple, set[int]] = {}
     for weight in sorted(weights, key=lambda weight: _place(weight, language)):
         block, local = split(weight.name)
         if language is not None and stack_of(weight.name) != language:
             local, block = starred(weight.name)
-        local, expert = without_expert(local)
+        local = of_experts(local)
+        why = {} if reasons is None else {"why": reasons.get(weight.name.removesuffix(".weight"))}
         shape = list(weight.shape) if weight.shape is not None else None
-        why = None if reasons is None else reasons.get(weight.name.removesuffix(".weight"))
-        key = local, block is None, tuple(shape or ()), weight.stored, why
-        row = rows.setdefault(key, {"name": local, "blocks": [], "shape": shape, "stored": weight.stored})
-        row.update({} if reasons is None else {"why": why})
+        row = {"name": local, "blocks": [], "shape": shape, "stored": weight.stored, **why}
+        key = local, block is None, str(shape), weight.stored, *why.values()
+        row = rows.setdefault(key, row | {"count": 0, "bytes": 0})
         if block is not None and block not in row["blocks"][-1:]:
             row["blocks"].append(block)
-        experts.setdefault(key, set()).update(() if expert is None else (expert,))
-        row["count"] = row.get("count", 0) + 1
-        row["bytes"] = row.get("bytes", 0) + weight.nbytes
-    kinds = dict.fromkeys((row["name"], not row["blocks"]) for row in rows.values())
-    order = {kind: place for place, kind in enumerate(kinds)}
-    ordered = sorted(rows.items(), key=lambda item: order[item[1]["name"], not item[1]["blocks"]])
-    return [row | {"name": row["name"].replace("{}", f"{{{ranges(sorted(experts[key]))}}}")}
-            for key, row in ordered]  # fmt: skip
+        row["count"] += 1
+        row["bytes"] += weight.nbytes
+    order = {name: place for place, name in enumerate(dict.fromkeys(row["name"] for row in rows.values()))}
+    return sorted(rows.values(), key=lambda row: order[row["name"]])
 
 
 def _place(weight: Weight, language: str | None) -> tuple:

@@ -126,8 +126,29 @@ class BlockGrid(WholeLevels):
         return usable(step), low + step * self.offset
 
     def refit(self, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
-        """Parameters whose sub-block k suits `weight [sub_size, rows]`; the others stay."""
-        return refit(self, weight, params, k, importance)
+        """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size, rows]`.
+
+        Of the present scale and its neighbours the one with the least squared error, by importance
+        `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
+        """
+        lowest, highest = self.scale_range
+        present = params.scales[:, k]
+        scales = torch.stack([present + change for change in range(-SPAN, SPAN + 1)]).clamp_(lowest, highest)
+        fitted = {"scales": scales}
+        steps = (params.d * scales)[:, None]  # [candidates, 1, rows]
+        low = steps.new_zeros(1)
+        if isinstance(params, stored.SubScalesAndMins):  # codes for the present min, then their min
+            low = params.dmin * params.mins[:, k]
+            above = importance @ _errors(self, weight, steps, low) / importance.sum() + low
+            unit = torch.where(params.dmin == 0, torch.inf, params.dmin)
+            fitted["mins"] = (above / unit).round_().clamp_(0, highest)
+            low = (params.dmin * fitted["mins"])[:, None]
+        best = (importance @ _errors(self, weight, steps, low).square_()).argmin(0, keepdim=True)
+        fields = {}
+        for name, found in fitted.items():
+            fields[name] = getattr(params, name).clone()
+            fields[name][:, k] = found.gather(0, best)[0]
+        return replace(params, **fields)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
         """Values, float32 `[rows, group_size]`, bit for bit ggml's (dequantize_row_*)."""
@@ -163,32 +184,6 @@ class BlockGrid(WholeLevels):
         step, low = params.steps()
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))
         return (level * step[..., None] - low[..., None]).flatten(1)
-
-
-def refit(grid: Grid, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
-    """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size, rows]`.
-
-    Of the present scale and its neighbours the one with the least squared error, by importance
-    `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
-    """
-    lowest, highest = grid.scale_range
-    present = params.scales[:, k]
-    scales = torch.stack([present + change for change in range(-SPAN, SPAN + 1)]).clamp_(lowest, highest)
-    fitted = {"scales": scales}
-    steps = (params.d * scales)[:, None]  # [candidates, 1, rows]
-    low = steps.new_zeros(1)
-    if isinstance(params, stored.SubScalesAndMins):  # codes for the present min, then the min for those codes
-        low = params.dmin * params.mins[:, k]
-        above = importance @ _errors(grid, weight, steps, low) / importance.sum() + low
-        unit = torch.where(params.dmin == 0, torch.inf, params.dmin)
-        fitted["mins"] = (above / unit).round_().clamp_(0, highest)
-        low = (params.dmin * fitted["mins"])[:, None]
-    best = (importance @ _errors(grid, weight, steps, low).square_()).argmin(0, keepdim=True)
-    fields = {}
-    for name, found in fitted.items():
-        fields[name] = getattr(params, name).clone()
-        fields[name][:, k] = found.gather(0, best)[0]
-    return replace(params, **fields)
 
 
 def _errors(grid: Grid, weight: Tensor, step: Tensor, low: Tensor) -> Tensor:

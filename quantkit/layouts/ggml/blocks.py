@@ -20,7 +20,6 @@ from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml.parts import BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-TERNARY = ("TQ1_0", "TQ2_0")  # for weights that were trained as -1, 0 and 1: gguf's own encoder
 
 SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
@@ -50,7 +49,7 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
     def plain(part: slice) -> None:
         if type_name in PLAIN:
             encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
-        else:
+        else:  # for weights that were trained as -1, 0 and 1
             values = weight[part].float().cpu().numpy()
             encoded[part] = torch.from_numpy(_gguf().quants.quantize(values, _type(type_name)))
 
