@@ -28,8 +28,8 @@ def stored(name: str, **options) -> tuple[CompressedTensorsLayout, dict, torch.T
     found = rtn.quantize(weight(), grid())
     group = {
         "targets": ["Linear"],
-        "weights": form(**options).weights(()),
-        "input_activations": form(**options).activations(()),
+        "weights": form(**options).weights(),
+        "input_activations": form(**options).activations(),
         "format": form.NAME,
     }
     layout = detect({"quant_method": "compressed-tensors", "config_groups": {"g": group}}).at("a.b")

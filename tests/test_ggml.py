@@ -255,7 +255,7 @@ def test_errors_say_what_is_wrong():
         decode_rows("Q4_K", torch.zeros(2, 100, dtype=torch.uint8), 512)
     with pytest.raises(QuantkitError, match="type I8 are not understood"):
         decode_rows("I8", torch.zeros(2, 4, dtype=torch.uint8), 4)
-    with pytest.raises(QuantkitError, match="type Q8_K of X are not understood"):
+    with pytest.raises(QuantkitError, match="X: blocks of type Q8_K are not understood"):
         tensors = type("Tensors", (dict,), {"linear": "X"})(ggml_type=torch.tensor(15))
         GgmlLayout().decode(tensors)
     with pytest.raises(KeyError):

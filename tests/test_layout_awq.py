@@ -159,5 +159,5 @@ def test_a_configuration_that_contradicts_the_tensors_is_refused(stored, said):
 
 def test_a_layout_that_forgets_what_it_stores_cannot_be_made():
     forgetful = type("Forgetful", (Layout,), dict.fromkeys(("check", "sizes", "encode", "decode"), len))
-    with pytest.raises(TypeError, match="'config', 'tensors'"):
+    with pytest.raises(TypeError, match="config.*tensors"):
         forgetful()

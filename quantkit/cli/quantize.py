@@ -91,7 +91,7 @@ def run_command() -> Callable[..., None]:
 
 def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
     """Raise QuantkitError for wrong options, files and outputs before torch is imported: it takes seconds."""
-    methods.load(choice.method).check(choice.options)
+    methods.check(choice.method, choice.options)
     named = choice.calibration.calibration
     if named and named.endswith(sources.FILES):
         with sources.opened(Path(named)):
