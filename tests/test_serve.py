@@ -185,7 +185,7 @@ RUNAWAYS = {
 def test_a_template_that_runs_away_is_not_served(tiny_model, tmp_path, refuse, monkeypatch, key, template):
     """llama.cpp's server would run it in its own process, without limits."""
     pytest.importorskip("xllamacpp")
-    monkeypatch.setattr(template_worker.render, "__defaults__", (False, 3.0))  # seconds
+    monkeypatch.setattr(template_worker, "SECONDS", 3.0)
     path = gguf_files.export(tiny_model("llama"), tmp_path / "m.gguf", extra={key: template})
     error, hint = refuse(2 if "not you" in template else 4, "serve", path, "--port", 0, "--device", "cpu")
     assert error.startswith(f"{path} cannot be served: ") and error.endswith(RUNAWAYS[template])

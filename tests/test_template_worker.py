@@ -17,7 +17,7 @@ TEXT = "{{ messages[0].content }}"
 
 
 def say(text: str, template: str = TEXT, **tokens: str) -> str:
-    return template_worker.render(template, [{"role": "user", "content": text}], tokens)
+    return template_worker.WORKER.render(template, [{"role": "user", "content": text}], tokens)
 
 
 def test_what_is_rendered_comes_back():
@@ -35,16 +35,15 @@ def test_one_process_renders_all_and_another_follows_a_runaway(monkeypatch):
         raise AssertionError("a process with threads must not be forked")
 
     monkeypatch.setattr(os, "fork", forbidden)
-    started: list[int] = []
-    popen = template_worker.subprocess.Popen
-
-    def start(*given, **named):
-        process = popen(*given, **named)
-        started.append(process.pid)
-        return process
-
-    monkeypatch.setattr(template_worker.subprocess, "Popen", start)
     monkeypatch.setattr(template_worker, "WORKER", template_worker.Worker())
+    started: list[int] = []
+    start = template_worker.Worker._start
+
+    def noted(worker: template_worker.Worker) -> None:
+        start(worker)
+        started.append(worker._running[0].pid)
+
+    monkeypatch.setattr(template_worker.Worker, "_start", noted)
     assert [say(text) for text in "abc"] == ["a", "b", "c"] and len(started) == 1
     with pytest.raises(template_worker.Failed):
         say("", "{{ raise_exception('no') }}")
@@ -63,11 +62,10 @@ def test_one_process_renders_all_and_another_follows_a_runaway(monkeypatch):
 def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch):
     monkeypatch.setattr(template_worker, "WORKER", template_worker.Worker())
     say("first")
-    read = template_worker._read
     with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-        interrupted.setattr(template_worker, "_read", lambda *given: _raises(KeyboardInterrupt()))
+        interrupted.setattr(template_worker, "_received", lambda pipe: _raises(KeyboardInterrupt()))
         say("second")
-    assert template_worker._read is read and say("third") == "third"
+    assert say("third") == "third"
     template_worker.WORKER.stop()
 
 
@@ -88,9 +86,7 @@ def _raises(error: BaseException) -> bytes:
 )
 def test_a_template_that_runs_away_is_stopped(tiny_model, monkeypatch, template, said):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
-    monkeypatch.setattr(
-        template_worker.render, "__defaults__", (False, 2.0 if said == "does not end" else 60.0)
-    )
+    monkeypatch.setattr(template_worker, "SECONDS", 2.0 if said == "does not end" else 60.0)
     with pytest.raises(QuantkitError, match=f"^the model's chat template was stopped: .*{said}") as raised:
         ChatTemplate(checkpoint.tokenizer, template).render(ASKED)
     assert raised.value.exit_code == UNSUPPORTED

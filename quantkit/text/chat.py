@@ -60,7 +60,7 @@ class ChatTemplate:
             self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
         try:
-            return template_worker.render(
+            return template_worker.WORKER.render(
                 _at_a_fixed_date(template, self._today), messages, self.tokenizer.special_tokens_map, answer
             )
         except template_worker.Failed as error:

@@ -3,22 +3,19 @@
 A loop in a loop, or a string times a number, is all that a template needs. The worker is a fresh Python:
 a fork of a process whose libraries run threads may hang. It renders one conversation after the other with
 transformers' own sandbox, ends with its parent, and is replaced after a template that ran away.
-
-    python quantkit/text/template_worker.py     (the worker: requests and answers are lines of JSON)
 """
 
 from __future__ import annotations
 
-import atexit
 import json
+import multiprocessing
 import os
 import resource
-import select
-import subprocess
-import sys
+import signal
 import threading
-import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 SECONDS = 10.0
@@ -40,7 +37,7 @@ class Worker:
     """A process that renders templates, started when it is first needed."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen | None = None
+        self._running: tuple[BaseProcess, Connection] | None = None
         self._owner = 0  # a fork of this process must not talk to its parent's worker
         self._one = threading.Lock()
 
@@ -49,21 +46,21 @@ class Worker:
         template: str,
         messages: Sequence[Mapping[str, Any]],
         tokens: Mapping[str, str],
-        answer: bool,
-        seconds: float,
+        answer: bool = False,
     ) -> str:
         """Return the text of a conversation. tokens: special ones by name; answer: up to where one begins.
 
         Raises Failed where the template raises, and Runaway where it takes too much time, memory or text.
         """
         try:
-            request = json.dumps([template, messages, tokens, answer, seconds], default=_plain)
+            request = json.dumps([template, messages, tokens, answer], default=_plain)
         except RecursionError as error:
             raise Failed("the messages are nested too deeply") from error
         with self._one:
             try:
-                process = self._running()
-                kind, text = self._ask(process, request.encode() + b"\n", seconds)
+                if self._running is None or self._owner != os.getpid():
+                    self._start()
+                kind, text = self._ask(request.encode())
                 if kind == "runaway":
                     raise Runaway(text)
             except BaseException:  # an interrupt, too: its answer would be taken for the next one's
@@ -73,61 +70,40 @@ class Worker:
             raise Failed(text)
         return text
 
-    def _running(self) -> subprocess.Popen:
-        if self._process is None or self._owner != os.getpid():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is its parent's
-            )
-            self._owner = os.getpid()
-            atexit.register(self.stop)
-            if not _read(self._process, START_SECONDS):
-                raise OSError(
-                    "the worker for chat templates does not start: python -m quantkit.text.template_worker"
-                )
-        return self._process
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._running, self._owner = (process, ours), os.getpid()
+        if not ours.poll(START_SECONDS) or not _received(ours):
+            raise OSError("the worker for chat templates does not start: python -c 'import transformers'")
 
-    def _ask(self, process: subprocess.Popen, request: bytes, seconds: float) -> list[str]:
+    def _ask(self, request: bytes) -> list[str]:
+        _, pipe = self._running
+        full = Runaway(f"it took {MEMORY >> 20} MiB of memory, or {SECONDS:g} seconds")
         try:
-            process.stdin.write(request)
-            process.stdin.flush()
-            said = _read(process, seconds)
-        except BrokenPipeError:
-            said = b""
-        if not said:
-            raise Runaway(f"it took {MEMORY >> 20} MiB of memory, or {seconds:g} seconds")
+            pipe.send_bytes(request)
+        except OSError as error:  # it has ended
+            raise full from error
+        if not pipe.poll(SECONDS):
+            raise Runaway("it does not end")
+        if not (said := _received(pipe)):
+            raise full
         return json.loads(said)
 
     def stop(self) -> None:
         """End the worker, if this process has one."""
-        process, self._process = self._process, None
-        if process is None or self._owner != os.getpid():
-            return
-        atexit.unregister(self.stop)
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stdin):
-            try:
-                pipe.close()
-            except BrokenPipeError:  # a request that it has not read
-                pass
+        running, self._running = self._running, None
+        if running is not None and self._owner == os.getpid():
+            process, pipe = running
+            process.kill()
+            process.join()
+            pipe.close()
 
 
 WORKER = Worker()
-
-
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tokens: Mapping[str, str],
-    answer: bool = False,
-    seconds: float = SECONDS,
-) -> str:
-    """Return the text of a conversation by this process's worker. Raises Failed, or Runaway."""
-    return WORKER.render(template, messages, tokens, answer, seconds)
 
 
 def _plain(value: Any) -> Any:
@@ -135,29 +111,21 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "dtype") and hasattr(value, "item") else f"<{type(value).__name__}>"
 
 
-def _read(process: subprocess.Popen, seconds: float) -> bytes:
-    """A line of the worker; empty where it has ended. Raises Runaway."""
-    parts, size, deadline = [], 0, time.monotonic() + seconds
-    while not (parts and parts[-1].endswith(b"\n")):
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise Runaway("it does not end")
-        part = os.read(process.stdout.fileno(), 1 << 16)
-        if not part:
-            return b""
-        parts.append(part)
-        size += len(part)
-        if size > ANSWER:
-            raise Runaway(f"it writes more than {TEXT >> 20} MiB")
-    return b"".join(parts)
+def _received(pipe: Connection) -> bytes:
+    """A message of the worker; empty where it has ended, or writes more than any answer."""
+    try:
+        return pipe.recv_bytes(ANSWER)
+    except (EOFError, OSError):
+        return b""
 
 
-def main() -> None:
-    """Answer requests until stdin ends, or a template has used up the memory."""
+def _serve(pipe: Connection) -> None:
+    """Answer requests until the parent has gone, or a template has used up the memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nobody else writes there
     try:
         with open("/proc/self/statm") as file:
             limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
@@ -166,22 +134,20 @@ def main() -> None:
         pass
     # made while there is memory, and said once the error is gone, whose traceback holds what filled it
     full = json.dumps(["runaway", f"it took more than {MEMORY >> 20} MiB of memory"]).encode()
-    answers.write(b"ready\n")
-    answers.flush()
-    for line in sys.stdin.buffer:
+    pipe.send_bytes(b"ready")
+    while request := _received(pipe):
         try:
-            said = json.dumps(_said(render_jinja_template, json.loads(line))).encode()
+            said = json.dumps(_said(render_jinja_template, json.loads(request))).encode()
         except MemoryError:
             said = full
-        answers.write(said + b"\n")
-        answers.flush()
+        pipe.send_bytes(said)
 
 
 def _said(render_template: Any, request: list[Any]) -> list[str]:
     """The text, or how the template failed. Raises MemoryError."""
-    template, messages, tokens, answer, seconds = request
+    template, messages, tokens, answer = request
     used = resource.getrusage(resource.RUSAGE_SELF)
-    spent = int(used.ru_utime + used.ru_stime + seconds)
+    spent = int(used.ru_utime + used.ru_stime + SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (spent + 2, resource.RLIM_INFINITY))  # should the parent be gone
     try:
         given = {"chat_template": template, "add_generation_prompt": answer, **tokens}
@@ -194,7 +160,3 @@ def _said(render_template: Any, request: list[Any]) -> list[str]:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         return ["failed", first]
     return ["text", text] if len(text) <= TEXT else ["runaway", f"it writes more than {TEXT >> 20} MiB"]
-
-
-if __name__ == "__main__":
-    main()
