@@ -164,12 +164,13 @@ CLAIMS = {
 }
 
 
-def own_text(model: str, folder: Path) -> CalibrationOptions:
+def own_text(model: str, folder: Path, settings: self_text.Settings | None = None) -> CalibrationOptions:
     """As many sequences as of the shipped text, written by the model the first time that it is asked."""
-    output, settings = folder / "own.jsonl", self_text.Settings()
+    settings = settings or self_text.Settings()
+    output = folder / f"own-{settings.samples}.jsonl"
     if not output.exists():
         self_text.write(open_checkpoint(model), settings, output, torch.float32, choose_device("auto"))
-    return CalibrationOptions(str(output), seqlen=settings.seqlen)
+    return CalibrationOptions(str(output), samples=settings.samples, seqlen=settings.seqlen)
 
 
 def some(text: str) -> str:
@@ -523,7 +524,6 @@ LOSSES = {  # beside the default, what each part of it is worth
     "the divergence alone, temperature 1": {"temperature": 1.0, "hidden_weight": 0.0},
     "the divergence alone, temperature 2": {"hidden_weight": 0.0},
     "temperature 1": {"temperature": 1.0},
-    "with the text's next token": {"lm_weight": 0.3},
 }
 
 
@@ -552,13 +552,13 @@ def smaller_students(args: argparse.Namespace, folder: Path) -> dict[str, tuple]
     from quantkit.text.calibration import MOST_HELD_OUT
 
     shipped = CalibrationOptions(samples=10_000, seqlen=SEQLEN)
-    own = CalibrationOptions(samples=args.samples, seqlen=SEQLEN)
+    own = own_text(args.models[0], folder, self_text.Settings(args.samples, SEQLEN))
     found = {
         "4 blocks": (Options(blocks=4), shipped, False),
         "4 blocks, the last dropped": (Options(blocks=4), shipped, True),
         "5 blocks": (Options(blocks=5), shipped, False),
         "half the width": (Options(width="50%"), shipped, False),
-        "4 blocks, text of its own": (Options(blocks=4, self_text=True, epochs=1), own, False),
+        "4 blocks, text of its own": (Options(blocks=4, epochs=1), own, False),
     }
     for name, change in LOSSES.items():
         found[f"loss: {name}"] = Options(blocks=4, **change), shipped, False

@@ -41,15 +41,7 @@ def download(repo: str, patterns: list[str] | None = None) -> dict:
     return {"folder": snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)}
 
 
-def prepare(repo: str, config: str) -> dict:
-    """What people do who use `datasets` themselves."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    return {"splits": list(datasets.load_dataset(repo, config))}
-
-
 for line in sys.stdin:
     request = json.loads(line)
-    answer = {"run": run, "calibrate": calibrate, "download": download, "prepare": prepare}[request.pop("do")]
+    answer = {"run": run, "calibrate": calibrate, "download": download}[request.pop("do")]
     print(json.dumps(answer(**request)), flush=True)

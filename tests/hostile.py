@@ -481,7 +481,7 @@ def template(samples: Path, place: Path, source: random.Random, deep: bool) -> N
 
 def result(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """Result JSON, and the page and table of it."""
-    from quantkit.evaluation.comparison import page, table
+    from quantkit.evaluation.comparison import table
     from quantkit.evaluation.comparison.merge import merge, read
 
     path = Path(shutil.copy(samples / "result.json", place / "result.json"))
@@ -489,7 +489,7 @@ def result(samples: Path, place: Path, source: random.Random, deep: bool) -> Non
     made = merge([read(path)])
     table.markdown(made)
     if deep:
-        page.page(made)
+        table.report(made).page()
 
 
 def manifest(samples: Path, place: Path, source: random.Random, deep: bool) -> None:

@@ -108,11 +108,11 @@ def test_text_goes_before_conversations_and_a_named_column_before_both(chat_mode
 
 
 def test_the_column_of_conversations_is_taken_only_where_no_other_was_named():
-    assert column_of(["id", "messages"], "text", "text") == "messages"
-    assert column_of(["conversations", "messages"], "text", "text") == "messages"
-    assert column_of(["text", "messages"], "text", "text") == "text"
-    assert column_of(["id", "messages"], "body", "text") is None
-    assert column_of(["id"], "text", "text") is None
+    assert column_of(["id", "messages"], "text") == "messages"
+    assert column_of(["conversations", "messages"], "text") == "messages"
+    assert column_of(["text", "messages"], "text") == "text"
+    assert column_of(["id", "messages"], "body") is None
+    assert column_of(["id"], "text") is None
 
 
 def test_a_template_that_prints_the_date_gives_the_same_tokens_tomorrow(chat_model, write):

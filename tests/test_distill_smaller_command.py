@@ -35,7 +35,7 @@ def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
     ]
     assert done["options"]["lr"] == 0.002 and json.loads((tmp_path / "small/config.json").read_text())
     again = make("distill", teacher, "--blocks", "2", "--lr", "0.002", *FEW, "-o", "small", "--resume")
-    assert again == {"schema": "quantkit.distill-smaller/1", "output": "small", "finished": True}
+    assert again == {"schema": "quantkit.distill-smaller/2", "output": "small", "finished": True}
 
 
 def test_a_student_is_named_or_shaped(tiny_model, refuse):

@@ -8,7 +8,7 @@ import records
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from quantkit.evaluation.comparison import drawing, figures, page
+from quantkit.evaluation.comparison import drawing, figures, table
 
 
 def test_figures_hold_the_records_numbers():
@@ -49,7 +49,7 @@ def test_without_divergences_the_perplexity_is_drawn():
 def test_one_model_alone_has_no_figures():
     alone = records.record(records.model("base", 9))
     assert figures.figures(alone) == []
-    assert "<svg" not in page.page(alone | {"noise_floor": None})
+    assert "<svg" not in table.report(alone | {"noise_floor": None}).page()
 
 
 @pytest.mark.parametrize(("width", "height"), [(350, 330), (590, 380), (900, 550)])

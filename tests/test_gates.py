@@ -129,8 +129,8 @@ def test_a_failing_gate_still_writes_everything(run, tmp_path):
     assert err.startswith(f"error: 1 of 2 gates failed: KL divergence of {source} is {value}, ")
     written = summary.read_text()
     assert written.startswith("# before\n\n### quantkit eval: 1 of 2 gates failed\n\n")
-    assert f"| ❌ failed | llama as nf4 | KL divergence | {value} | ≤ 1e-09 |" in written
-    assert "| ✅ passed | llama as nf4 | top-1 agreement |" in written
+    assert f"- ❌ FAILED: KL divergence of llama as nf4 is {value}, asked for is ≤ 1e-09\n" in written
+    assert "- ✅ passed: top-1 agreement of llama as nf4 is " in written
     code, out, _ = run(*limits)
     assert code == 7 and "gate FAILED: KL divergence of llama as nf4" in out
     assert summary.read_text().count("### quantkit eval") == 2  # appended

@@ -16,7 +16,7 @@ from records import NASTY
 
 from quantkit import cli
 from quantkit.errors import NOT_FOUND, USAGE
-from quantkit.evaluation.comparison import drawing, figures, page
+from quantkit.evaluation.comparison import drawing, figures, table
 
 
 @pytest.fixture
@@ -63,13 +63,18 @@ def test_the_page_is_self_contained_and_says_it_all():
         "pass": False,
     }
     record = records.record(gates=[gate])
-    text = page.page(record)
+    text = table.report(record).page()
     found = Page(text)
     assert not set(found.tags) & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
     assert all(value.startswith("#") for *_, value in found.references)
     urls = set(re.findall(r"https?://[^\"' )]+|url\((?!#)|@import", text))
     assert urls == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names of formats
-    for words in ("base against four, three", "1 of 1 gates failed", "0.08000", "+0.500 ± 0.050"):
+    for words in (
+        "base against four, three",
+        "gate FAILED: KL divergence of three is 0.08",
+        "0.08000",
+        "+0.500 ± 0.050",
+    ):
         assert words in found.text
     for value in (record["data"]["sha256"], record["data"]["tokenizer"], "2.13.0", "layers.2.mlp.up_proj"):
         assert value in found.text
@@ -85,7 +90,7 @@ def test_names_cannot_break_out():
         {"metric": "top1", "op": ">=", "limit": 0.5, "model": NASTY, "value": 0.9, "pass": True},
         {"metric": "top1", "op": ">=", "limit": 0.5, "model": "nobody" + NASTY, "value": 0.9, "pass": True},
     ]
-    text = page.page(record)
+    text = table.report(record).page()
     found = Page(text)
     assert "script" not in found.tags
     assert all(value.startswith("#") for *_, value in found.references)
@@ -118,9 +123,9 @@ def test_the_command_writes_page_and_plots(run, result, tmp_path):
         "a.html\na.png\na-position.png\na-layers-output.png\n",
         "",
     )
-    assert (tmp_path / "a.html").read_text() == page.page(records.record())
+    assert (tmp_path / "a.html").read_text() == table.report(records.record()).page()
     assert run("report", result, result, "-q") == (0, "", "")
-    assert (tmp_path / "report.html").read_text() == page.page(records.record())
+    assert (tmp_path / "report.html").read_text() == table.report(records.record()).page()
 
 
 def test_the_command_imports_no_torch(result, tmp_path):
@@ -164,7 +169,7 @@ def test_eval_writes_the_same_page_at_once(run, tiny_model, tmp_path):
     words = ["eval", model, "--as", "nf4", "--text", text, "--ctx", 32, "--limit", 300, "-q", "--json"]
     code, out, _ = run(*words, "--html", "e.html", "--plot", "p.svg", "--max-kld", "0")
     record = json.loads(out)
-    assert code == 7 and (tmp_path / "e.html").read_text() == page.page(record)
+    assert code == 7 and (tmp_path / "e.html").read_text() == table.report(record).page()
     assert sorted(path.name for path in tmp_path.glob("p*.svg")) == [
         "p-layers-weight.svg",
         "p-position.svg",
@@ -186,7 +191,7 @@ def test_in_a_browser(tmp_path, width, dark):
       document.body.dataset.found = JSON.stringify([inside.documentElement.scrollWidth, view.innerWidth,
         drawn.length, style.backgroundColor, style.color,
         view.getComputedStyle(drawn[0].querySelector('use[style*="--s"]')).fill])})</script>"""
-    inside = html.escape(page.page(record))  # no window is as narrow as a phone: a frame is
+    inside = html.escape(table.report(record).page())  # no window is as narrow as a phone: a frame is
     path = tmp_path / "frame.html"
     path.write_text(
         "<style>:root{color-scheme:light dark}</style>"

@@ -1,10 +1,10 @@
-"""Files of text that a model writes itself; that it is sampled from the model's own distribution is tested in
-test_distill_smaller.py."""
+"""Files of text that a model writes itself, sampled from its own distribution."""
 
 import json
 
 import pytest
 import torch
+import transformers
 
 from quantkit import errors
 from quantkit.evaluation import self_text
@@ -75,3 +75,18 @@ def test_only_such_text_is_replaced(tmp_path):
     ]:
         with pytest.raises(errors.QuantkitError, match=said):
             self_text.check_output(path, overwrite)
+
+
+def test_the_teacher_writes_what_it_believes(tiny_model):
+    """Sampled token by token without a cache from its own distribution, with the same seed."""
+    folder = tiny_model("llama", tokenizer="bos")
+    settings = Settings(3, 10, 7)
+    (made,) = self_text.sequences(open_checkpoint(str(folder)), settings, torch.float32, CPU)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.zeros(3, 1, dtype=torch.long)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(7)
+        for _ in range(9):
+            following = torch.multinomial(torch.softmax(model(ids).logits[:, -1].float(), -1), 1)
+            ids = torch.cat([ids, following], 1)
+    assert torch.equal(made, ids)

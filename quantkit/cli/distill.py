@@ -28,7 +28,7 @@ EPILOG = """Examples:
 
   quantkit distill ./model --blocks 24                        (a student of fewer blocks: ./model-b24)
 
-  quantkit distill ./model --blocks 24 --width 75% --self-text --samples 4096
+  quantkit distill ./model --blocks 24 --width 75% --text mine.txt --samples 4096
 
 Never worse: what does not lower the divergence from the teacher on text held out of the training is not kept;
 the exit code is 0 all the same."""

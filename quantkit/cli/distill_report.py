@@ -81,11 +81,15 @@ def _print_smaller(record: dict) -> None:
     size = f", {megabytes(small['bytes'])} of {megabytes(big['bytes'])}" if done else ""
     depth = f"{small['blocks']} of {big['blocks']} blocks"
     width = f", {small['width']} of {big['width']} channels in each MLP" if small["width"] else ""
-    tokens = schedule["batch"] * record["calibration"]["seqlen"]
+    made = record["calibration"]
+    tokens = schedule["batch"] * made["seqlen"]
     facts = {"written" if done else "output": small["output"], "student": f"{depth}{width}; {share}{size}"}
     if done and record["chosen"]["rounds"]:
         facts["left out"] = left_out(record["chosen"], big["blocks"])
-    facts["text"] = _text(record)
+    facts["text"] = (
+        f"{made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text, "
+        "some of them held out"
+    )
     facts["training"] = f"{schedule['steps']:,} steps of {schedule['batch']} sequences, {tokens:,} tokens"
     facts["runs"] = f"{how['dtype']}, {how['threads']} threads, on {how['device']}"
     facts["memory"] = f"about {megabytes(record['memory_bytes'])}; disk {megabytes(record['disk_bytes'])}"
@@ -114,15 +118,6 @@ def left_out(chosen: dict, depth: int) -> str:
     (worth, first), *others = gone
     told = [f"block {first} (KL divergence without it {worth:.3f})"]
     return ", then ".join([*told, *(f"{index} ({worth:.3f})" for worth, index in others)])
-
-
-def _text(record: dict) -> str:
-    """What it is trained on, and judged by."""
-    made = record["calibration"]
-    size = f"{made['samples']} sequences of {made['seqlen']} tokens"
-    if record["options"]["self_text"]:
-        return f"written by the teacher; chosen and judged by {size} of {made['source']} text"
-    return f"{size} of {made['source']} text, some of them held out"
 
 
 def print_finished(schema: str, output: Path, as_json: bool) -> None:

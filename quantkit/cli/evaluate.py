@@ -128,9 +128,7 @@ def command(
     """The function behind `quantkit eval`."""
     from quantkit.evaluation import metrics as metrics_of
     from quantkit.evaluation.comparison import gates
-    from quantkit.evaluation.comparison.figures import figures
     from quantkit.evaluation.comparison.files import Outputs
-    from quantkit.evaluation.comparison.page import page
     from quantkit.models import kv_types
     from quantkit.options import size_bytes
 
@@ -150,7 +148,7 @@ def command(
             from quantkit.evaluation import evaluate
             from quantkit.evaluation import windows as windows_of
             from quantkit.evaluation.comparison.record import record
-            from quantkit.evaluation.comparison.table import markdown, print_comparison
+            from quantkit.evaluation.comparison.table import markdown, report
             from quantkit.evaluation.tasks import Tasks
             from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
@@ -170,10 +168,11 @@ def command(
         )  # fmt: skip
     given = harness.record() if harness else None
     result = record(windows.protocol, precision, place, measured, chosen, limits, given)
+    found = report(result)
     if not as_json:
-        print_comparison(result)
+        found.show()
     if ranks.is_first():
-        outputs.write(figures(result), lambda: page(result), lambda: markdown(result))
+        outputs.write(found.figures, found.page, lambda: markdown(result))
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))

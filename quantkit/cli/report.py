@@ -27,10 +27,9 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
 ) -> None:
     """The function behind `quantkit report`."""
-    from quantkit.evaluation.comparison.figures import figures
     from quantkit.evaluation.comparison.files import Outputs
     from quantkit.evaluation.comparison.merge import merge, read
-    from quantkit.evaluation.comparison.page import page
+    from quantkit.evaluation.comparison.table import report
 
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):
@@ -38,8 +37,8 @@ def command(
             raise QuantkitError(f"{path} is no result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
-    result = merge([read(path) for path in results])
-    written = outputs.write(figures(result), lambda: page(result))
+    found = report(merge([read(path) for path in results]))
+    written = outputs.write(found.figures, found.page)
     if not quiet:
         for path in written:
             print(path)

@@ -53,11 +53,6 @@ class SmallerOptions:
         "Channels of the student's MLPs (intermediate_size), such as 512 or 75%: those that matter most to "
         "the block's output are kept.",
     )
-    self_text: bool = option(
-        False,
-        "Train on text that the teacher writes itself, --samples sequences sampled with --seed, instead of "
-        "the given text, by which the student is then only chosen and judged.",
-    )
     epochs: int = option(3, "Passes over the training text.")
     steps: int | None = option(None, "Training steps; replaces --epochs.")
     lr: float = option(
@@ -68,9 +63,6 @@ class SmallerOptions:
     )
     hidden_weight: float = option(
         1.0, "Weight of the relative squared distance between what enters the heads of teacher and student."
-    )
-    lm_weight: float = option(
-        0.0, "Weight of the usual loss on the text's own next token, beside the divergence from the teacher."
     )
 
     def check(self) -> None:
@@ -88,8 +80,7 @@ class SmallerOptions:
             _check(name, value, value is None or value >= 1, "choose 1 or more")
         _check("lr", self.lr, 0 < self.lr < 1, "choose about 0.001; less for a large model")
         _check("temperature", self.temperature, 0 < self.temperature <= 100, "choose 1 to 4")
-        for name, hint in (("hidden_weight", "choose 0 to 10"), ("lm_weight", "choose 0 to 1")):
-            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, hint)
+        _check("hidden_weight", self.hidden_weight, 0 <= self.hidden_weight < math.inf, "choose 0 to 10")
 
     def channels(self, width: int) -> int | None:
         """Channels to keep of `width`; None where all are. Raises QuantkitError unless that is fewer."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.options import CalibrationOptions
 from quantkit.text import template_worker
 
 COLUMNS = ("messages", "conversations")  # where chat datasets keep their conversations
@@ -24,12 +25,11 @@ class Conversation:
     where: str  # the row, for an error
 
 
-def column_of(columns: Iterable[str], asked: str, default: str) -> str | None:
-    """The column that holds a row's text: `asked`, or a chat column where only the default was asked for."""
+def column_of(columns: Iterable[str], asked: str) -> str | None:
+    """Return the column that holds a row's text: `asked`, or a chat column in place of the default one."""
+    wanted = (asked, *(COLUMNS if asked == CalibrationOptions.text_column else ()))
     columns = list(columns)
-    if asked in columns:
-        return asked
-    return next((name for name in COLUMNS if name in columns), None) if asked == default else None
+    return next((name for name in wanted if name in columns), None)
 
 
 class ChatTemplate:

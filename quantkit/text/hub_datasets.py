@@ -22,7 +22,6 @@ ID = re.compile(
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<config>[^@:]+))?(?::(?P<split>[\w.-]+)(?::(?P<column>.+))?)?"
 )
 LINES = ("Salesforce/wikitext",)  # a row is a line of an article, not a document: rows stay together
-IN_PART = {"allenai/c4": "en/*.00000-of-*"}  # files enough to calibrate on; the whole is hundreds of GB
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,12 @@ def parse(text: str) -> Dataset | None:
 
 
 def open_rows(
-    wanted: Dataset, default_column: str, column: str, revision: str | None, seed: int, offline: bool
+    wanted: Dataset, column: str, revision: str | None, seed: int, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
     """The dataset as it was found, and its rows as (place, value of the column), fetched as they are taken.
 
-    Files come in seeded order, rows in the file's. `column` counts where the id names none; it may
-    give way to a column of conversations where it is `default_column`. Raises QuantkitError for what
-    the hub or the dataset does not have, also while rows are taken.
+    Files come in seeded order, rows in the file's. `column` counts where the id names none. Raises
+    QuantkitError for what the hub or the dataset does not have, also while rows are taken.
     """
     import datasets
     import huggingface_hub
@@ -65,20 +63,15 @@ def open_rows(
     offline = offline or datasets.config.HF_HUB_OFFLINE
     with _explained(wanted.repo):
         if offline:
-            builder, commit = _cached(wanted, revision)
+            folder = _cached(wanted.repo, revision)
+            commit = folder.name
+            builder = datasets.load_dataset_builder(str(folder), wanted.config)
         else:  # given the commit, datasets asks neither for it again nor the dataset viewer, another host
             commit = hub.dataset_revision(wanted.repo, revision)
-            builder = _builder(wanted, wanted.repo, commit)
-        splits = builder.as_streaming_dataset()
-        if wanted.split not in splits:
-            raise QuantkitError(
-                f"dataset {wanted.repo} has no split {wanted.split!r} (it has: {name_all(splits)})",
-                hint=f"name one: {wanted.repo}:SPLIT",
-                exit_code=USAGE,
-            )
-        stream = splits[wanted.split]
+            builder = datasets.load_dataset_builder(wanted.repo, wanted.config, revision=commit)
+        stream = builder.as_streaming_dataset(wanted.split)
         names = stream.column_names or list(next(iter(stream.take(1)), {}))
-    found = column_of(names, wanted.column or column, default_column)
+    found = column_of(names, wanted.column or column)
     if found is None:
         raise QuantkitError(
             f"dataset {wanted.repo} has no column {wanted.column or column!r} (it has: {name_all(names)})",
@@ -101,58 +94,26 @@ def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]
                 yield f"{dataset.repo}:{dataset.split}, row {number} read", row.get(dataset.column)
 
 
-def _cached(wanted: Dataset, revision: str | None) -> tuple[Any, str]:
-    """From files fetched with `hf download`, else from what `datasets.load_dataset` prepared. No request."""
-    import datasets
-    from datasets.packaged_modules.cache.cache import Cache
+def _cached(repo: str, revision: str | None) -> Path:
+    """Return the folder of files fetched with `hf download`, a part of them too. No request."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        # A part of the files will do, so completeness is asked of the card alone.
-        folder = snapshot_download(
-            wanted.repo,
+        found = snapshot_download(  # a part of the files will do, so the card alone must be there
+            repo,
             repo_type="dataset",
             revision=revision,
             local_files_only=True,
             allow_patterns=["README.md"],
         )
-        return _builder(wanted, folder, None), Path(folder).name
-    except (LocalEntryNotFoundError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
-        absent = error
-    name = wanted.repo.partition("/")[2]
-    try:
-        builder = Cache(
-            dataset_name=name, repo_id=wanted.repo, config_name=wanted.config, version="auto", hash="auto"
-        )
-        if revision in (None, builder.hash):
-            return builder, builder.hash
-    except ValueError:  # not there either
-        pass
-    part = f" --include README.md --include '{IN_PART[wanted.repo]}'" if wanted.repo in IN_PART else ""
-    raise QuantkitError(
-        f"dataset {wanted.repo} is not in the local cache",
-        hint=f"fetch it once with a connection: hf download {wanted.repo} --repo-type dataset{part}",
-        exit_code=NOT_FOUND,
-    ) from absent
-
-
-def _builder(wanted: Dataset, place: str, commit: str | None) -> Any:
-    """What reads the dataset at `place`: its hub id or a folder. Data files only; no script is ever run."""
-    import datasets
-
-    try:
-        return datasets.load_dataset_builder(place, wanted.config, revision=commit)
-    except ValueError as error:
-        names = datasets.get_dataset_config_names(place, revision=commit)
-        if wanted.config in names:
-            raise
-        which = f"no config {wanted.config!r}" if wanted.config else "several configs"
+    except (LocalEntryNotFoundError, FileNotFoundError) as error:
         raise QuantkitError(
-            f"dataset {wanted.repo} has {which} (it has: {name_all(names)})",
-            hint=f"name one: {wanted.repo}@CONFIG:{wanted.split}",
-            exit_code=USAGE,
+            f"dataset {repo} is not in the local cache",
+            hint=f"fetch it once with a connection: hf download {repo} --repo-type dataset",
+            exit_code=NOT_FOUND,
         ) from error
+    return Path(found)
 
 
 @contextmanager
@@ -169,4 +130,10 @@ def _explained(repo: str) -> Iterator[None]:
                 f"dataset {repo} cannot be read: {first_line(error)}",
                 hint="choose one that consists of data files (parquet, JSON, CSV or text)",
                 exit_code=UNSUPPORTED,
+            ) from error
+        except ValueError as error:  # datasets names the configs and splits that there are
+            raise QuantkitError(
+                f"dataset {repo}: {first_line(error)}",
+                hint=f"name config, split and column: {repo}@CONFIG:SPLIT:COLUMN",
+                exit_code=USAGE,
             ) from error

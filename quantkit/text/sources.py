@@ -23,7 +23,6 @@ PIECE_CHARS = 1 << 14  # a long text is taken in pieces of about this size, in s
 BUFFER = 1024  # rows of parquet and hub datasets are shuffled through a buffer of so many documents
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 FILES = (".txt", ".parquet", *JSON_LINES)  # a name that ends so is never taken for a hub id
-DEFAULT_COLUMN = CalibrationOptions.text_column
 ELSEWHERE = (
     "give a file, a dataset of the form ORG/NAME, or one of "
     f"{', '.join(hub_datasets.ALIASES)} to --calibration"
@@ -54,9 +53,7 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
             "--calibration-revision is for datasets of the hub", "leave it out for a file", USAGE
         )
     if wanted is not None:
-        dataset, rows = hub_datasets.open_rows(
-            wanted, DEFAULT_COLUMN, column, revision, options.seed, offline
-        )
+        dataset, rows = hub_datasets.open_rows(wanted, column, revision, options.seed, offline)
         documents_of = _joined if dataset.repo in hub_datasets.LINES else _documents
         documents = documents_of(rows, dataset.column)
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
@@ -106,7 +103,7 @@ def _json_row(line: str, asked: str, where: str) -> Iterator[Document]:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object a line", USAGE) from error
-    column = column_of(row, asked, DEFAULT_COLUMN) if isinstance(row, dict) else None
+    column = column_of(row, asked) if isinstance(row, dict) else None
     if column is None:
         raise _no_text(where, asked, row if isinstance(row, dict) else [type(row).__name__])
     value = row[column]
@@ -122,7 +119,7 @@ def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            column = column_of(columns, asked, DEFAULT_COLUMN)
+            column = column_of(columns, asked)
             if column is None:
                 raise _no_text(str(path), asked, columns)
             sizes = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]

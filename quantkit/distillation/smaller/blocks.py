@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from quantkit.distillation.divergence import kl
+from quantkit.distillation import divergence
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 
 TOKENS = 4096  # that blocks are judged by: the order of blocks settles long before their divergences do
 ROUNDS = 8  # at most; where more blocks than that are to go, several go in a round
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
 
 Counting = Callable[[int, int], None]  # rounds done, rounds in all
 
@@ -62,7 +61,13 @@ def left_out(
             variant[:] = through(skeleton, index, variant)
         whole = through(skeleton, index, whole)
         variants[index] = list(without)
-    return {index: divergence(skeleton, teacher, variant) for index, variant in variants.items()}
+    vocabulary = skeleton.checkpoint.text_config.vocab_size
+
+    def far(variant: Sequence[Tensor]) -> float:
+        pairs = zip(teacher, variant, strict=True)
+        return divergence.mean(skeleton.logits, skeleton.logits, pairs, vocabulary)
+
+    return {index: far(variant) for index, variant in variants.items()}
 
 
 def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Tensor]:
@@ -78,16 +83,3 @@ def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Te
             exit_code=UNSUPPORTED,
         )
     return found
-
-
-def divergence(skeleton: Skeleton, teacher: Sequence[Tensor], student: Sequence[Tensor]) -> float:
-    """Mean KL divergence in nats, over all tokens, of the predictions from two sets of final hidden states
-    `[batch, tokens, hidden]`; the last of a sequence predicts, too, though nothing it is to be."""
-    size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
-    total, tokens = 0.0, 0
-    for expected, found in zip(teacher, student, strict=True):
-        for row, other in zip(expected, found, strict=True):
-            for part, now in zip(row.split(size), other.split(size), strict=True):
-                total += kl(skeleton.logits(part), skeleton.logits(now)).sum().item()
-                tokens += len(part)
-    return total / tokens

@@ -53,12 +53,9 @@ def card(teacher: Checkpoint, record: dict) -> str:
     ]
     if small["width"]:
         lines.append(f"MLP channels: {small['width']} of {big['width']} in each, those that carry most.")
-    words = (
-        "text that the teacher wrote itself" if record["options"]["self_text"] else f"{made['source']} text"
-    )
     steps = record["trained"]["best"]["step"]
     lines += [
-        f"Trained for {steps} steps on the teacher's predictions for {words}."
+        f"Trained for {steps} steps on the teacher's predictions for {made['source']} text."
         if published == "trained"
         else "Not trained: on held-out text training did not bring it closer to the teacher.",
         "",

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
@@ -23,7 +22,7 @@ from quantkit.distillation.smaller import blocks, card, channels, cut, learner, 
 from quantkit.distillation.smaller.shape import Axis, Shape
 from quantkit.distillation.smaller.targets import Targets
 from quantkit.distillation.training import best, best_step, train
-from quantkit.evaluation import of_job, self_text, windows
+from quantkit.evaluation import of_job, windows
 from quantkit.evaluation.whole_model import load_blocks
 from quantkit.evaluation.windows import Windows
 from quantkit.models.files.checkpoint import Checkpoint
@@ -34,11 +33,11 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import placement, plan
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.blocks import save, write_text
+from quantkit.quantize.staging.blocks import write_text
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import hold_out
 
-SCHEMA = "quantkit.distill-smaller/1"
+SCHEMA = "quantkit.distill-smaller/2"
 BYTES_TRAINED = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
 LOGITS_HELD = 6  # tensors of logits that a step holds: both models', their logarithms and gradients
 CHOSEN = frozenset({"ppl", "dppl", "kld", "top1"})  # metrics by which students are judged
@@ -106,10 +105,7 @@ class SmallerJob(Job):
             teacher.load_rest()
         with timings("choose"):
             student, chosen = self._cut(text, progress)
-        if self.request.options.self_text:
-            with timings("write text"):
-                text = self._self_text(progress)
-        ids = torch.cat([text, held_out])
+        ids = self.calibration.tokens
         with timings("teach"):
             place = staging.folder / "targets.bin"
             counting = _counting(progress, "asking the teacher")
@@ -170,19 +166,6 @@ class SmallerJob(Job):
         """A student's folder, as the tables call it."""
         opened = open_checkpoint(str(place), trust_remote_code=self.request.trust_remote_code)
         return replace(opened, source=f"{self.staging.output.name} {how}")
-
-    def _self_text(self, progress: Progress) -> Tensor:
-        """What the teacher writes, int64 `[sequences, tokens]`; what it wrote before the job was
-        interrupted."""
-        path = self.staging.folder / "self-text.safetensors"
-        if not path.exists():
-            asked, seqlen = self.request.calibration, self.calibration.tokens.shape[1]
-            listen = _counting(progress, "the teacher writes")
-            settings = self_text.Settings(asked.samples, seqlen, asked.seed)
-            dtype, device = self.teacher.dtype, self.teacher.device
-            found = self_text.sequences(self.source, settings, dtype, device, listen)
-            save(path, {"ids": torch.cat(list(found))})
-        return load_file(path)["ids"]
 
     def _train(
         self, student: Checkpoint, told: Targets, progress: Progress
@@ -259,9 +242,6 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     wanted, axes, reader = shape.resolve(options, teacher, skeleton)
     calibrated = calibrate(teacher, request, progress)
     trained, held_out = map(len, hold_out(calibrated.tokens))
-    if options.self_text:
-        self_text.beginning(teacher)
-        trained = request.calibration.samples  # however little text there is to judge by
     vocabulary, seqlen = teacher.text_config.vocab_size, calibrated.tokens.shape[1]
     schedule = learner.Schedule.of(options, trained, seqlen, vocabulary, request.run.batch_size)
     parameters = shape.parameters(skeleton, wanted, axes)

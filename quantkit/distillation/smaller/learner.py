@@ -1,9 +1,8 @@
 """A smaller student learns the teacher's predictions, as a whole model in memory.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
-section 2), over all tokens; beside it the squared distance of what enters the heads, relative to its size,
-and with `lm_weight` the usual loss on the text's next token. The student is trained in float32, whatever it
-is stored in.
+section 2), over all tokens; beside it the squared distance of what enters the heads, relative to its size.
+The student is trained in float32, whatever it is stored in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from quantkit.distillation.descent import Descent
 from quantkit.distillation.divergence import kl
@@ -101,7 +99,7 @@ class Learner:
         for rows in passes:
             ids = self.targets.ids[rows]
             expected = tuple(part.to(self._device) for part in self.targets.predictions(rows))
-            found = loss(self.predictions(ids), expected, ids.to(self._device), self.options)
+            found = loss(self.predictions(ids), expected, self.options)
             (found / len(passes)).backward()
         nn.utils.clip_grad_norm_(self._parameters, CLIP)
         self.descent.step()
@@ -117,17 +115,14 @@ class Learner:
         return total / self.targets.held_out
 
 
-def loss(student: Prediction, teacher: Prediction, ids: Tensor, options: SmallerOptions) -> Tensor:
-    """Mean over tokens; ids `[batch, tokens]`."""
+def loss(student: Prediction, teacher: Prediction, options: SmallerOptions) -> Tensor:
+    """Return the mean over tokens."""
     (logits, hidden), (expected, states) = student, teacher
     found = options.temperature**2 * kl(expected, logits, options.temperature).mean()
     if options.hidden_weight:
         states = states.float()
         apart = (hidden.float() - states).square().sum(-1) / states.square().sum(-1).clamp(min=1e-12)
         found = found + options.hidden_weight * apart.mean()
-    if options.lm_weight:
-        following = cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-        found = found + options.lm_weight * following
     return found
 
 

@@ -19,7 +19,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton, experts, meta_model
 
 DEPTH = "num_hidden_layers"
-WIDTH_WORDS = ("intermediate_size", "ffn", "inner")  # in what families call the width of their MLPs
+WIDTHS = ("intermediate_size", "n_inner", "ffn_dim")  # what families call the width of their MLPs
 PROBE = 24  # channels of a student that is only laid beside its teacher
 
 
@@ -78,10 +78,9 @@ def resolve(
             raise QuantkitError(f"--blocks {depth} keeps all of the teacher's", hint, USAGE)
         wanted = Shape(kept)
         return wanted, laid_beside(skeleton, checkpoint, wanted), None
-    name, width = find_width(skeleton, checkpoint)
+    name, reader, width = find_width(skeleton, checkpoint)
     wanted = Shape(kept, options.channels(width), width, name)
-    axes = laid_beside(skeleton, checkpoint, wanted)
-    return wanted, axes, reader(axes, skeleton.blocks[0], checkpoint.source)
+    return wanted, laid_beside(skeleton, checkpoint, wanted), reader
 
 
 def parameters(skeleton: Skeleton, wanted: Shape, axes: Mapping[str, Axis]) -> int:
@@ -97,30 +96,13 @@ def parameters(skeleton: Skeleton, wanted: Shape, axes: Mapping[str, Axis]) -> i
 
 
 def per_layer(config: transformers.PretrainedConfig) -> list[str]:
-    """Entries of a configuration that are lists with one item for each block, such as `layer_types`.
-
-    transformers is asked: without them and with a block more, it makes such a list longer. One that it makes
-    for nobody is told by its name; one that stays as long is of something else.
-    """
+    """Return entries of a configuration that list one item for each block, such as `layer_types`."""
     depth, resolved = getattr(config, DEPTH), config.to_dict()
-    lists = [
-        key for key, value in resolved.items() if isinstance(value, (list, tuple)) and len(value) == depth
+    return [
+        key
+        for key, value in resolved.items()
+        if isinstance(value, (list, tuple)) and len(value) == depth and "layer" in key
     ]
-    if not lists:
-        return []
-    others = {key: value for key, value in resolved.items() if key not in lists}
-    try:
-        deeper = (
-            type(config).from_dict(others | {config.attribute_map.get(DEPTH, DEPTH): depth + 1}).to_dict()
-        )
-    except Exception:  # validators of configurations raise kinds of their own; then names must do
-        deeper = {}
-
-    def is_by_layer(key: str) -> bool:
-        made = deeper.get(key)
-        return len(made) == depth + 1 if isinstance(made, (list, tuple)) else "layer" in key
-
-    return [key for key in lists if is_by_layer(key)]
 
 
 def changed(checkpoint: Checkpoint, shape: Shape) -> dict:
@@ -135,8 +117,7 @@ def _changes(checkpoint: Checkpoint, shape: Shape) -> dict:
     for key in per_layer(config):
         found[key] = [resolved[key][index] for index in shape.kept]
     if shape.channels is not None:
-        several = isinstance(resolved.get(shape.name), (list, tuple))
-        found[shape.name] = [shape.channels] * len(shape.kept) if several else shape.channels
+        found[shape.name] = shape.channels
     return found
 
 
@@ -146,11 +127,9 @@ def laid_beside(skeleton: Skeleton, checkpoint: Checkpoint, shape: Shape) -> dic
     Raises QuantkitError where the changed configuration makes another model than the teacher without some of
     its blocks and channels.
     """
-    model, names, axes, wanted = _built(checkpoint, shape), skeleton.names, {}, {}
-    built = _shapes(model)
-    for name, found in names.shapes.items():
-        if not name.startswith(f"{names.blocks}."):
-            wanted[name] = found
+    names, axes, built = skeleton.names, {}, _shapes(_built(checkpoint, shape))
+    inside = f"{names.blocks}."
+    wanted = {name: found for name, found in names.shapes.items() if not name.startswith(inside)}
     for k, index in enumerate(shape.kept):
         for local, _ in skeleton.blocks[index].named_parameters():
             wanted[names.of_block(k, local)] = names.shapes[names.of_block(index, local)]
@@ -159,36 +138,11 @@ def laid_beside(skeleton: Skeleton, checkpoint: Checkpoint, shape: Shape) -> dic
     for name, before in wanted.items():
         if built[name] == before:
             continue
-        local = name.removeprefix(f"{names.blocks}.").partition(".")[2]
-        axis = _axis(before, built[name], shape) if name.startswith(f"{names.blocks}.") else None
+        local = name.removeprefix(inside).partition(".")[2]
+        axis = _axis(before, built[name], shape) if name.startswith(inside) else None
         if axis is None or axes.setdefault(local, axis) != axis:
             raise _other(checkpoint, f"{name} is {built[name]} instead of {before}")
-    for k, (index, block) in enumerate(zip(shape.kept, model.get_submodule(names.blocks), strict=True)):
-        made = _settings(block)
-        for name, before in _settings(skeleton.blocks[index]).items():
-            after = made.get(name)
-            if after != before and not _follows(before, after, index, k, shape, len(skeleton.blocks)):
-                raise _other(checkpoint, f"block {index}: {name} is {after} instead of {before}")
     return axes
-
-
-def _settings(block: nn.Module) -> dict[str, bool | int | float | str | None]:
-    """What modules of a block were told, such as a window: on few tokens some of it does not show."""
-    return {
-        f"{name}.{key}": value
-        for name, module in block.named_modules()
-        for key, value in vars(module).items()
-        if key != "training" and not key.startswith("_")
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
-
-
-def _follows(before: object, after: object, index: int, k: int, shape: Shape, depth: int) -> bool:
-    """Whether a number is that of a block, of all blocks, or of channels, so that it is to change."""
-    if type(before) is not int or type(after) is not int:
-        return False
-    numbered = before - index == after - k or (before, after) == (depth, len(shape.kept))
-    return numbered or (shape.channels is not None and before * shape.channels == after * shape.width)
 
 
 def _axis(before: Sequence[int], after: Sequence[int], shape: Shape) -> Axis | None:
@@ -201,9 +155,9 @@ def _axis(before: Sequence[int], after: Sequence[int], shape: Shape) -> Axis | N
     return Axis(found[0], copies) if fits else None
 
 
-def find_width(skeleton: Skeleton, checkpoint: Checkpoint) -> tuple[str, int]:
-    """The configuration's entry for the width of the MLPs, and the width: the entry is tried that makes one
-    linear of every block read fewer channels.
+def find_width(skeleton: Skeleton, checkpoint: Checkpoint) -> tuple[str, str, int]:
+    """Return the configuration's entry for the width of the MLPs, the linear that reads the channels (down),
+    and the width: with another number in the entry, this linear alone reads as many channels.
 
     Raises QuantkitError where there is none, or where blocks are mixtures of experts.
     """
@@ -213,51 +167,23 @@ def find_width(skeleton: Skeleton, checkpoint: Checkpoint) -> tuple[str, int]:
             hint="cut its blocks: --blocks",
             exit_code=UNSUPPORTED,
         )
-    kept, linears = tuple(range(len(skeleton.blocks))), _linears(skeleton.blocks[0])
-    for name in checkpoint.text_config.to_dict():
-        if not any(word in name for word in WIDTH_WORDS) or "moe" in name:
-            continue
-        try:
-            built = _shapes(_built(checkpoint, Shape(kept, PROBE, 0, name)))
-        except QuantkitError:
-            continue  # no number goes there: it is another entry
-        widths = {
-            linear.in_features
-            for local, linear in linears.items()
-            if built.get(skeleton.names.of_block(0, f"{local}.weight"), [0, 0])[1]
-            == PROBE
-            != linear.in_features
-        }
-        if len(widths) == 1:
-            return name, widths.pop()
-    raise QuantkitError(
-        f"{checkpoint.source}: no entry of its configuration says how wide its MLPs are",
-        hint="cut its blocks: --blocks",
-        exit_code=UNSUPPORTED,
-    )
-
-
-def reader(axes: Mapping[str, Axis], block: nn.Module, source: str) -> str:
-    """The linear that reads the channels (down). Raises QuantkitError unless it is one, reading each once."""
-    found = [
-        local.removesuffix(".weight")
-        for local, axis in axes.items()
-        if axis == Axis(1, 1) and local.removesuffix(".weight") in _linears(block)
-    ]
-    others = [
-        local for local, axis in axes.items() if axis.axis != 0 and local.removesuffix(".weight") not in found
-    ]
-    if len(found) != 1 or others:
+    name = next((name for name in WIDTHS if name in checkpoint.text_config.to_dict()), None)
+    kept, read = tuple(range(len(skeleton.blocks))), []
+    if name is not None:
+        built = _shapes(_built(checkpoint, Shape(kept, PROBE, 0, name)))
+        read = [
+            (local, module.in_features)
+            for local, module in skeleton.blocks[0].named_modules()
+            if isinstance(module, nn.Linear)
+            and built[skeleton.names.of_block(0, f"{local}.weight")][1] == PROBE != module.in_features
+        ]
+    if len(read) != 1:
         raise QuantkitError(
-            f"{source}: its MLPs are read by {name_all(found + others) or 'no linear'}",
+            f"{checkpoint.source}: no entry of its configuration says how wide its MLPs are",
             hint="cut its blocks: --blocks",
             exit_code=UNSUPPORTED,
         )
-    return found[0]
-
-
-def _linears(block: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    return name, *read[0]
 
 
 def _built(checkpoint: Checkpoint, shape: Shape) -> nn.Module:

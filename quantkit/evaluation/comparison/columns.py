@@ -29,14 +29,6 @@ class Column:
     floor: bool = True
 
 
-@dataclass(frozen=True)
-class Row:
-    """One model's cells; key: its source, None for the noise floor."""
-
-    key: str | None
-    cells: list[str]
-
-
 def number(value: float | None) -> str:
     """A divergence in nats: five decimals, or an exponent where those would say nothing."""
     if value is None:
@@ -139,17 +131,17 @@ def _task(key: tuple[str, str]) -> Column:
     return Column(f"{task} {metric}", "of lm-evaluation-harness, ± standard error", cell, floor=False)
 
 
-def rows(record: dict) -> list[Row]:
-    """A row for each model, and one for the noise floor; the first cell is the label."""
+def rows(record: dict) -> list[list[str]]:
+    """Return the cells of each model, and those of the noise floor; the first is the label."""
     models = record["models"]
     named = labels([model["source"] for model in models])
     found = [
-        Row(model["source"], [label, *(column.cell(model) for column in columns(record))])
+        [label, *(column.cell(model) for column in columns(record))]
         for model, label in zip(models, named, strict=True)
     ]
     if floor := record["noise_floor"]:
         cells = [column.cell(floor) if column.floor else "" for column in columns(record)]
-        found.append(Row(None, ["(noise floor)", *cells]))
+        found.append(["(noise floor)", *cells])
     return found
 
 

@@ -6,7 +6,7 @@ import html
 import itertools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -113,8 +113,6 @@ def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
 def _plot(axes: Axes, figure: Figure) -> None:
     axes.set_title(shown(figure.y.label), loc="left")
     axes.set_xlabel(shown(figure.x.label), loc="right")
-    for axis, own in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
-        _scale(axes, axis, own)
     for line in figure.lines:
         if line.axis == "y":
             axes.axhline(line.value, color=MUTED, ls="--", lw=1)
@@ -136,6 +134,8 @@ def _plot(axes: Axes, figure: Figure) -> None:
     marks = [series for series in figure.series if not series.bare for _ in series.points]
     for series, (name, point) in zip(marks, _noted(figure), strict=True):
         axes.plot(point.x, point.y, gid=name, ls="", **_mark(series))
+    for axis, own in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
+        _scale(axes, axis, own)
 
 
 def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
@@ -145,26 +145,17 @@ def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
 
 
 def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
+    """Round values; on a logarithmic axis powers of ten, and between few of them 2 and 5 times these."""
     axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
-    axis.set_major_locator(FixedLocator(own.ticks) if own.ticks else _Round(own))
+    low, high = axis.get_view_interval()
+    if own.ticks:
+        axis.set_major_locator(FixedLocator(own.ticks))
+    elif own.log:
+        axis.set_major_locator(LogLocator(subs=(1,) if high > 200 * low else (1, 2, 5), numticks=8))
+    else:
+        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=own.kind == "whole"))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(EngFormatter("B") if own.kind == "bytes" else lambda value, _: f"{value:g}")
-
-
-class _Round(MaxNLocator):
-    """Round values; on a logarithmic axis powers of ten, and between few of them 2 and 5 times these."""
-
-    def __init__(self, own: figures.Axis):
-        super().__init__("auto", steps=[1, 2, 2.5, 5, 10], integer=own.kind == "whole")
-        self.log = own.log
-
-    def tick_values(self, low: float, high: float) -> Sequence[float]:
-        for steps in ((1,), (1, 2, 5)) if self.log else ():
-            found = LogLocator(subs=steps, numticks=8).tick_values(low, high)
-            inside = [value for value in found if low <= value <= high]
-            if len(inside) > 2:
-                return inside
-        return super().tick_values(low, high)
 
 
 def _colour(series: Series) -> str:

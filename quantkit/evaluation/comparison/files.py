@@ -33,7 +33,11 @@ class Outputs:
             if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
                 raise _unwritable(path, "cannot be written there")
         if self.summary and self.summary.exists():
-            _refuse_other_than_text(self.summary)
+            with writing(self.summary):
+                odd = b"\0" in untrusted.read(self.summary)
+            if odd or self.summary.suffix.lower() not in MARKDOWN:
+                what = f"--summary {self.summary} is no Markdown file: nothing is appended"
+                raise QuantkitError(what, "choose a new file, or one that ends in .md", USAGE)
         if self.html and self.html.suffix not in (".html", ".htm"):
             raise QuantkitError(
                 f"{self.html}: a page is .html", f"try {self.html.with_suffix('.html')}", USAGE
@@ -68,19 +72,6 @@ class Outputs:
                     path.write_text(drawing.document(figure), encoding="utf-8")
             written.append(path)
         return written
-
-
-def _refuse_other_than_text(path: Path) -> None:
-    """Raise QuantkitError unless Markdown can be appended: the file is empty or text, of no other format."""
-    with writing(path):
-        found = untrusted.read(path)
-    try:
-        text = "\0" not in found.decode("utf-8")
-    except UnicodeDecodeError:
-        text = False
-    if found and not (text and path.suffix.lower() in MARKDOWN):
-        hint = "choose a new file, or one that ends in .md"
-        raise QuantkitError(f"--summary {path} is no Markdown file: nothing is appended", hint, USAGE)
 
 
 @contextmanager

@@ -107,8 +107,8 @@ def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
     ]
 
 
-def in_words(verdict: dict) -> tuple[str, str, str]:
-    """What a gate looks at, the value found, and the limit: `("top-1", "87.35 %", "≥ 90 %")`."""
+def describe(verdict: dict, label: str) -> str:
+    """`KL divergence of model is 0.0713, asked for is ≤ 0.05`."""
     name, share = NAMES[verdict["metric"]]
 
     def written(value: float | None) -> str:
@@ -116,13 +116,8 @@ def in_words(verdict: dict) -> tuple[str, str, str]:
             return "not a number"
         return f"{100 * value:.4g} %" if share else f"{value:.4g}"
 
-    return name, written(verdict["value"]), f"{OPERATORS[verdict['op']][1]} {written(verdict['limit'])}"
-
-
-def describe(verdict: dict, label: str) -> str:
-    """`KL divergence of model is 0.0713, asked for is ≤ 0.05`."""
-    name, value, limit = in_words(verdict)
-    return f"{name} of {label} is {value}, asked for is {limit}"
+    limit = f"{OPERATORS[verdict['op']][1]} {written(verdict['limit'])}"
+    return f"{name} of {label} is {written(verdict['value'])}, asked for is {limit}"
 
 
 def refuse_failed(record: dict) -> None:

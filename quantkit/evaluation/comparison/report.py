@@ -12,7 +12,6 @@ from rich.text import Text
 
 from quantkit.errors import printable
 from quantkit.evaluation.comparison.figures import Figure
-from quantkit.evaluation.comparison.page import render
 from quantkit.tables import make_table, print_facts, print_line, stdout
 
 GAP = 3  # cells between two columns
@@ -65,8 +64,24 @@ class Report:
             print_line(console, text, style)
 
     def page(self) -> str:
-        """One file with everything in it. How it looks is in report.html."""
-        return render(Path(__file__).with_name("report.html"), title=self.title, report=self)
+        """Return one HTML file with everything in it. How it looks is in report.html; names are escaped."""
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+
+        from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
+
+        def shown(value: object) -> object:
+            """Strangers' text without control characters."""
+            return drawing.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            finalize=shown,
+        )
+        return environment.get_template("report.html").render(drawing=drawing, title=self.title, report=self)
 
 
 def split(headers: Sequence[str], found: Rows, width: int) -> list[list[int]]:

@@ -1,56 +1,85 @@
-"""A comparison as a table: on a terminal as wide as it is, or in Markdown for a pull request."""
+"""A comparison as a report: a table on a terminal, a page, or Markdown for a pull request."""
 
 from __future__ import annotations
 
-from quantkit.evaluation.comparison.columns import columns, floor_note, label_by_source, protocol, rows
-from quantkit.evaluation.comparison.gates import describe, in_words
+from quantkit.evaluation.comparison.columns import (
+    columns,
+    floor_note,
+    label_by_source,
+    labels,
+    number,
+    protocol,
+    rows,
+)
+from quantkit.evaluation.comparison.figures import figures
+from quantkit.evaluation.comparison.gates import describe
 from quantkit.evaluation.comparison.report import Report, Table
+
+WORST = 10  # linears of a model that are listed
+
+
+def report(record: dict) -> Report:
+    """Return all there is to show of a record that fits the schema."""
+    base, *candidates = labels([model["source"] for model in record["models"]])
+    others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
+    meanings = {column.header: column.meaning for column in columns(record)}
+    notes = [(line, "") for line in (protocol(record), floor_note(record)) if line]
+    notes += [(f"gate {line}", "red" if line.startswith("FAILED") else "") for line in verdicts(record)]
+    data = {name: str(value) for name, value in record["data"].items()} | (record["tasks"] or {})
+    return Report(
+        title=f"{base} against {others}" if candidates else base,
+        tables=[Table(["model", *meanings], [("", rows(record))], meanings)],
+        notes=notes,
+        figures=figures(record),
+        more={**_worst(record), "Protocol": data, "Environment": record["env"]},
+    )
 
 
 def print_comparison(record: dict) -> None:
-    """The table, split where the terminal is too narrow for all columns, and what it holds for."""
-    headers = ["model", *(column.header for column in columns(record))]
-    names = label_by_source(record)
-    lines = [protocol(record), floor_note(record)]
-    for verdict in record["gates"]:
-        passed = "passed" if verdict["pass"] else "FAILED"
-        lines.append(f"gate {passed}: {describe(verdict, names[verdict['model']])}")
-    found = Table(headers, [("", [row.cells for row in rows(record)])])
-    Report("", [found], notes=[(line, "") for line in lines if line]).show()
+    """Print the table, and under which protocol the figures hold."""
+    report(record).show()
 
 
 def markdown(record: dict) -> str:
     """GitHub-flavoured Markdown: gates first, then the table and its protocol."""
-    lines = [f"### {gates_line(record)}", ""]
-    if record["gates"]:
-        names = label_by_source(record)
-        verdicts = [_gate_cells(verdict, names[verdict["model"]]) for verdict in record["gates"]]
-        lines += [*_grid(["gate", "model", "metric", "value", "limit"], verdicts), ""]
     headers = ["model", *(column.header for column in columns(record))]
-    lines += [*_grid(headers, [row.cells for row in rows(record)]), ""]
-    lines += [_escape(line) + "  " for line in (protocol(record), floor_note(record)) if line]
+    grid = [f"| {' | '.join(map(_escape, cells))} |" for cells in (headers, *rows(record))]
+    grid.insert(1, f"| --- |{' ---: |' * (len(headers) - 1)}")
+    gates = [f"- {'❌' if line.startswith('FAILED') else '✅'} {_escape(line)}" for line in verdicts(record)]
+    foot = [_escape(line) + "  " for line in (protocol(record), floor_note(record)) if line]
+    lines = [f"### {gates_line(record)}", "", *gates, "", *grid, "", *foot]
     return "\n".join(lines) + "\n\n"  # the next step's summary begins its own paragraph
+
+
+def verdicts(record: dict) -> list[str]:
+    """`FAILED: KL divergence of model is 0.0713, asked for is ≤ 0.05`, a line for each gate."""
+    names = label_by_source(record)
+    return [
+        f"{'passed' if verdict['pass'] else 'FAILED'}: "
+        + describe(verdict, names.get(verdict["model"], verdict["model"]))
+        for verdict in record["gates"]
+    ]
 
 
 def gates_line(record: dict) -> str:
     """`quantkit eval: 1 of 3 gates failed`."""
-    verdicts = [verdict["pass"] for verdict in record["gates"]]
-    if not verdicts:
+    found = [verdict["pass"] for verdict in record["gates"]]
+    if not found:
         return "quantkit eval"
-    failed = f"{verdicts.count(False)} of {len(verdicts)} gates failed"
-    return f"quantkit eval: {'all gates passed' if all(verdicts) else failed}"
+    failed = f"{found.count(False)} of {len(found)} gates failed"
+    return f"quantkit eval: {'all gates passed' if all(found) else failed}"
 
 
-def _gate_cells(verdict: dict, label: str) -> list[str]:
-    name, value, limit = in_words(verdict)
-    return ["✅ passed" if verdict["pass"] else "❌ failed", label, name, value, limit]
-
-
-def _grid(headers: list[str], found: list[list[str]]) -> list[str]:
-    """A table whose columns are aligned to the right, but for the names."""
-    rule = ["---" if header in ("gate", "model", "metric") else "---:" for header in headers]
-    lines = [f"| {' | '.join(map(_escape, cells))} |" for cells in (headers, *found)]
-    return [lines[0], f"| {' | '.join(rule)} |", *lines[1:]]
+def _worst(record: dict) -> dict[str, dict[str, str]]:
+    """Return the linears of each model that lost most, under a heading."""
+    names, found = label_by_source(record), {}
+    for model in record["models"]:
+        if layers := model["layers"]:
+            errors = {name: error for name, error in layers["linears"].items() if error is not None}
+            worst = sorted(errors, key=errors.get, reverse=True)[:WORST]
+            heading = f"Largest relative squared errors of {names[model['source']]}, {layers['measure']}"
+            found[heading] = {name: number(errors[name]) for name in worst}
+    return found
 
 
 def _escape(text: str) -> str:
