@@ -10,7 +10,7 @@ experts: a mixture by `--experts` choice, by ever fewer calibration tokens, and 
 auto: what `quantkit auto` finds, against uniform presets of the same bytes and against llama-quantize;
     `--best`: the searched recipes once more by the strongest solver.
 distill: compressed students before and after 128 sequences of their teacher.
-smaller: students with fewer blocks or half the width; `--more`: other text to train on.
+smaller: students with fewer blocks; `--more`: other text to train on.
 specdec: drafts of the model, measured and by theory.
 
 MODEL is the bundled demo model unless given, TEXT is text on which nothing was trained or chosen. `--keep
@@ -557,7 +557,6 @@ def smaller_students(args: argparse.Namespace, folder: Path) -> dict[str, tuple]
         "4 blocks": (Options(blocks=4), shipped, False),
         "4 blocks, the last dropped": (Options(blocks=4), shipped, True),
         "5 blocks": (Options(blocks=5), shipped, False),
-        "half the width": (Options(width="50%"), shipped, False),
         "4 blocks, text of its own": (Options(blocks=4, epochs=1), own, False),
     }
     for name, change in LOSSES.items():
@@ -579,7 +578,7 @@ def by_smaller_student(args: argparse.Namespace, folder: Path) -> list[str]:
         if args.only not in name:
             continue
         run, out = RunOptions(dtype="float32"), folder / name.replace(" ", "-")
-        keep = tuple(range(options.blocks or 6))
+        keep = tuple(range(options.blocks))
         naive = mock.patch.object(blocks, "choose", lambda *_, keep=keep: (keep, []))
         with naive if last else nullcontext():
             prepared = job.prepare(Request(args.models[0], None, options, text, run, out), Told())

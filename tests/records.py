@@ -7,10 +7,6 @@ def estimate(value: float, stderr: float = 0.1) -> dict:
     return {"value": value, "stderr": stderr}
 
 
-def bucket(first: int, last: int, mean: float) -> dict:
-    return {"first": first, "last": last, "tokens": 10, "mean": mean, "stderr": mean / 5}
-
-
 def model(source: str, nbytes: int, kld: float | None = None, dppl: float = 0.5, top1: float = 0.9) -> dict:
     """A candidate; the base where `kld` is None."""
     base = kld is None
@@ -36,7 +32,6 @@ def model(source: str, nbytes: int, kld: float | None = None, dppl: float = 0.5,
                 "median": kld / 2,
                 "p99": kld * 5,
                 "max": kld * 20,
-                "by_position": [bucket(1, 1, kld * 2), bucket(2, 2, kld), bucket(4, 7, kld / 2)],
             },
             "top1": None if base else top1,
         },
@@ -63,7 +58,7 @@ def record(*models: dict, gates: list[dict] | None = None, **data) -> dict:
     )
     floor = model("org/base", 1, 0.0002, dppl=0.01, top1=0.99)["metrics"]
     return {
-        "schema": "quantkit.eval/2",
+        "schema": "quantkit.eval/3",
         "data": {
             "text": "book.txt",
             "sha256": "0123456789abcdef" * 4,

@@ -17,7 +17,7 @@ from quantkit.evaluation.comparison.record import pareto
 @pytest.fixture(scope="module")
 def validator():
     schema = json.loads(
-        importlib.resources.files("quantkit").joinpath("evaluation/comparison/eval-2.json").read_text()
+        importlib.resources.files("quantkit").joinpath("evaluation/comparison/eval-3.json").read_text()
     )
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)

@@ -396,7 +396,7 @@ def test_refusals(workplace, refuse, tiny_model):
     error, hint = refuse(2, "distill", teacher, teacher)
     assert "is teacher and student" in error
     error, hint = refuse(4, "distill", student, teacher)
-    assert "is not quantized" in error and f"quantkit distill {teacher} {student}" in hint
+    assert "is not quantized" in error
     error, hint = refuse(4, "distill", teacher, tiny_model("llama", name="plain", tokenizer=True))
     assert "is not quantized" in error and "quantkit gptq" in hint
     cut = tiny_model("llama", name="cut", tokenizer=True, num_hidden_layers=2)
@@ -405,10 +405,10 @@ def test_refusals(workplace, refuse, tiny_model):
     (cut / "tokenizer.json").write_text(json.dumps(content))
     assert refuse(4, "distill", cut, student)[0].endswith("the vocabulary is the same, but not its merges")
     error, _ = refuse(4, "distill", tiny_model("llama", name="deep", tokenizer=True), student)
-    assert "has 3 blocks" in error and error.endswith("2")
+    assert "differ: model.layers.2." in error
     wide = tiny_model("llama", name="wide", tokenizer=True, num_hidden_layers=2, intermediate_size=192)
     error, _ = refuse(4, "distill", wide, student)
-    assert "mlp.gate_proj.weight is [192, 64] there, [128, 64] here" in error
+    assert "differ: model.layers.0.mlp.gate_proj.weight" in error
     few = tiny_model("llama", name="few", tokenizer=True, num_hidden_layers=2, vocab_size=500)
     error, _ = refuse(4, "distill", few, student)
     assert "predicts 500 tokens" in error
@@ -419,8 +419,6 @@ def test_refusals(workplace, refuse, tiny_model):
     small = ["--text", workplace / "text.txt", "--seqlen", 32]
     assert "one sequence" in refuse(2, "distill", teacher, student, *small, "--samples", 1)[0]
     assert "holds the student" in refuse(2, "distill", teacher, student, *small, "-o", student)[0]
-    two = ["--text", "a.txt", "--calibration", "b.txt"]
-    assert "two texts" in refuse(2, "distill", teacher, student, *two)[0]
     assert "no STUDENT" in refuse(2, "distill", teacher)[0]
 
 
@@ -454,7 +452,7 @@ def test_another_model_of_the_same_shape_is_no_teacher(workplace, quantkit, tiny
     small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32, "-q"]
     done = quantkit("distill", other, workplace / "student", *small)
     assert done.code == 4
-    assert "was made from other files than" in done.err and "nothing in common" in done.err
+    assert "nothing in common" in done.err
     assert not Path("student-distilled.partial").exists()
 
 

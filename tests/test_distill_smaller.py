@@ -16,7 +16,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 from quantkit.cli import distill_report
 from quantkit.distillation.job import Request, is_done
 from quantkit.distillation.options import SmallerOptions as Options
-from quantkit.distillation.smaller import blocks, channels, cut, job, learner, shape, targets
+from quantkit.distillation.smaller import blocks, cut, job, learner, shape, targets
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -102,27 +102,6 @@ def test_many_blocks_go_in_few_rounds(tiny_model):
     assert [len(found) for found in rounds] == [12, 10, 8, 6, 4] and len(kept) == 2
 
 
-def test_channels_are_kept_by_what_they_carry_and_fitted_to_make_up_for_the_others():
-    generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(12, 12, generator=generator)
-    X, W = torch.randn(400, 12, generator=generator) @ mixing, torch.randn(5, 12, generator=generator)
-    H = 2 * X.t() @ X / len(X)
-    energy = [((X[:, [c]] @ W[:, [c]].t()).square().sum() / len(X)).item() for c in range(12)]
-    kept = channels.most(H, W, 7)
-    assert kept.tolist() == sorted(sorted(range(12), key=lambda c: -energy[c])[:7])
-    fitted = channels.refit(H, W, kept)
-    ideal = torch.linalg.lstsq(X[:, kept].double(), (X @ W.t()).double()).solution.t()
-    target = X @ W.t()
-
-    def lost(weight: torch.Tensor) -> float:
-        return (target - X[:, kept] @ weight.float().t()).square().sum().item()
-
-    assert lost(ideal) <= lost(fitted) < 1.02 * lost(ideal) < 0.7 * lost(W[:, kept])
-    assert torch.equal(
-        channels.refit(torch.diag(H.diagonal()), W, kept), W[:, kept]
-    )  # nothing to make up with
-
-
 def test_what_went_is_told_in_order():
     rounds = [{"0": 0.9, "1": 0.2, "2": 0.1, "3": 0.8}, {"0": 1.1, "1": 0.4, "3": 0.9}]
     told = distill_report.left_out({"blocks": [0, 3], "rounds": rounds}, 4)
@@ -158,33 +137,6 @@ def test_a_student_of_fewer_blocks_has_their_tensors(family, tiny_model, distill
     model = theirs(made["folder"])
     assert model.num_parameters() == made["student"]["parameters"]
     assert made["student"]["bytes"] == sum(tensor.nbytes for tensor in after.values())
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "opt"])
-def test_a_narrow_student_computes_what_the_teacher_does_without_the_channels(family, tiny_model, tmp_path):
-    """In transformers' own model: the weights that read the channels are exchanged, zero for what is gone."""
-    teacher = tiny_model(family, tokenizer=True)
-    request = Request(
-        str(teacher), None, Options(width="50%"), jobs.calibration(tmp_path), RunOptions(threads=1),
-        output=tmp_path / "student",
-    )  # fmt: skip
-    checked = job.prepare(request, jobs.Listener())
-    checked.teacher.load_rest()
-    narrowed, _ = channels.narrow(
-        checked.teacher, [some_ids()], range(DEPTH), checked.reader, checked.shape.channels
-    )
-    cut.write(checked.teacher, checked.source, checked.shape, checked.axes, narrowed, tmp_path / "cut", 10**9)
-    whole, small = theirs(teacher), theirs(tmp_path / "cut")
-    for index, one in narrowed.items():
-        name = f"{checked.teacher.names.blocks}.{index}.{checked.reader}.weight"
-        weight = whole.get_parameter(name)
-        alone = torch.zeros(one.reader.shape[0], checked.shape.width)
-        alone[:, one.channels] = one.reader
-        transposed = name in checked.teacher.names.transposed
-        weight.data = alone.t().contiguous() if transposed else alone
-    with torch.no_grad():
-        torch.testing.assert_close(small(some_ids()).logits, whole(some_ids()).logits, rtol=1e-4, atol=1e-5)
-    assert small.num_parameters() == checked.parameters
 
 
 def test_a_list_as_long_as_the_model_is_deep_may_be_of_something_else():
@@ -316,7 +268,7 @@ class Kill(jobs.Listener):
 
 def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
     teacher = tiny_model("llama", tokenizer=True, tie_word_embeddings=True)
-    options = {"blocks": 2, "width": "75%", "steps": 14}
+    options = {"blocks": 2, "steps": 14}
     distill(teacher, "whole", **options)
     for at, resume in ((("training", 5), False), (("training", 11), True)):
         with pytest.raises(Killed):
@@ -346,14 +298,9 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("llama", {}, "the student has the teacher's shape"),
-        ("llama", {"blocks": 3}, "--blocks 3 keeps all"),
+        ("llama", {"blocks": 3}, "--blocks 3: the teacher has 3"),
         ("llama", {"blocks": 4}, "--blocks 4: the teacher has 3"),
-        ("llama", {"width": "128"}, "--width 128: the teacher's MLPs have 128 channels"),
-        ("llama", {"width": "half"}, "--width half makes no sense"),
         ("llama", {"blocks": 2, "lr": math.inf}, "--lr inf makes no sense"),
-        ("bloom", {"width": "50%"}, "no entry of its configuration says how wide its MLPs are"),
-        ("mixtral", {"width": "50%"}, "is a mixture of experts: its MLPs have no one width"),
         ("glm_moe_dsa", {"blocks": 2}, "its blocks pass more than hidden states"),
         ("bart", {"blocks": 1}, "its configuration does not say in num_hidden_layers"),
         ("jamba", {"blocks": 2}, "its configuration then makes another model"),
@@ -383,10 +330,8 @@ def test_an_accelerator_chooses_cuts_and_teaches_alike(tiny_model, tmp_path):
     def made(device: str):
         skeleton = opened(folder, device)
         kept, rounds = blocks.choose(skeleton, batches, 2)
-        narrowed, final = channels.narrow(skeleton, batches, kept, "mlp.down_proj", 64)
-        wanted = shape.Shape(kept, 64, 128, "intermediate_size")
-        axes = shape.laid_beside(skeleton, skeleton.checkpoint, wanted)
-        cut.write(skeleton, skeleton.checkpoint, wanted, axes, narrowed, tmp_path / device, 10**9)
+        final = blocks.without_others(skeleton, batches[0], kept)
+        cut.write(skeleton, skeleton.checkpoint, kept, tmp_path / device, 10**9)
         cut.prove(skeleton, tmp_path / device, batches[0], final, "it")
         told = targets.gather(skeleton, batches[0], 0, tmp_path / f"{device}.bin")
         return kept, rounds, [part.cpu() for part in told.predictions(torch.tensor([1, 0]))]

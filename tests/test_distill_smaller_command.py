@@ -9,12 +9,12 @@ FEW = ("--samples", "10", "--seqlen", "16", "--steps", "12", "--dtype", "float32
 
 def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
     teacher = tiny_model("llama", tokenizer=True)
-    planned = make("distill", teacher, "--blocks", "2", "--width", "50%", *FEW, "--dry-run")
+    planned = make("distill", teacher, "--blocks", "2", *FEW, "--dry-run")
     assert planned["student"] | {"output": ""} == {
-        "output": "", "blocks": 2, "width": 64, "parameters": 2 * (64 * (64 + 32 + 32 + 64 + 3 * 64) + 128)
+        "output": "", "blocks": 2, "parameters": 2 * (64 * (64 + 32 + 32 + 64 + 3 * 128) + 128)
         + 2 * 512 * 64 + 64,
     }  # fmt: skip
-    assert not (tmp_path / "llama-b2-w50pc").exists()
+    assert not (tmp_path / "llama-b2").exists()
     done = make(
         "distill",
         teacher,

@@ -279,8 +279,8 @@ def test_a_trial_with_options_computes_what_the_written_model_does(demo_model, t
 @pytest.mark.parametrize(
     ("asked", "said", "hint"),
     [
-        ("fp4", "needs calibration text", "--as fp4,solver=rtn rounds to nearest"),
-        ("fp4,format=mxfp4", "needs", "--as fp4,format=mxfp4,solver=rtn rounds"),
+        ("fp4", "needs calibration text", "--as fp4,solver=rtn,transform=none rounds to nearest"),
+        ("fp4,format=mxfp4", "needs", "--as fp4,format=mxfp4,solver=rtn,transform=none rounds"),
         ("w8a8", "needs calibration text", "--as w8a8,solver=rtn,transform=none rounds"),
         ("gguf,type=Q4_K_M", "gguf cannot be tried in memory", "write it with quantkit gguf"),
         ("fp8,static=true", "needs calibration text", "write it with quantkit fp8"),

@@ -14,7 +14,7 @@ from quantkit import cli
 from quantkit.errors import GATE, USAGE, QuantkitError
 from quantkit.evaluation.comparison import gates
 
-SCHEMA = Path(quantkit.__file__).parent / "evaluation/comparison/eval-2.json"
+SCHEMA = Path(quantkit.__file__).parent / "evaluation/comparison/eval-3.json"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_page_is_self_contained_and_says_it_all():
         assert words in found.text
     for value in (record["data"]["sha256"], record["data"]["tokenizer"], "2.13.0", "layers.2.mlp.up_proj"):
         assert value in found.text
-    assert text.count("<svg") == 2 * 3 and len(text) < 100_000
+    assert text.count("<svg") == 2 * 2 and len(text) < 100_000
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
 
@@ -120,7 +120,7 @@ def run(monkeypatch, capsys, tmp_path):
 def test_the_command_writes_page_and_plots(run, result, tmp_path):
     assert run("report", result, "-o", "a.html", "--png") == (
         0,
-        "a.html\na.png\na-position.png\na-layers-output.png\n",
+        "a.html\na.png\na-layers-output.png\n",
         "",
     )
     assert (tmp_path / "a.html").read_text() == table.report(records.record()).page()
@@ -172,7 +172,6 @@ def test_eval_writes_the_same_page_at_once(run, tiny_model, tmp_path):
     assert code == 7 and (tmp_path / "e.html").read_text() == table.report(record).page()
     assert sorted(path.name for path in tmp_path.glob("p*.svg")) == [
         "p-layers-weight.svg",
-        "p-position.svg",
         "p.svg",
     ]
     assert (tmp_path / "p.svg").read_text() == drawing.document(figures.quality(record))

@@ -28,7 +28,7 @@ EPILOG = """Examples:
 
   quantkit distill ./model --blocks 24                        (a student of fewer blocks: ./model-b24)
 
-  quantkit distill ./model --blocks 24 --width 75% --text mine.txt --samples 4096
+  quantkit distill ./model --blocks 24 --text mine.txt --samples 4096
 
 Never worse: what does not lower the divergence from the teacher on text held out of the training is not kept;
 the exit code is 0 all the same."""
@@ -36,8 +36,8 @@ TEACHER = Annotated[str, typer.Argument(help="The original: checkpoint folder, G
 STUDENT = Annotated[
     str | None,
     typer.Argument(
-        help="What quantkit made of it, in any layout; its codes stay as they are. Without it, --blocks or "
-        "--width make a smaller student."
+        help="What quantkit made of it, in any layout; its codes stay as they are. Without it, --blocks "
+        "makes a smaller student."
     ),
 ]
 TEXT = Annotated[
@@ -47,10 +47,6 @@ TEXT = Annotated[
         "for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
         rich_help_panel="Text",
     ),
-]
-CALIBRATION = Annotated[
-    str | None,
-    typer.Option(help="The same, as jobs call it.", rich_help_panel="Text"),
 ]
 OUTPUT = Annotated[
     Path | None,
@@ -77,19 +73,17 @@ def _distill(context: typer.Context, **values: Any) -> None:
     """The function behind `quantkit distill`."""
     typed = flags.typed(context, values)
     if "text" in typed:
-        if typed.get("calibration", typed["text"]) != typed["text"]:
-            raise QuantkitError("--text and --calibration name two texts", "give one of them", USAGE)
         typed["calibration"] = typed.pop("text")
-    smaller = "blocks" in typed or "width" in typed
+    smaller = "blocks" in typed
     if values["student"] is None and not smaller:
-        hint = "name what was made of the teacher, or make it smaller with --blocks or --width"
+        hint = "name what was made of the teacher, or make it smaller with --blocks"
         raise QuantkitError("no STUDENT is given", hint, USAGE)
     if values["student"] is not None and smaller:
-        hint = "leave out --blocks and --width, or the student: a smaller one is made of the teacher"
+        hint = "leave out --blocks, or the student: a smaller one is made of the teacher"
         raise QuantkitError("a compressed STUDENT keeps its shape", hint, USAGE)
     options, other = (SmallerOptions, DistillOptions) if smaller else (DistillOptions, SmallerOptions)
     for name in other.__dataclass_fields__.keys() - options.__dataclass_fields__.keys() & typed.keys():
-        whose = "compressed students" if smaller else "smaller students (--blocks, --width)"
+        whose = "compressed students" if smaller else "smaller students (--blocks)"
         raise QuantkitError(f"--{name.replace('_', '-')} is for {whose}", "leave it out", USAGE)
     if (text := values["eval_text"]) and not text.is_file():
         raise QuantkitError(
@@ -153,7 +147,6 @@ command = flags.sign(
         *map(_shared, flags.of("training", DistillOptions)),
         *(row for row in flags.of("a smaller student", SmallerOptions) if row.name not in SHARED),
         flags.parameter("text", TEXT, None),
-        flags.parameter("calibration", CALIBRATION, None),
         *(row for row in flags.of("text", CalibrationOptions) if row.name != "calibration"),
         *map(_worded, flags.of("run", RunOptions, FORWARD)),
         flags.parameter("output", OUTPUT, None),

@@ -80,11 +80,10 @@ def _print_smaller(record: dict) -> None:
     share = f"{small['parameters']:,} of {big['parameters']:,} parameters"
     size = f", {megabytes(small['bytes'])} of {megabytes(big['bytes'])}" if done else ""
     depth = f"{small['blocks']} of {big['blocks']} blocks"
-    width = f", {small['width']} of {big['width']} channels in each MLP" if small["width"] else ""
     made = record["calibration"]
     tokens = schedule["batch"] * made["seqlen"]
-    facts = {"written" if done else "output": small["output"], "student": f"{depth}{width}; {share}{size}"}
-    if done and record["chosen"]["rounds"]:
+    facts = {"written" if done else "output": small["output"], "student": f"{depth}; {share}{size}"}
+    if done:
         facts["left out"] = left_out(record["chosen"], big["blocks"])
     facts["text"] = (
         f"{made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text, "
@@ -109,15 +108,17 @@ def _print_smaller(record: dict) -> None:
 
 def left_out(chosen: dict, depth: int) -> str:
     """`block 3 (KL divergence without it 0.202), then 1 (0.452)`: those that went, in order."""
-    gone, there = [], set(range(depth))
-    for place, found in enumerate(chosen["rounds"]):
-        after = chosen["rounds"][place + 1 :]
-        remain = set(map(int, after[0])) if after else set(chosen["blocks"])
-        gone += sorted((found[str(index)], index) for index in there - remain)
-        there = remain
-    (worth, first), *others = gone
+    rounds = chosen["rounds"]
+
+    def last(index: int) -> tuple[int, float]:
+        """In how many rounds a block was there, and its divergence in the last of them."""
+        found = [values[str(index)] for values in rounds if str(index) in values]
+        return len(found), found[-1]
+
+    gone = sorted((*last(index), index) for index in set(range(depth)) - set(chosen["blocks"]))
+    (_, worth, first), *others = gone
     told = [f"block {first} (KL divergence without it {worth:.3f})"]
-    return ", then ".join([*told, *(f"{index} ({worth:.3f})" for worth, index in others)])
+    return ", then ".join([*told, *(f"{index} ({worth:.3f})" for _, worth, index in others)])
 
 
 def print_finished(schema: str, output: Path, as_json: bool) -> None:

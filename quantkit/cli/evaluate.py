@@ -47,8 +47,8 @@ def command(
         typer.Option(
             "--kv-dtype",
             metavar="TYPE",
-            help="Measure every model with a key/value cache of this type as well: int8 or int4 as "
-            "transformers keeps it, fp8 as vLLM, q8_0 or q4_0 as llama.cpp. Repeatable.",
+            help="Measure every model with a key/value cache of this type as well: fp8 as vLLM keeps it, "
+            "q8_0 or q4_0 as llama.cpp. Repeatable.",
         ),
     ] = None,
     weights_only: Annotated[

@@ -130,17 +130,13 @@ def stage(
 
 
 def output_of(request: Request) -> Path:
-    """Where the job writes: as asked, or NAME-distilled in the current folder, or a name that says the shape
-    of a smaller student."""
+    """Where the job writes: as asked, or NAME-distilled in the current folder, or NAME-b24."""
     if request.output:
         return request.output
     if request.student is not None:
         suffix = ".gguf" if request.student.endswith(".gguf") else ""
         return Path(f"{base_name(request.student)}-distilled{suffix}")
-    blocks, width = request.options.blocks, request.options.width
-    parts = [] if blocks is None else [f"b{blocks}"]
-    parts += [] if width is None else [f"w{width.replace(' ', '').replace('%', 'pc')}"]
-    return Path(f"{base_name(request.teacher)}-{'-'.join(parts)}")
+    return Path(f"{base_name(request.teacher)}-b{request.options.blocks}")
 
 
 def is_done(request: Request) -> bool:

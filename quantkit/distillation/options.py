@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option
-
-WIDTH = re.compile(r"(?P<number>\d+)(?P<percent>\s*%)?")
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,6 @@ class SmallerOptions:
     blocks: int | None = option(
         None, "Decoder blocks of the student: those whose absence changes the predictions most are kept."
     )
-    width: str | None = option(
-        None,
-        "Channels of the student's MLPs (intermediate_size), such as 512 or 75%: those that matter most to "
-        "the block's output are kept.",
-    )
     epochs: int = option(3, "Passes over the training text.")
     steps: int | None = option(None, "Training steps; replaces --epochs.")
     lr: float = option(
@@ -67,35 +59,12 @@ class SmallerOptions:
 
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense, whatever the teacher."""
-        if self.blocks is None and self.width is None:
-            raise QuantkitError(
-                "the student has the teacher's shape",
-                "make it smaller: --blocks 4, --width 75% or both",
-                USAGE,
-            )
-        shape = "choose a number of channels, such as 512, or a share, such as 75%"
-        _check("width", self.width, self.width is None or WIDTH.fullmatch(self.width), shape)
         for name in ("blocks", "epochs", "steps"):
             value = getattr(self, name)
             _check(name, value, value is None or value >= 1, "choose 1 or more")
         _check("lr", self.lr, 0 < self.lr < 1, "choose about 0.001; less for a large model")
         _check("temperature", self.temperature, 0 < self.temperature <= 100, "choose 1 to 4")
         _check("hidden_weight", self.hidden_weight, 0 <= self.hidden_weight < math.inf, "choose 0 to 10")
-
-    def channels(self, width: int) -> int | None:
-        """Channels to keep of `width`; None where all are. Raises QuantkitError unless that is fewer."""
-        if self.width is None:
-            return None
-        match = WIDTH.fullmatch(self.width)
-        number = int(match["number"])
-        wanted = width * number // 100 if match["percent"] else number
-        if not 0 < wanted < width:
-            raise QuantkitError(
-                f"--width {self.width}: the teacher's MLPs have {width} channels",
-                hint=f"choose 1 to {width - 1}, or 1% to 99%",
-                exit_code=USAGE,
-            )
-        return wanted
 
 
 def _check(name: str, value: object, fits: object, hint: str) -> None:

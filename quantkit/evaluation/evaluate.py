@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.evaluation import memory
+from quantkit.evaluation import kv_rounding, memory
 from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
@@ -116,6 +116,8 @@ def evaluate(
     5) before any weight is read where it does not fit.
     """
     check_comparable(checkpoints)
+    for name in kv_dtypes:
+        kv_rounding.named(name)
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
@@ -126,7 +128,7 @@ def evaluate(
         for alone in _halves(*model, weights_only and kv is None)
     ]  # fmt: skip
     recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
-    context, windows, whole = _context(windows), windows.shared(_batch(windows)), windows
+    windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     asked = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     place, peak = memory.decide(*asked)
@@ -135,7 +137,7 @@ def evaluate(
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = model, _run(model, windows, listen, place)
         scores = _score(*measured, windows, base, chosen).of_all_ranks()
-        metrics = summarize(scores, base_scores, context, chosen)
+        metrics = summarize(scores, base_scores, chosen)
         layers = LayerErrors("weight", model.errors) if trial else layers
         scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
         size = _size(model.skeleton, trial)
@@ -220,7 +222,7 @@ def _measure_floor(
     model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
     model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
     others = _score(model, _run(model, head, listen), head, base, chosen)
-    metrics = summarize(others, Scores(scores.nll[:tokens]), _context(head), chosen)
+    metrics = summarize(others, Scores(scores.nll[:tokens]), chosen)
     return Floor(dtype, tokens, metrics)
 
 
@@ -245,12 +247,6 @@ def _score(
         torch.cat(kld) if compared and "kld" in chosen else None,
         torch.cat(agree) if compared and "top1" in chosen else None,
     )
-
-
-def _context(windows: Windows) -> Tensor:
-    """How many tokens of its window each scored token was given, int64 `[tokens]`."""
-    last = windows.ids.shape[1] - 1
-    return torch.cat([torch.arange(first, last) + 1 for first in windows.first])
 
 
 def _chunks(states: States, windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:

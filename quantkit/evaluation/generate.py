@@ -29,7 +29,6 @@ from quantkit.models.machine.memory import return_freed_pages
 from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
-DECODED, REPEATED = 64, 8  # tokens of a stream: decoded at once at most, and again with those that follow
 BROKEN = "\ufffd"  # what tokens decode to that end inside a character
 
 
@@ -211,30 +210,15 @@ class _Recorder(transformers.LogitsProcessor):
 
 
 class Streamer(TextStreamer):
-    """Hands text on as soon as its characters are whole: not every language has spaces to wait for."""
+    """Hands on the text of whole words, as soon as they are."""
 
     def __init__(self, tokenizer: Any, stream: Stream):
-        super().__init__(tokenizer, skip_prompt=True)
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
 
-    def put(self, value: Tensor) -> None:
-        """The prompt, then token by token. Only the last tokens are decoded again."""
-        if self.next_tokens_are_prompt:
-            self.next_tokens_are_prompt = False
-            return
-        self.token_cache.extend(value.flatten().tolist())
-        text = decode(self.tokenizer, self.token_cache)
-        if text.endswith(BROKEN):
-            return
-        self._stream(text[self.print_len :])
-        self.print_len = len(text)
-        if len(self.token_cache) > DECODED:
-            self.token_cache = self.token_cache[-REPEATED:]  # before which some tokenizers put a space
-            self.print_len = len(decode(self.tokenizer, self.token_cache))
-
-    def end(self) -> None:
-        """What was held back."""
-        self._stream(decode(self.tokenizer, self.token_cache)[self.print_len :])
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """See TextStreamer, which prints here."""
+        self._stream(text)
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

@@ -2,8 +2,7 @@
 
 transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with what
 that returns. The cache here returns all of a window at once, rounded as the engine that has the type rounds
-(kv_rounding.py). Where a token is rounded only when others have come, a window is read several times, each
-time for the queries that find the cache in that state.
+(kv_rounding.py).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -111,19 +109,8 @@ class _Place:
         except _OtherCache:  # a recurrent layer's, or an indexer's: what those keep is not quantized
             bound.arguments[self._parameter] = None
             return self._forward(*bound.args, **bound.kwargs)
-        if not reading.ends:
-            return out
-        self.used = True
-        parts, start = [], 0
-        while True:
-            whole, end = out[0] if isinstance(out, tuple) else out, reading.ends[0]
-            parts.append(whole[:, start:end])
-            if len(reading.ends) == 1:
-                joined = torch.cat(parts, 1) if parts[1:] else whole
-                return (joined, *out[1:]) if isinstance(out, tuple) else joined
-            start = end
-            reading.next()
-            out = self._forward(*bound.args, **bound.kwargs)
+        self.used = self.used or reading.used
+        return out
 
 
 class _OtherCache(AttributeError):
@@ -131,40 +118,19 @@ class _OtherCache(AttributeError):
 
 
 class _Reading:
-    """The cache of one call of one module. ends: where the queries of this reading and the later ones end;
-    empty until keys and values have come."""
+    """The cache of one call of one module. used: whether keys and values have come."""
 
     def __init__(self, rounding: KvRounding):
-        self._rounding = rounding
-        self._readings: list[tuple[int, int]] = []
-        self._read: tuple[Tensor, Tensor] | None = None
+        self._rounding, self.used = rounding, False
 
     def __getattr__(self, name: str) -> Any:
         raise _OtherCache(name)
-
-    @property
-    def ends(self) -> list[int]:
-        return [end for _, end in self._readings]
-
-    def next(self) -> None:
-        """To the following reading."""
-        del self._readings[0]
 
     def get_seq_length(self, *args: Any) -> int:
         """Nothing was read before this window."""
         return 0
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What attention reads of keys and values `[batch, heads, tokens, head_dim]`. What was rounded before
-        is rounded again together with what was gathered since, as transformers does."""
-        if not self._readings:
-            self._readings = self._rounding.readings(keys.shape[-2])
-        first = self._readings[0][0]
-        before = self._read or (keys, values)
-        rounds = self._rounding.keys, self._rounding.values
-        found = []
-        for new, old, rounded in zip((keys, values), before, rounds, strict=True):
-            head = rounded(old[..., :first, :]) if first else old[..., :0, :]
-            found.append(torch.cat([head, new[..., first:, :]], -2))
-        self._read = tuple(found)
-        return self._read
+        """What attention reads of keys and values `[batch, heads, tokens, head_dim]`."""
+        self.used = True
+        return self._rounding.keys(keys), self._rounding.values(values)

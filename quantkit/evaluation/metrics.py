@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -62,17 +61,6 @@ class Increase:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Mean KL divergence of tokens predicted from `first` to `last` tokens of context."""
-
-    first: int
-    last: int
-    tokens: int
-    mean: float
-    stderr: float
-
-
-@dataclass(frozen=True)
 class Divergence:
     """KL divergence from the base, over scored tokens. p99: 99th percentile, linearly interpolated."""
 
@@ -81,7 +69,6 @@ class Divergence:
     median: float
     p99: float
     max: float
-    by_position: tuple[Bucket, ...]
 
 
 @dataclass(frozen=True)
@@ -108,18 +95,15 @@ def select(names: str | None) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def summarize(scores: Scores, base: Scores | None, context: Tensor, chosen: frozenset[str]) -> Metrics:
-    """The metrics of one model. context: int64 `[tokens]`, how many tokens each prediction was given.
-
-    base: scores of the same tokens; None for the base itself.
-    """
+def summarize(scores: Scores, base: Scores | None, chosen: frozenset[str]) -> Metrics:
+    """Return the metrics of one model. base: scores of the same tokens; None for the base itself."""
     nll = estimate(scores.nll)
     ppl = exp(nll.value)
     return Metrics(
         nll=nll,
         ppl=Estimate(ppl, ppl * nll.stderr),
         dppl=increase(scores.nll, base.nll) if base and "dppl" in chosen else None,
-        kld=divergence(scores.kld, context) if scores.kld is not None else None,
+        kld=divergence(scores.kld) if scores.kld is not None else None,
         top1=scores.agree.double().mean().item() if scores.agree is not None else None,
     )
 
@@ -149,25 +133,12 @@ def increase(nll: Tensor, base_nll: Tensor) -> Increase:
     )
 
 
-def divergence(kld: Tensor, context: Tensor) -> Divergence:
-    """Distribution of `kld [tokens]`, whole and by the length of the context."""
+def divergence(kld: Tensor) -> Divergence:
+    """Return the distribution of `kld [tokens]`."""
     whole = estimate(kld)
     values = kld.double().numpy()  # torch.quantile takes no more than 16 million values
     median, p99 = np.quantile(values, (0.5, 0.99)).tolist()
-    return Divergence(whole.value, whole.stderr, median, p99, values.max().item(), _buckets(kld, context))
-
-
-def _buckets(kld: Tensor, context: Tensor) -> tuple[Bucket, ...]:
-    """Two to an octave of context, those without tokens left out: 1, 2, 3, 4-5, 6-7, 8-11, 12-15, …"""
-    longest = int(context.max())
-    starts = sorted({start for k in range(longest.bit_length()) for start in (2**k, 3 * 2**k // 2)})
-    buckets = []
-    for first, beyond in pairwise([*starts, longest + 1]):
-        inside = kld[(context >= first) & (context < beyond)]
-        if len(inside):
-            mean = estimate(inside)
-            buckets.append(Bucket(first, min(beyond - 1, longest), len(inside), mean.value, mean.stderr))
-    return tuple(buckets)
+    return Divergence(whole.value, whole.stderr, median, p99, values.max().item())
 
 
 def exp(value: float) -> float:

@@ -139,10 +139,8 @@ def check_output(output: Path, overwrite: bool) -> None:
     check_place(output)
     if not os.path.lexists(output):
         return
-    if output.is_dir() and not output.is_symlink():
-        raise QuantkitError(f"{output} is a folder", f"give a file: -o {output / 'own.jsonl'}", USAGE)
     if output.is_symlink() or not output.is_file():
-        raise QuantkitError(f"{output} is no plain file", "choose another -o", USAGE)
+        raise QuantkitError(f"{output} is no plain file", "choose another -o, such as own.jsonl", USAGE)
     if not overwrite:
         raise QuantkitError(f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)
     with open(output, "rb") as file:

@@ -18,8 +18,6 @@ from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Sizes
 from quantkit.quantize.prepare import composing, linears, recipe
 
-ROUNDING = ("solver=rtn",), ("solver=rtn", "transform=none")  # settings that make do without text
-
 
 def data_free() -> list[str]:
     """Methods that can be tried: with their default options they need no text."""
@@ -38,16 +36,6 @@ def _method(name: str, settings: Sequence[str]) -> Method:
         raise QuantkitError(f"--as {name},transform={turned}: the whole model is rotated by a job alone",
                             f"write it with quantkit {name}, then evaluate that folder", USAGE)  # fmt: skip
     return methods.build(name, options)
-
-
-def _without_text(name: str, typed: Sequence[str]) -> str | None:
-    """What to type for a method that needs none of it; None where that cannot be."""
-    for settings in ROUNDING:
-        with suppress(QuantkitError):
-            asked = [one for one in typed if one.partition("=")[0] not in ("solver", "transform")]
-            if not _method(name, wanted := [*asked, *settings]).needs:
-                return ",".join([name, *wanted])
-    return None
 
 
 @dataclass(frozen=True)
@@ -71,13 +59,13 @@ class Trial:
         _method(name, ())  # gguf writes files only, so its options are not looked at
         method = _method(name, settings)
         if method.needs:
-            plain = _without_text(name, settings)
             hint = f"write it with quantkit {name}, then evaluate that folder"
-            raise QuantkitError(
-                f"--as {asked} needs calibration text, so it cannot be tried on the fly",
-                hint=f"--as {plain} rounds to nearest, without text; or {hint}" if plain else hint,
-                exit_code=USAGE,
-            )
+            with suppress(QuantkitError):
+                plain = [*settings, "solver=rtn", "transform=none"]
+                if not _method(name, plain).needs:
+                    hint = f"--as {','.join([name, *plain])} rounds to nearest, without text; or {hint}"
+            what = f"--as {asked} needs calibration text, so it cannot be tried on the fly"
+            raise QuantkitError(what, hint, USAGE)
         if checkpoint.quantized:
             raise QuantkitError(
                 f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE

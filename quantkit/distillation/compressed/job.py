@@ -19,7 +19,7 @@ from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.memory import Memory
 from quantkit.distillation.compressed.student import Floats, Student, vectors
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.evaluation import of_job
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.grids.distance import relative_distance
@@ -180,6 +180,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     request.options.check()
     check_run(request.run)
     teacher, student = open_pair(request)
+    publish.manifest_of(student)  # odd content is refused before the work
     if teacher.quantized:
         progress.warn(f"{request.teacher} is compressed itself: the student learns its errors, too")
     staging, adopted = stage(request, student, "student", progress, dry_run)
@@ -197,16 +198,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
         request, student, taught, calibrated, staging, evaluated(teacher, text), disk, learner, batches,
         needed, trained,
     )  # fmt: skip
-    if dry_run:
-        return job
-    signed = job.signed(progress)
-    source = (publish.manifest_of(student) or {}).get("source") or {}
-    if (told := source.get("sha256")) and told != signed.fingerprint["teacher_sha256"]:
-        progress.warn(
-            f"{request.student} was made from other files than {request.teacher} ({source.get('name')}, "
-            f"sha256 {told[:12]}…): goes on, as both are of one shape"
-        )
-    return signed
+    return job if dry_run else job.signed(progress)
 
 
 def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
@@ -221,11 +213,10 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
             USAGE,
         )
     if not student.quantized:
-        hint = f"compress it first (quantkit gptq {request.student}), or make a smaller student with --blocks"
-        if teacher.quantized:
-            hint = f"the teacher comes first: quantkit distill {request.student} {request.teacher}"
         raise QuantkitError(
-            f"{request.student} is not quantized: all its weights are floats", hint, UNSUPPORTED
+            f"{request.student} is not quantized: all its weights are floats",
+            f"compress it first (quantkit gptq {request.student}), or make a smaller student with --blocks",
+            UNSUPPORTED,
         )
     check_comparable((teacher, student), HINT)
     return teacher, student
@@ -242,24 +233,13 @@ def split(tokens: Tensor, batch_size: int | None) -> Text:
 
 
 def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
-    """Raise QuantkitError naming what of the two models is unlike."""
-    theirs, ours = len(teacher.blocks), student.depth
-    if theirs != ours:
-        what = f"{request.teacher} has {count(theirs, 'block')}, {request.student} {ours}"
+    """Raise QuantkitError naming parameters in which the two models differ."""
+    theirs, ours = (one.names.shapes for one in (teacher, student.skeleton))
+    inside = f"{teacher.names.blocks}."
+    odd = [n for n in theirs | ours if n.startswith(inside) and theirs.get(n) != ours.get(n)]
+    if odd:
+        what = f"{request.teacher} and {request.student} differ: {name_all(odd, 3)}"
         raise QuantkitError(what, HINT, UNSUPPORTED)
-    for index, pair in enumerate(zip(teacher.blocks, student.skeleton.blocks, strict=True)):
-        there, here = ({name: list(p.shape) for name, p in block.named_parameters()} for block in pair)
-        odd = [
-            f"{n} is {there.get(n, 'absent')} there, {here.get(n, 'absent')} here"
-            for n in there | here
-            if there.get(n) != here.get(n)
-        ]
-        if odd:
-            raise QuantkitError(
-                f"block {index + 1} of {request.teacher} and {request.student} differ: {name_all(odd, 3)}",
-                HINT,
-                UNSUPPORTED,
-            )
 
 
 def _trained(student: Student, request: Request) -> dict[str, int]:

@@ -70,6 +70,15 @@ def left_out(
     return {index: far(variant) for index, variant in variants.items()}
 
 
+def without_others(skeleton: Skeleton, ids: Tensor, kept: Sequence[int]) -> Tensor:
+    """Return the final hidden states of ids `[batch, tokens]` in the model of the blocks `kept` alone: what a
+    student of these blocks must compute."""
+    states = [skeleton.embed(ids)]
+    for index, _ in walk.blocks(skeleton, lambda index: (None, False), only=kept):
+        states = through(skeleton, index, states)
+    return states[0]
+
+
 def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Tensor]:
     """Hidden states behind a loaded block. Raises QuantkitError if blocks pass more than these: what one
     leaves, another needs, so none can be left out."""

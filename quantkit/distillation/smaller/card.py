@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 from quantkit import __version__
+from quantkit.evaluation.comparison.table import markdown
 from quantkit.models.files import checksums, hub
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
-from quantkit.tables import megabytes
+
+NOT_TRAINED = "Not trained: on held-out text training did not bring it closer to the teacher."
 
 
 def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) -> None:
@@ -31,42 +33,29 @@ def card(teacher: Checkpoint, record: dict) -> str:
     """The model card: what was left out, what it was trained on, what that gave."""
     local = Path(teacher.source).exists() or not hub.is_id(teacher.source)
     source = Path(teacher.source).name if local else teacher.source
-    big, small, made = record["teacher"], record["student"], record["calibration"]
-    name, published = Path(small["output"]).name, record["published"]
+    big, small = record["teacher"], record["student"]
+    name, trained = Path(small["output"]).name, record["published"] == "trained"
     blocks = ", ".join(map(str, record["chosen"]["blocks"]))
-    rows = record["held_out"]["models"][1:]
-    lines = [
-        "---",
-        f"base_model: {source}",
-        "library_name: transformers",
-        "tags:",
-        "- distillation",
-        "- quantkit",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"A student of {source} with {small['parameters']:,} of its {big['parameters']:,} parameters "
-        f"({megabytes(small['bytes'])} of {megabytes(big['bytes'])}), made by quantkit {__version__}.",
-        "",
-        f"Blocks: {blocks} of {big['blocks']}, those whose absence changes the predictions most.",
-    ]
-    if small["width"]:
-        lines.append(f"MLP channels: {small['width']} of {big['width']} in each, those that carry most.")
-    steps = record["trained"]["best"]["step"]
-    lines += [
-        f"Trained for {steps} steps on the teacher's predictions for {made['source']} text."
-        if published == "trained"
-        else "Not trained: on held-out text training did not bring it closer to the teacher.",
-        "",
-        "| held-out text | perplexity | KL divergence from the teacher |",
-        "| --- | ---: | ---: |",
-        *(
-            f"| {how} | {row['metrics']['ppl']['value']:.3f} | {row['metrics']['kld']['mean']:.5f} |"
-            for how, row in zip(("as cut", "trained"), rows, strict=True)
-        ),
-        "",
-        "`quantkit.json` holds every option, what each block was worth, and the hashes of teacher and text.",
-        f"Measure it yourself: `quantkit eval {source} {name} --text TEXT`.",
-    ]
-    return "\n".join(lines) + "\n"
+    table = markdown(record["held_out"]).partition("\n")[2].strip()  # its heading is of quantkit eval
+    steps, text = record["trained"]["best"]["step"], record["calibration"]["source"]
+    return f"""---
+base_model: {source}
+library_name: transformers
+tags:
+- distillation
+- quantkit
+---
+
+# {name}
+
+A student of {source} with {small["parameters"]:,} of its {big["parameters"]:,} parameters, made by quantkit
+{__version__}.
+
+Blocks: {blocks} of {big["blocks"]}, those whose absence changes the predictions most.
+{f"Trained for {steps} steps on the teacher's predictions for {text} text." if trained else NOT_TRAINED}
+
+{table}
+
+`quantkit.json` holds every option, what each block was worth, and the hashes of teacher and text.
+Measure it yourself: `quantkit eval {source} {name} --text TEXT`.
+"""

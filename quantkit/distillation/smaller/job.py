@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
-from quantkit.distillation.smaller import blocks, card, channels, cut, learner, shape, targets
-from quantkit.distillation.smaller.shape import Axis, Shape
+from quantkit.distillation.smaller import blocks, card, cut, learner, shape, targets
 from quantkit.distillation.smaller.targets import Targets
 from quantkit.distillation.training import best, best_step, train
 from quantkit.evaluation import of_job, windows
@@ -47,12 +46,6 @@ Students = list[Checkpoint]  # as cut, and trained
 
 @dataclass(frozen=True)
 class SmallerJob(Job):
-    """shape: of the student, with the first blocks, until some are chosen. axes: parameters of a block that
-    the width goes into; reader: the linear that reads the channels, None where they stay."""
-
-    shape: Shape
-    axes: dict[str, Axis]
-    reader: str | None
     schedule: learner.Schedule
     parameters: int
     memory_bytes: int
@@ -68,14 +61,12 @@ class SmallerJob(Job):
             "teacher": {
                 "source": self.source.source,
                 "blocks": len(self.teacher.blocks),
-                "width": self.shape.width,
                 "parameters": self.teacher.parameters,
                 "bytes": sum(info.nbytes for info in self.source.infos.values()),
             },
             "student": {
                 "output": str(self.staging.output),
-                "blocks": len(self.shape.kept),
-                "width": self.shape.channels,
+                "blocks": self.request.options.blocks,
                 "parameters": self.parameters,
             },
             "options": asdict(self.request.options),
@@ -131,8 +122,8 @@ class SmallerJob(Job):
         return told
 
     def _cut(self, text: Tensor, progress: Progress) -> tuple[Checkpoint, dict]:
-        """The student as cut from `text [sequences, tokens]`, and how its blocks and channels were chosen;
-        where that was done before, as it was."""
+        """The student as cut from `text [sequences, tokens]`, and how its blocks were chosen: both as an
+        interrupted run left them, where it did."""
         place, told = self.staging.folder / "cut", self.staging.folder / "cut.json"
         if place.exists():
             return self._named(place, "as cut"), json.loads(told.read_text())
@@ -140,22 +131,20 @@ class SmallerJob(Job):
         judged = text[:: -(-text.numel() // blocks.TOKENS)]
         batches = list(judged.split(plan.default_batch_size(text.shape[1])))
         counting = _counting(progress, "leaving out blocks")
-        kept, rounds = blocks.choose(teacher, batches, len(self.shape.kept), counting)
-        wanted = replace(self.shape, kept=kept)
-        axes = shape.laid_beside(teacher, self.source, wanted)
-        counting = _counting(progress, "cutting blocks")
-        narrowed, expected = channels.narrow(teacher, batches, kept, self.reader, wanted.channels, counting)
+        kept, rounds = blocks.choose(teacher, batches, self.request.options.blocks, counting)
+        shape.check_shapes(teacher, self.source, kept)
         temporary = place.with_name("cutting")
         shutil.rmtree(temporary, ignore_errors=True)
-        cut.write(teacher, self.source, wanted, axes, narrowed, temporary, self.shard_bytes)
+        progress.phase("cutting blocks")
+        cut.write(teacher, self.source, kept, temporary, self.shard_bytes)
         progress.phase("proving the cut")
+        expected = blocks.without_others(teacher, batches[0], kept)
         cut.prove(teacher, temporary, batches[0], expected, self.source.source)
         chosen = {
             "blocks": list(kept),
             "rounds": [{str(index): value for index, value in found.items()} for found in rounds],
             "tokens": judged.numel(),
             "lists": shape.per_layer(self.source.text_config),
-            "reader": self.reader,
         }
         write_text(told, json.dumps(chosen, indent=2))
         os.replace(temporary, place)
@@ -238,21 +227,20 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     teacher = open_checkpoint(request.teacher, request.revision, request.offline, request.trust_remote_code)
     staging, adopted = stage(request, teacher, "teacher", progress, dry_run)
     skeleton = open_skeleton(teacher, request.run, adopted)
-    shape.check_teacher(teacher, skeleton)
-    wanted, axes, reader = shape.resolve(options, teacher, skeleton)
+    shape.check_teacher(teacher, skeleton, options.blocks)
     calibrated = calibrate(teacher, request, progress)
     trained, held_out = map(len, hold_out(calibrated.tokens))
     vocabulary, seqlen = teacher.text_config.vocab_size, calibrated.tokens.shape[1]
     schedule = learner.Schedule.of(options, trained, seqlen, vocabulary, request.run.batch_size)
-    parameters = shape.parameters(skeleton, wanted, axes)
+    parameters = shape.parameters(skeleton, range(options.blocks))
     logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
     disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
     remedy = "fewer --blocks or a shorter --seqlen"
     placement.check_memory(need, free_memory(skeleton.device), remedy, skeleton.device)
     job = SmallerJob(
-        request, teacher, skeleton, calibrated, staging, evaluated(teacher, text), disk, wanted, axes, reader,
-        schedule, parameters, need,
+        request, teacher, skeleton, calibrated, staging, evaluated(teacher, text), disk, schedule, parameters,
+        need,
     )  # fmt: skip
     return job if dry_run else job.signed(progress)
 

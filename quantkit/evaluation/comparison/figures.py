@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
 from quantkit.evaluation.comparison.gates import look_up
@@ -13,8 +12,8 @@ from quantkit.tables import megabytes
 
 KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
 MEASURES = {
-    "output": "relative squared error of outputs on the calibration tokens",
-    "weight": "relative squared error of weights",
+    "output": "the outputs of a block's quantized linears on the calibration tokens",
+    "weight": "the weights of a block's quantized linears",
 }
 
 
@@ -78,8 +77,8 @@ class Figure:
 
 
 def figures(record: dict) -> list[Figure]:
-    """Every plot there is something to draw for: quality, by position, by layer."""
-    made = [quality(record), by_position(record), *by_layer(record)]
+    """Every plot there is something to draw for: quality, by layer."""
+    made = [quality(record), *(by_layer(record, measure) for measure in MEASURES)]
     return [figure for figure in made if figure and figure.series]
 
 
@@ -133,31 +132,10 @@ def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, f
     return max(value - stderr, value / 10) if log else value - stderr, value + stderr
 
 
-def by_position(record: dict) -> Figure | None:
-    """KL divergence against how many tokens of the window a prediction was given."""
-
-    def points(model: dict, name: str) -> Iterator[Point]:
-        for row in look_up(model, "metrics.kld.by_position") or ():
-            first, last, mean = row["first"], row["last"], row["mean"]
-            if mean is not None and mean > 0 and first > 0:
-                span = first if first == last else f"{first}-{last}"
-                note = f"{name}, {span} tokens of context: {number(mean)} over {row['tokens']} tokens"
-                yield Point((first * last) ** 0.5, mean, note=note)
-
-    return Figure(
-        key="position",
-        title="KL divergence by position in the window",
-        caption="Means over all windows, by the number of tokens a prediction was given.",
-        x=Axis("tokens of context", "whole", log=True),
-        y=Axis(KLD_AXIS, log=True),
-        series=_curves(record, points),
-    )
-
-
-def by_layer(record: dict) -> list[Figure]:
+def by_layer(record: dict, measure: str) -> Figure:
     """Error of the quantized linears, block by block; outputs and weights are different scales."""
 
-    def points(measure: str, model: dict, name: str) -> Iterator[Point]:
+    def points(model: dict, name: str) -> Iterator[Point]:
         layers = model["layers"]
         if layers and layers["measure"] == measure:
             blocks: dict[int, list[float]] = {}
@@ -168,25 +146,17 @@ def by_layer(record: dict) -> list[Figure]:
                 if (mean := sum(errors) / len(errors)) > 0:
                     yield Point(float(block), mean, note=f"{name}, block {block}: {number(mean)}")
 
-    return [
-        Figure(
-            key=f"layers-{measure}",
-            title="Error by block" if measure == "output" else "Weight error by block",
-            caption=f"Mean {meaning} of a block's quantized linears, as the checkpoint was made.",
-            x=Axis("block", "whole"),
-            y=Axis("relative squared error", log=True),
-            series=_curves(record, partial(points, measure)),
-        )
-        for measure, meaning in MEASURES.items()
-    ]
-
-
-def _curves(record: dict, points_of: Callable[[dict, str], Iterator[Point]]) -> tuple[Series, ...]:
-    """A line for every model that has points."""
     labels = label_by_source(record)
-    found = (tuple(points_of(model, labels[model["source"]])) for model in record["models"])
-    return tuple(
-        Series(labels[model["source"]], points, position, True)
-        for position, (model, points) in enumerate(zip(record["models"], found, strict=True))
-        if points
+    found = [tuple(points(model, labels[model["source"]])) for model in record["models"]]
+    return Figure(
+        key=f"layers-{measure}",
+        title=f"Error of {measure}s by block",
+        caption=f"Mean relative squared error of {MEASURES[measure]}, as the checkpoint was made.",
+        x=Axis("block", "whole"),
+        y=Axis("relative squared error", log=True),
+        series=tuple(
+            Series(labels[model["source"]], points, position, True)
+            for position, (model, points) in enumerate(zip(record["models"], found, strict=True))
+            if points
+        ),
     )

@@ -18,7 +18,7 @@ MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY 
 @dataclass(frozen=True)
 class Outputs:
     """Where to; None for what is not wanted. plot: `NAME.svg` or `NAME.png`, the first plot; the others get
-    their key behind the name, as in `NAME-position.svg`."""
+    their key behind the name, as in `NAME-layers-output.svg`."""
 
     html: Path | None = None
     plot: Path | None = None

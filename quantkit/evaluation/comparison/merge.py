@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from quantkit.evaluation.comparison.record import SCHEMA, pareto
 from quantkit.models.files import untrusted
 
 SAME_NLL = 1e-4  # nats a token by which one model may differ between machines, float32 sums in another order
-LARGEST = 1e30  # of numbers that are drawn; one divided by it is the least
-LONGEST = 4096  # characters of names that are drawn
 Named = tuple[str, dict]  # file, record
 
 
@@ -29,7 +26,7 @@ def read(path: Path) -> Named:
     except UnicodeDecodeError as error:
         raise _no_result(path, f"not UTF-8 text: {error}") from error
     try:
-        record = json.loads(text, parse_float=_number, parse_int=_number, parse_constant=_number)
+        record = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise _no_result(path, f"not JSON: {error}") from error
     found = record.get("schema") if isinstance(record, dict) else None
@@ -44,37 +41,17 @@ def read(path: Path) -> Named:
     return str(path), record
 
 
-def _number(text: str) -> int | float:
-    """A number of a sane size. Raises ValueError for others, and for NaN and infinities."""
-    value = float(text)
-    if not math.isfinite(value) or len(text) > 40:
-        raise ValueError(f"{text[:40]} is no number to be expected here")
-    if abs(value) > LARGEST or 0 < abs(value) < 1 / LARGEST:
-        raise ValueError(f"{text} is no number to be expected here")
-    whole = abs(value) < 2**63 and not any(character in text for character in ".eE")
-    return int(text) if whole else value  # what 64 bits do not hold no plot can draw
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 def _fault(record: Any) -> str | None:
-    """The first thing in which a record breaks the schema."""
+    """The first thing in which a record breaks the schema, limits on numbers and names among it."""
     import jsonschema
 
-    schema = json.loads(Path(__file__).with_name("eval-2.json").read_text(encoding="utf-8"))
+    schema = json.loads(Path(__file__).with_name("eval-3.json").read_text(encoding="utf-8"))
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(record))
-    if error:
-        return f"{error.json_path}: {error.message[:120]}"
-    long = next((text for text in _strings(record) if len(text) > LONGEST), None)
-    return f"a name of {len(long):,} characters: {long[:40]}…" if long else None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a record, names of entries among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from value
-    for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _strings(inside)
+    return f"{error.json_path[:120]}: {error.message[:120]}" if error else None
 
 
 def _no_result(path: Path, why: str) -> QuantkitError:
@@ -116,7 +93,6 @@ def merge(results: Sequence[Named]) -> dict:
         "tasks": next((r["tasks"] for _, r in results if r["tasks"]), None),
         "pareto": pareto(models),
         "gates": [gate for index, gate in enumerate(gates) if gate not in gates[:index]],
-        "env": _environments([record["env"] for _, record in results]),
     }
     merged.pop("error", None)  # that a gate failed stands among the gates
     return merged
@@ -152,9 +128,3 @@ def _short(value: Any) -> str:
     """A value of the protocol, hashes cut."""
     text = str(value)
     return text if len(text) <= 20 else f"{text[:12]}…"
-
-
-def _environments(found: Sequence[dict]) -> dict:
-    """Of every key all values, in order."""
-    keys = dict.fromkeys(key for env in found for key in env)
-    return {key: " / ".join(dict.fromkeys(env[key] for env in found if key in env)) for key in keys}

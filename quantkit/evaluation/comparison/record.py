@@ -1,4 +1,4 @@
-"""The versioned JSON of a comparison: `quantkit.eval/2`, described in eval-2.json."""
+"""The versioned JSON of a comparison: `quantkit.eval/3`, described in eval-3.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantkit.evaluation.metrics import Metrics
     from quantkit.evaluation.windows import Protocol
 
-SCHEMA = "quantkit.eval/2"
+SCHEMA = "quantkit.eval/3"
 LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # of the Pareto front: the first that was measured
 
 
