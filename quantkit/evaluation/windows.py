@@ -91,13 +91,12 @@ def load(
     ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
     stride = ctx if stride is None else stride
     check_context(checkpoint, ctx)
-    if ctx < 2:
-        raise QuantkitError(f"--ctx {ctx} predicts no token", "choose 2 or more", USAGE)
-    if not 1 <= stride <= ctx:
-        hint = f"choose 1 to {ctx}, which is --ctx"
-        raise QuantkitError(f"--stride {stride} goes nowhere or leaves out tokens", hint, USAGE)
-    if limit is not None and limit < 1:
-        raise QuantkitError(f"--limit {limit} leaves no token", "choose 1 or more", USAGE)
+    for flag, value, least, most in (
+        ("--ctx", ctx, 2, ctx), ("--stride", stride, 1, ctx), ("--limit", limit, 1, limit)
+    ):  # fmt: skip
+        if value is not None and not least <= value <= most:
+            hint = f"choose {least} or more" + (f", up to {ctx}" if flag == "--stride" else "")
+            raise QuantkitError(f"{flag} {value} makes no sense", hint, USAGE)
     bos = begins_with_bos(tokenizer)
     stream = tokenizing.encode(tokenizer, content, limit)
     body, step = ctx - bos, min(stride, ctx - bos)
@@ -114,12 +113,6 @@ def load(
     overlap = ctx - step - bos  # text tokens a window shares with the one before
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
     scored = sum(ctx - 1 - start for start in first)
-    if scored < 2:
-        raise QuantkitError(
-            f"1 token of {text} would be scored, which has no standard error",
-            hint="give a longer --text, a larger --limit or a longer --ctx",
-            exit_code=USAGE,
-        )
     protocol = Protocol(
         text=text.name,
         sha256=hashlib.sha256(content.encode()).hexdigest(),

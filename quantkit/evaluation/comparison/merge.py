@@ -11,7 +11,6 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.comparison.record import SCHEMA, pareto
 from quantkit.models.files import untrusted
 
-SAME_NLL = 1e-4  # nats a token by which one model may differ between machines, float32 sums in another order
 Named = tuple[str, dict]  # file, record
 
 
@@ -61,67 +60,37 @@ def _no_result(path: Path, why: str) -> QuantkitError:
 
 
 def merge(results: Sequence[Named]) -> dict:
-    """One record of all candidates. The front is drawn anew, gates are collected.
+    """Return one record of all candidates, with a front of all; the first result of a model counts.
 
-    Raises QuantkitError unless protocol and base are the same in all files, and no model has two results.
+    Raises QuantkitError unless protocol, tasks and first model are the same in all files.
     """
-    (first_name, first), *others = results
-    for name, other in others:
-        _check_protocol(first_name, first["data"], name, other["data"])
-        if first["tasks"] and other["tasks"]:
-            _check_protocol(first_name, first["tasks"], name, other["tasks"])
-        _check_base(first_name, first["models"][0], name, other["models"][0])
-    base = dict(first["models"][0])
-    base["metrics"] = {key: value for _, r in results for key, value in r["models"][0]["metrics"].items()}
-    base["metrics"] |= first["models"][0]["metrics"]
-    candidates: dict[str, tuple[str, dict]] = {}
-    for name, record in results:
-        for model in record["models"][1:]:
-            before = candidates.setdefault(model["source"], (name, model))
-            if before[1] != model:
-                raise QuantkitError(
-                    f"{before[0]} and {name} hold different results of {model['source']}",
-                    hint="it was written anew in between, or evaluated on another machine: leave one out",
-                    exit_code=USAGE,
-                )
-    base["tasks"] = {k: v for _, r in results for k, v in (r["models"][0]["tasks"] or {}).items()} or None
-    models = [base, *(model for _, model in candidates.values())]
-    gates = [verdict for _, record in results for verdict in record["gates"]]
-    merged = first | {
-        "models": models,
-        "noise_floor": next((r["noise_floor"] for _, r in results if r["noise_floor"]), None),
-        "tasks": next((r["tasks"] for _, r in results if r["tasks"]), None),
-        "pareto": pareto(models),
-        "gates": [gate for index, gate in enumerate(gates) if gate not in gates[:index]],
-    }
+    (name, first), *others = results
+    models, gates = list(first["models"]), list(first["gates"])
+    for other_name, other in others:
+        ours, theirs = _conditions(first), _conditions(other)
+        odd = [
+            f"{key} {_short(ours[key])} and {_short(theirs[key])}" for key in ours if ours[key] != theirs[key]
+        ]
+        if odd:
+            raise QuantkitError(
+                f"{name} and {other_name} were measured under different protocols: {', '.join(odd)}",
+                hint="such figures cannot be compared: evaluate again, or make two reports",
+                exit_code=UNSUPPORTED,
+            )
+        known = {model["source"] for model in models}
+        models += [model for model in other["models"][1:] if model["source"] not in known]
+        gates += [gate for gate in other["gates"] if gate not in gates]
+    merged = first | {"models": models, "pareto": pareto(models), "gates": gates}
     merged.pop("error", None)  # that a gate failed stands among the gates
     return merged
 
 
-def _check_protocol(one: str, ours: dict, other: str, theirs: dict) -> None:
-    """The text's name alone may differ."""
-    keys = [key for key in ours if ours[key] != theirs[key] and key != "text"]
-    if keys:
-        differences = ", ".join(f"{key} {_short(ours[key])} and {_short(theirs[key])}" for key in keys)
-        raise QuantkitError(
-            f"{one} and {other} were measured under different protocols: {differences}",
-            hint="figures of unlike protocols cannot be compared: evaluate again, or make two reports",
-            exit_code=UNSUPPORTED,
-        )
-
-
-def _check_base(one: str, ours: dict, other: str, theirs: dict) -> None:
-    (loss, size), (other_loss, other_size) = (
-        (model["metrics"]["nll"]["value"], model["size"]["weight_bytes"]) for model in (ours, theirs)
-    )
-    alike = loss == other_loss or (None not in (loss, other_loss) and abs(loss - other_loss) <= SAME_NLL)
-    if not alike or size != other_size:
-        raise QuantkitError(
-            f"{one} and {other} compare to different models: {ours['source']} (nll {loss}, {size} bytes) and "
-            f"{theirs['source']} (nll {other_loss}, {other_size} bytes)",
-            hint="divergences from different models cannot be compared: make two reports",
-            exit_code=UNSUPPORTED,
-        )
+def _conditions(record: dict) -> dict[str, Any]:
+    """Return what a record's figures depend on; names of text and first model may differ."""
+    base = record["models"][0]
+    loss = base["metrics"]["nll"]["value"]  # a machine sums in another order than the next
+    held = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}
+    return {key: value for key, value in record["data"].items() if key != "text"} | held
 
 
 def _short(value: Any) -> str:
