@@ -1,4 +1,4 @@
-"""Continuations on a terminal: one as it comes, several side by side with the places where they part."""
+"""Continuations on a terminal: one as the model writes, several side by side with their first difference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKS = ("[", "]")  # around the first token that differs: it must be seen witho
 
 
 def stream(settings: Settings) -> Callable[[str], None]:
-    """Prints the prompt now, and hands on text as it comes."""
+    """Print the prompt; return a function that prints text as the model writes."""
     if not settings.chat:
         sys.stdout.write(printable(settings.prompt))
     sys.stdout.flush()
@@ -34,7 +34,7 @@ def stream(settings: Settings) -> Callable[[str], None]:
 
 
 def show(settings: Settings, made: Sequence[Continuation], streamed: bool = False) -> None:
-    """The texts: of one model bare, of several in columns, or one below the other where they are narrow."""
+    """Print the texts: of one model bare, of several in columns, on a narrow terminal one below the other."""
     console = Console(highlight=False, markup=False)
     if len(made) == 1:
         if not streamed:
@@ -58,7 +58,7 @@ def show(settings: Settings, made: Sequence[Continuation], streamed: bool = Fals
 
 
 def _marked(made: Continuation) -> Text:
-    """The text, with the token marked in which it leaves that of the first model."""
+    """Return the text with the first token marked that differs from the first model's."""
     if made.parting is None:
         return Text(printable(made.text))
     start, end = made.parting.start, made.parting.end
@@ -81,12 +81,12 @@ def _verdict(made: Continuation, first: Continuation) -> str:
 
 
 def name_of(made: Continuation) -> str:
-    """The last part of a path or hub id."""
+    """Return the last part of a path or hub id."""
     return Path(made.source).name or made.source
 
 
 def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
-    """How long it took, on stderr: one run of a few tokens is no benchmark."""
+    """Print seconds and rates on stderr: one run of a few tokens is no benchmark."""
     console, precision = (
         Console(stderr=True, highlight=False, markup=False),
         str(dtype).removeprefix("torch."),

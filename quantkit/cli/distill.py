@@ -70,7 +70,7 @@ ASKED = "output", "revision", "offline", "trust_remote_code", "resume", "overwri
 
 
 def _distill(context: typer.Context, **values: Any) -> None:
-    """The function behind `quantkit distill`."""
+    """Run `quantkit distill`."""
     typed = flags.typed(context, values)
     if "text" in typed:
         typed["calibration"] = typed.pop("text")
@@ -123,7 +123,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
 
 
 def _shared(row: inspect.Parameter) -> inspect.Parameter:
-    """A flag of training; one of both kinds says both defaults."""
+    """Return a flag of training; the help of one that both kinds have gives both defaults."""
     if row.name in SHARED:
         other = SmallerOptions.__dataclass_fields__[row.name].default
         hint, described = get_type_hints(DistillOptions)[row.name], row.annotation.__metadata__[0]
@@ -133,7 +133,7 @@ def _shared(row: inspect.Parameter) -> inspect.Parameter:
 
 
 def _worded(row: inspect.Parameter) -> inspect.Parameter:
-    """A flag of all jobs in the words of this one."""
+    """Return a flag of all jobs with the help of this command."""
     if row.name in HELP:
         row.annotation.__metadata__[0].help = HELP[row.name]
     return row

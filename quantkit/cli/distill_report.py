@@ -1,4 +1,4 @@
-"""What users read of a distillation: facts and stages on stdout."""
+"""Facts and stages of a distillation on stdout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantkit.tables import make_table, megabytes, print_facts
 
 
 def print_record(record: dict) -> None:
-    """What was learned or, of a dry run, what is to be."""
+    """Print the result of a job, or the plan of a dry run."""
     if "schedule" in record:
         _print_smaller(record)
     else:
@@ -74,7 +74,7 @@ def _stages(options: dict) -> str:
 
 
 def _print_smaller(record: dict) -> None:
-    """What was done or, without `published`, would be."""
+    """Print the result of a job, or without `published` the plan."""
     console, done = Console(highlight=False, markup=False), "published" in record
     big, small, how, schedule = record["teacher"], record["student"], record["execution"], record["schedule"]
     share = f"{small['parameters']:,} of {big['parameters']:,} parameters"
@@ -111,7 +111,7 @@ def left_out(chosen: dict, depth: int) -> str:
     rounds = chosen["rounds"]
 
     def last(index: int) -> tuple[int, float]:
-        """In how many rounds a block was there, and its divergence in the last of them."""
+        """Return in how many rounds a block took part, and its divergence in the last of these."""
         found = [values[str(index)] for values in rounds if str(index) in values]
         return len(found), found[-1]
 
@@ -122,7 +122,7 @@ def left_out(chosen: dict, depth: int) -> str:
 
 
 def print_finished(schema: str, output: Path, as_json: bool) -> None:
-    """The answer to --resume where nothing is left to do."""
+    """Print that a job is finished, for --resume."""
     if as_json:
         print(json.dumps({"schema": schema, "output": str(output), "finished": True}, indent=2))
     else:

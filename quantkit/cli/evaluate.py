@@ -125,7 +125,7 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """The function behind `quantkit eval`."""
+    """Run `quantkit eval`."""
     from quantkit.evaluation import metrics as metrics_of
     from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs

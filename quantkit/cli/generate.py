@@ -49,7 +49,7 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """The function behind `quantkit generate`."""
+    """Run `quantkit generate`."""
     from quantkit.cli.progress import listener, uncollected
 
     text = streams.decoded(sys.stdin.read(), "stdin").rstrip("\n") if prompt == "-" else prompt

@@ -26,7 +26,7 @@ def command(
     png: Annotated[bool, typer.Option("--png", help="Write the plots, too, beside the page.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
 ) -> None:
-    """The function behind `quantkit report`."""
+    """Run `quantkit report`."""
     from quantkit.evaluation.comparison.files import Outputs
     from quantkit.evaluation.comparison.merge import merge, read
     from quantkit.evaluation.comparison.table import report

@@ -42,7 +42,7 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """The function behind `quantkit sample`."""
+    """Run `quantkit sample`."""
     from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:

@@ -1,1 +1,2 @@
-"""A student taught by its teacher: a compressed checkpoint's scales and norms, or a smaller model."""
+"""A student trained on its teacher's predictions: scales and norms of a compressed checkpoint, or a smaller
+model."""

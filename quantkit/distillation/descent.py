@@ -26,7 +26,7 @@ class Descent:
         self._parameters, self._adam, self._rate, self.done = parameters, adam, rate, 0
 
     def step(self) -> None:
-        """Along the gradients that have gathered, which are gone then."""
+        """Make a step along the accumulated gradients and clear them."""
         for group in self._adam.param_groups:
             group["lr"] = self._rate(self.done)
         self._adam.step()
@@ -34,7 +34,7 @@ class Descent:
         self.done += 1
 
     def state(self) -> dict[str, Tensor]:
-        """All that the steps to come depend on, on the host."""
+        """Return all tensors that the following steps depend on, on the host."""
         found = {f"parameter.{name}": part.detach() for name, part in self._parameters.items()}
         for number, moments in self._adam.state_dict()["state"].items():
             found |= {f"moment.{number}.{key}": value for key, value in moments.items()}
@@ -42,7 +42,7 @@ class Descent:
         return {name: part.cpu().contiguous() for name, part in found.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a `state`."""
+        """Restore a `state`."""
         self.done = int(state["done"])
         with torch.no_grad():
             for name, part in self._parameters.items():
@@ -56,7 +56,7 @@ class Descent:
 
 
 class Shares(Descent):
-    """Descent on floats of very unlike sizes: Adam on what each has moved by, as a share of its size.
+    """Descent on floats of very different sizes: Adam on each float's change relative to its size.
 
     A scale of 1e-4 and a norm's weight of 3 take the same steps in relative terms, so one learning rate
     serves scales of all layouts, norms and biases. coded: names of what is measured number by number; the
@@ -76,12 +76,12 @@ class Shares(Descent):
         super().__init__(self._moved, adam, rate)
 
     def values(self) -> dict[str, Tensor]:
-        """The floats as they are now; autograd follows."""
+        """Return the current floats; autograd follows."""
         return {name: start + self._size[name] * self._moved[name] for name, start in self._start.items()}
 
 
 def _size(value: Tensor, coded: bool) -> Tensor:
-    """What a step of 1 is for each number of a tensor."""
+    """Return the size of a step of 1 for each number of a tensor."""
     if coded:
         return value.abs()
     mean = value.square().mean().sqrt()
@@ -89,7 +89,7 @@ def _size(value: Tensor, coded: bool) -> Tensor:
 
 
 def order(count: int, *seeds: int) -> list[int]:
-    """0 to `count - 1`, shuffled: the same for the same seeds, whatever ran before."""
+    """Return 0 to `count - 1` in an order that depends on the seeds alone."""
     mixed = reduce(lambda mixed, seed: (mixed * 1_000_003 + seed) % 2**31, seeds, 0)
     generator = torch.Generator().manual_seed(mixed)
     return torch.randperm(count, generator=generator).tolist()

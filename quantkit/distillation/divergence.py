@@ -1,6 +1,6 @@
 """KL(teacher ‖ student) of whole vocabularies, from final hidden states, some tokens at a time.
 
-What decides has temperature 1 and held-out text; a loss may have its own (Hinton et al. 2015,
+Decisions use temperature 1 and held-out text; a loss may have another (Hinton et al. 2015,
 arXiv:1503.02531, section 2: logits divided by T, divergences times T², so that gradients keep their size).
 """
 
@@ -17,8 +17,8 @@ Logits = Callable[[Tensor], Tensor]  # of hidden states `[tokens, hidden]`
 
 
 def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]], vocabulary: int) -> float:
-    """Mean over all tokens of `pairs` of final hidden states `[batch, tokens, hidden]`, teacher's and
-    student's; in nats."""
+    """Return the mean over all tokens of `pairs` of final hidden states `[batch, tokens, hidden]`, teacher's
+    and student's; in nats."""
     total, tokens, size = 0.0, 0, chunk_tokens(vocabulary)
     with torch.no_grad():
         for theirs, ours in pairs:
@@ -31,7 +31,8 @@ def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL divergence in nats of each prediction, `[...]`, from logits `[..., vocabulary]`, in float32."""
+    """Return the KL divergence in nats of each prediction, `[...]`, from logits `[..., vocabulary]`, in
+    float32."""
     expected = torch.log_softmax(teacher.float() / temperature, -1)
     found = torch.log_softmax(student.float() / temperature, -1)
     return (expected.exp() * (expected - found)).sum(-1)

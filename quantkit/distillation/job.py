@@ -1,8 +1,8 @@
-"""From options to a checked job, and from there to the published student: the same way for both kinds.
+"""From options to a checked job and to the published student, for both kinds of students.
 
 A compressed student (compressed/job.py) keeps its codes, a smaller one (smaller/job.py) is cut from the
-teacher. Each kind says what is trained and how it is judged. Nothing is published that does not lower the
-divergence from the teacher on text that nothing was trained on.
+teacher. Each kind defines what is trained and how a student is judged. Nothing is published unless it lowers
+the divergence from the teacher on text that nothing was trained on.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quantkit.text.calibration import CalibrationSet
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, as typed. student: None for one that is cut from the teacher."""
+    """The options of a job, as typed. student: None for a student that is cut from the teacher."""
 
     teacher: str
     student: str | None
@@ -52,8 +52,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """A checked job. source: what the output's bytes are made of. evaluated: a text to measure teacher and
-    students on, beside the held-out one."""
+    """A checked job. source: the checkpoint that the output is made from. evaluated: a text to measure
+    teacher and students on, besides the held-out text."""
 
     request: Request
     source: Checkpoint
@@ -66,22 +66,23 @@ class Job(ABC):
 
     @abstractmethod
     def decisive(self) -> dict:
-        """What decides the output's bytes beside the source and the versions of libraries."""
+        """Return the settings that decide the output's bytes, besides the source and the versions of
+        libraries."""
 
     @abstractmethod
     def record(self) -> dict:
-        """The versioned JSON of what the job will do; once done, there is more in it."""
+        """Return the versioned JSON of the plan; a finished job adds its results."""
 
     @abstractmethod
     def make(self, progress: Progress, timings: Timings) -> dict:
-        """Train, decide and put the output together in the staging folder; what is to be told of it."""
+        """Train, decide and assemble the output in the staging folder; return the results."""
 
     def measured(self, progress: Progress) -> dict:
-        """What is to be told of the published output."""
+        """Return measurements of the published output."""
         return {}
 
     def signed(self, progress: Progress) -> Job:
-        """The same job with its fingerprint. Raises QuantkitError where it does not fit the disk."""
+        """Return the job with its fingerprint. Raises QuantkitError if the disk is too small."""
         check_disk(self.staging.output.absolute(), self.disk_bytes)
         progress.phase("hashing the source")
         fingerprint = {
@@ -93,7 +94,7 @@ class Job(ABC):
         return replace(self, fingerprint=fingerprint | self.decisive())
 
     def run(self, progress: Progress) -> dict:
-        """The record of what was done.
+        """Run the job and return its record.
 
         Raises QuantkitError; what was staged survives any error, and the output appears whole or not at all.
         """
@@ -111,7 +112,7 @@ class Job(ABC):
 def stage(
     request: Request, source: Checkpoint, what: str, progress: Progress, dry_run: bool
 ) -> tuple[Staging, dict]:
-    """The place of the output, and the execution of the job that is staged there, to be adopted.
+    """Return the staging of the output, and the execution of a job that is staged there, to be adopted.
 
     what: what the source is. Raises QuantkitError if the output may not be written.
     """
@@ -130,7 +131,7 @@ def stage(
 
 
 def output_of(request: Request) -> Path:
-    """Where the job writes: as asked, or NAME-distilled in the current folder, or NAME-b24."""
+    """Return the output: as requested, NAME-distilled in the current folder, or NAME-b24."""
     if request.output:
         return request.output
     if request.student is not None:
@@ -140,8 +141,8 @@ def output_of(request: Request) -> Path:
 
 
 def is_done(request: Request) -> bool:
-    """Whether --resume finds the output of this very job finished, by its manifest: of the options and, for a
-    smaller student, of teacher and seed."""
+    """Return whether the output of this job is finished, for --resume: its manifest has the same options and,
+    for a smaller student, the same teacher and seed."""
     output = output_of(request)
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -159,16 +160,16 @@ def is_done(request: Request) -> bool:
 
 
 def as_read(options: DistillOptions | SmallerOptions) -> dict:
-    """Options as they will be read again from JSON."""
+    """Return the options as JSON stores them."""
     return json.loads(json.dumps(asdict(options)))
 
 
 def execution(skeleton: Skeleton, **more: int) -> dict:
-    """How a job runs, as far as that decides the output's bytes."""
+    """Return the execution of a job, as far as the output's bytes depend on it."""
     dtype = str(skeleton.dtype).removeprefix("torch.")
     return {"dtype": dtype, "device": str(skeleton.device), **more, "threads": torch.get_num_threads()}
 
 
 def evaluated(checkpoint: Checkpoint, text: Path | None) -> Windows | None:
-    """The text of --eval. Raises QuantkitError for one that does not serve."""
+    """Return the text of --eval as windows. Raises QuantkitError for an unsuitable text."""
     return windows.load(checkpoint, text, None, None, None) if text else None

@@ -1,4 +1,4 @@
-"""What a user may say about the training. No torch here: flags are made of these."""
+"""Options of the training. No torch here: flags are made of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantkit.options import option
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """How the floats of a compressed student are trained."""
+    """Options of a compressed student."""
 
     epochs: int = option(2, "Passes over the text end to end; 0 leaves that stage out.")
     block_epochs: int = option(
@@ -26,7 +26,7 @@ class DistillOptions:
     )
 
     def check(self) -> None:
-        """Raise QuantkitError for what nothing could be trained with."""
+        """Raise QuantkitError for invalid values."""
         for name in ("epochs", "block_epochs"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "choose 0 or more")
         if not (self.epochs or self.block_epochs):
@@ -40,7 +40,7 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class SmallerOptions:
-    """The shape of a smaller student, and how it is trained."""
+    """Options of a smaller student."""
 
     blocks: int | None = option(
         None, "Decoder blocks of the student: those whose absence changes the predictions most are kept."
@@ -58,7 +58,7 @@ class SmallerOptions:
     )
 
     def check(self) -> None:
-        """Raise QuantkitError for values that make no sense, whatever the teacher."""
+        """Raise QuantkitError for invalid values."""
         for name in ("blocks", "epochs", "steps"):
             value = getattr(self, name)
             _check(name, value, value is None or value >= 1, "choose 1 or more")

@@ -1,4 +1,4 @@
-"""The one loop of training: steps, a look at held-out text at every stop, and the best student kept.
+"""The loop of training: steps, a measurement on held-out text at every stop, and the best student kept.
 
 A learner knows how a step is made and how far its student then is from the teacher; the loop knows when to
 stop, what to keep and how to go on after an interruption. The best student lies in a file, not in memory.
@@ -35,10 +35,10 @@ class Learner(Protocol):
         """Make step `number`, from 0."""
 
     def divergence(self) -> float:
-        """Mean KL divergence from the teacher on held-out text, in nats."""
+        """Return the mean KL divergence from the teacher on held-out text, in nats."""
 
     def stored(self) -> dict[str, Tensor]:
-        """What was trained, as it will be stored."""
+        """Return the trained tensors, as they will be stored."""
 
 
 def train(
@@ -72,17 +72,17 @@ def train(
 
 
 def best_step(curve: Curve, begun: float) -> int:
-    """The steps before the least divergence; 0 where none is below `begun`."""
+    """Return the step of the least divergence; 0 if none is below `begun`."""
     return min((step for step in curve if curve[step] < begun), key=curve.get, default=0)
 
 
 def best(staging: Staging) -> dict[str, Tensor]:
-    """What was stored of the best student."""
+    """Return the stored tensors of the best student."""
     return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
 
 
 def _is_over(curve: Curve, begun: float) -> bool:
-    """Whether nothing comes back from there."""
+    """Return whether the run has failed: no stop was better than the start, or the loss is not finite."""
     return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
 
 

@@ -1,1 +1,1 @@
-"""What compression cost: perplexity, KL divergence, tasks, and comparisons of several results."""
+"""The loss of a compression: perplexity, KL divergence, tasks, and comparisons of several results."""

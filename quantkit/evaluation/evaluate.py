@@ -1,4 +1,4 @@
-"""Perplexity and divergence of checkpoints, streamed block by block: no model is ever held whole.
+"""Perplexity and divergence of checkpoints, streamed block by block: no model is kept in memory whole.
 
 All evaluation tokens advance through a model one block at a time, so memory does not grow with depth.
 The base model's final hidden states are kept (hidden-size, not vocabulary-size); logits of base and
@@ -106,9 +106,9 @@ def evaluate(
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
     weights_only: bool = False, max_memory: int | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Metrics of every checkpoint and its divergence from the first; then those of the first as data-free
-    methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as well.
-    kv_dtypes: every model, the first included, is measured with keys and values quantized so as well.
+    """Return metrics of every checkpoint and its divergence from the first; then those of the first as
+    data-free methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as
+    well. kv_dtypes: every model, the first included, is measured with keys and values quantized so as well.
     weights_only: those whose clients quantize activations are measured without that as well. max_memory:
     bytes that the whole process may take; hidden states that do not fit wait in a file.
 
@@ -150,7 +150,8 @@ def evaluate(
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[bool, ...]:
-    """As clients compute it, and if `wanted` and they quantize activations, by its weights alone."""
+    """Return the values of weights_only to measure: True as well if `wanted` and clients quantize
+    activations."""
     layout = trial.method.layout if trial else checkpoint.layout
     return (False, True) if wanted and layout is not None and layout.rounds_inputs else (False,)
 
@@ -176,7 +177,8 @@ def check_comparable(
 
 
 def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
-    """From the checkpoint's manifest; None where it has none. Raises QuantkitError if it is no manifest."""
+    """Return the errors in the checkpoint's manifest, if any. Raises QuantkitError for an invalid
+    manifest."""
     stored = checkpoint.manifest()
     if stored is None:
         return None
@@ -193,25 +195,24 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
 
 
 def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:
-    """All windows through all blocks: final hidden states `[batch, ctx, hidden]`, a batch of windows each,
-    which wait at `place`."""
+    """Return the final hidden states `[batch, ctx, hidden]` of all windows, by batch, stored at `place`."""
     full = disk_errors(place.folder, "run the same command again, or say where with TMPDIR")
     with unchanged.watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
         return model.states(windows.ids.split(_batch(windows)), listen, place)
 
 
 def _batch(windows: Windows) -> int:
-    """How many windows run together."""
+    """Return the number of windows in a batch."""
     return max(1, BATCH_TOKENS // windows.ids.shape[1])
 
 
 def _measure_floor(
     base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener
 ) -> Floor:
-    """The base again, its first windows, in bfloat16, or in float32 where 16 bit was asked for.
+    """Return the divergence of the base in bfloat16 from itself, of a base in 16 bit in float32.
 
-    That is what arithmetic alone changes: a candidate that differs less from the base than this cannot be
-    told from the base as it is served.
+    This is the effect of arithmetic alone: a candidate closer to the base cannot be told apart from the base
+    as served.
     """
     skeleton = base[0].skeleton
     dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32
@@ -229,7 +230,7 @@ def _measure_floor(
 def _score(
     model: StreamedModel, states: States, windows: Windows, base: Measured | None, chosen: frozenset[str]
 ) -> Scores:
-    """Every scored token, chunk by chunk."""
+    """Return the scores of all tokens, computed in chunks."""
     nll, kld, agree = [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
     for batch, place, targets in _chunks(states, windows, model.chunk_tokens):
@@ -250,7 +251,7 @@ def _score(
 
 
 def _chunks(states: States, windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:
-    """Batch and place of `size` scored positions of one window, and the targets that are predicted there."""
+    """Yield batch and place of `size` scored positions of one window, and their targets."""
     window = 0
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):

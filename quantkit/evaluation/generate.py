@@ -1,4 +1,4 @@
-"""One prompt continued by several checkpoints, one after the other, and where they part.
+"""One prompt continued by several checkpoints, one after the other, and their first difference.
 
 Unlike everything else here this holds a whole model in memory, decoded, with a KV cache: transformers' own
 `generate` runs it, so its text is what other programs get from the same weights.
@@ -34,7 +34,7 @@ BROKEN = "\ufffd"  # what tokens decode to that end inside a character
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Sampling):
-    """What is asked of every model. chat: the prompt is a user's message."""
+    """Settings of all models. chat: the prompt is a user's message."""
 
     prompt: str
     chat: bool = False
@@ -48,7 +48,7 @@ class Settings(Sampling):
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token in which a model goes another way than the first model, given the same text before it.
+    """The first token that differs from the first model's, after equal text.
 
     token: what it chose, at `probability`; expected: what the first model chose, at `probability_there`, and
     what this one gave to that. start, end: where the token stands in the text.
@@ -87,7 +87,7 @@ Stream = Callable[[str], None]
 def record(
     settings: Settings, dtype: torch.dtype, device: torch.device, made: Sequence[Continuation]
 ) -> dict:
-    """The versioned JSON of all continuations."""
+    """Return the versioned JSON of all continuations."""
     return {
         "schema": SCHEMA,
         "settings": asdict(settings) | {"dtype": str(dtype).removeprefix("torch."), "device": str(device)},
@@ -96,13 +96,13 @@ def record(
 
 
 def shared_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """One precision for all, or rounding would part them: that of the first where the hardware has it."""
+    """Return one precision for all models: the first model's if the hardware has it."""
     declared = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(checkpoint.config.dtype, "F32")
     return getattr(torch, choose_dtype(asked, declared, device))
 
 
 def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
-    """Which checkpoints cut texts as the first does, so that continuations compare token by token."""
+    """Return which checkpoints have the first one's tokenizer, so that tokens can be compared."""
     if len(checkpoints) == 1:
         return [True]
     hashes = [tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in checkpoints]
@@ -110,7 +110,7 @@ def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
 
 
 def warnings(checkpoints: Sequence[Checkpoint], alike: Sequence[bool], settings: Settings) -> list[str]:
-    """What makes texts worse, or their comparison. alike: what `comparable` says."""
+    """Return warnings of texts too long or not comparable. alike: the result of `comparable`."""
     found = []
     for checkpoint, same in zip(checkpoints, alike, strict=True):
         length, context = encode(checkpoint, settings).shape[1] + settings.tokens, checkpoint.context
@@ -168,7 +168,7 @@ def continue_prompt(
 
 
 def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
-    """The prompt's token ids, int64 `[1, tokens]`."""
+    """Return the prompt's token ids, int64 `[1, tokens]`."""
     tokenizer = checkpoint.tokenizer
     if not settings.chat:
         with tokenizing.explained():
@@ -185,7 +185,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
 
 
 class _Recorder(transformers.LogitsProcessor):
-    """Notes the probability of every token that is chosen, and of those that were `expected`."""
+    """Records the probability of every chosen token, and of the `expected` ones."""
 
     def __init__(self, prompt_tokens: int, expected: Sequence[int]):
         self.prompt_tokens = prompt_tokens
@@ -200,7 +200,7 @@ class _Recorder(transformers.LogitsProcessor):
         return scores
 
     def note(self, ids: list[int]) -> None:
-        """What was chosen last: known when the next is to be chosen, and at the end."""
+        """Note the probability of the last token, which is known when the next is chosen, and at the end."""
         if self._last is None or not ids:
             return
         place = len(self.probabilities)
@@ -210,7 +210,7 @@ class _Recorder(transformers.LogitsProcessor):
 
 
 class Streamer(TextStreamer):
-    """Hands on the text of whole words, as soon as they are."""
+    """A streamer that passes whole words to a function."""
 
     def __init__(self, tokenizer: Any, stream: Stream):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -222,12 +222,13 @@ class Streamer(TextStreamer):
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
-    """The text of new tokens."""
+    """Return the text of new tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The place in which two texts part; None where they do not. One that ends parts where it ends."""
+    """Return the index of the first difference of two texts, which may be the end of the shorter; None if
+    equal."""
     pairs = enumerate(zip(one, other, strict=False))
     found = next((place for place, (a, b) in pairs if a != b), None)
     return min(len(one), len(other)) if found is None and len(one) != len(other) else found
@@ -236,7 +237,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 def parting(
     tokenizer: Any, made: Continuation, first: Continuation, of_expected: Sequence[float]
 ) -> Parting | None:
-    """Where `made` leaves `first`, which had the same prompt as tokens; None where it does not."""
+    """Return the first difference of `made` from `first`, which continued the same tokens; None if equal."""
     index = first_difference(made.ids, first.ids)
     if index is None or index >= min(len(made.ids), len(first.ids)):  # one that ends says the same so far
         return None

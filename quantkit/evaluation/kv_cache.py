@@ -1,4 +1,4 @@
-"""A model with a quantized key/value cache, streamed: attention reads what an engine's cache would give back.
+"""A streamed model with a quantized key/value cache: attention reads the values of an engine's cache.
 
 transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with what
 that returns. The cache here returns all of a window at once, rounded as the engine that has the type rounds
@@ -27,7 +27,7 @@ PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # what forward
 
 @dataclass(frozen=True)
 class Kv:
-    """What the cache of a result was. dtype: a name of `kv_types.TYPES`; keeper: the engine whose rounding it
+    """The cache of a result. dtype: a name of `kv_types.TYPES`; keeper: the engine whose rounding it
     is; bytes_per_value with scales; layers: blocks that have a cache, of `blocks`."""
 
     dtype: str
@@ -59,7 +59,7 @@ class KvCache:
         return kv_rounding.scaled(*scales) if scales else self._rounding
 
     def describe(self, source: str) -> Kv:
-        """What was used. Raises QuantkitError for a model that has no such cache at all."""
+        """Return the cache in use. Raises QuantkitError for a model without keys and values."""
         layers = sum(any(place.used for place in places) for places in self._places.values())
         if not layers:
             raise QuantkitError(
@@ -72,7 +72,7 @@ class KvCache:
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """Calibrated scales that a checkpoint has of its cache, by block and the name of attention in it: what
+    """Return the calibrated scales of a checkpoint's cache, by block and name of attention in the block: what
     compressed-tensors and vLLM quantize keys and values by."""
     found, checkpoint = {}, skeleton.checkpoint
     for index, block in enumerate(skeleton.names.stored_blocks):
@@ -85,7 +85,7 @@ def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Ten
 
 
 def _parameter(module: nn.Module) -> str | None:
-    """What a module's forward calls the cache it reads."""
+    """Return the name of a forward's parameter that is a cache."""
     names = inspect.signature(module.forward).parameters
     return next((name for name in PARAMETERS if name in names), None)
 
@@ -114,7 +114,7 @@ class _Place:
 
 
 class _OtherCache(AttributeError):
-    """A module asked of the cache what no cache of keys and values is asked."""
+    """Raised when a module uses an attribute that no cache of keys and values has."""
 
 
 class _Reading:
@@ -127,10 +127,10 @@ class _Reading:
         raise _OtherCache(name)
 
     def get_seq_length(self, *args: Any) -> int:
-        """Nothing was read before this window."""
+        """Return 0: each window begins with an empty cache."""
         return 0
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What attention reads of keys and values `[batch, heads, tokens, head_dim]`."""
+        """Return keys and values `[batch, heads, tokens, head_dim]` as rounded in the cache."""
         self.used = True
         return self._rounding.keys(keys), self._rounding.values(values)

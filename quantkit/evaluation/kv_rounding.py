@@ -1,4 +1,4 @@
-"""What engines read from a quantized key/value cache in place of what was written to it.
+"""Rounding of quantized key/value caches, as engines compute it.
 
 All take and return `[batch, heads, tokens, head_dim]` in the precision of the model, as a Hugging Face cache
 does, a batch of sequences that do not know of each other.
@@ -49,7 +49,7 @@ def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _fp8(x: Tensor) -> Tensor:
-    """vLLM's `fp8`: e4m3 by a scale of 1, what is too large becomes the largest."""
+    """Round as vLLM's `fp8`: e4m3 by a scale of 1, larger values become the largest."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
 
@@ -65,8 +65,8 @@ def _fp8_scaled(scale: Tensor, x: Tensor) -> Tensor:
 
 
 def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
-    """llama.cpp's: blocks of 32 along a head, which is rotated before by a Hadamard matrix (llama.cpp #21038)
-    where it is whole 64s: of 64 for values (small), of the largest power of 2 that fits for keys.
+    """Round as llama.cpp: blocks of 32 along a head, which is rotated before by a Hadamard matrix (llama.cpp
+    #21038) where it is whole 64s: of 64 for values (small), of the largest power of 2 that fits for keys.
 
     Queries are rotated, and outputs rotated back: that is rotating back what is read. Raises QuantkitError
     for heads that are no whole blocks, which llama.cpp refuses.
@@ -88,5 +88,5 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, turn: Tensor) -> Tensor:
-    """Every `len(turn)` values of a head times a symmetric orthogonal matrix: its own inverse."""
+    """Multiply every `len(turn)` values of a head by a symmetric orthogonal matrix, its own inverse."""
     return (x.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2)

@@ -1,4 +1,4 @@
-"""What an evaluation takes in memory, from shapes alone, and where its hidden states wait."""
+"""Memory of an evaluation, estimated from shapes, and the place of its hidden states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def need(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
     compared: bool, spilled: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
-    """Peak bytes above the interpreter where it computes, and bytes of all tokens' states in one model.
+    """Return peak bytes above the interpreter on the computing device, and bytes of all tokens' states of a
+    model.
 
     Of models that are run one after another over `tokens` tokens, `batch` of them at a time; compared: there
     is more than one, of which the first keeps its head and its states. spilled: states are in a file.
@@ -54,8 +55,8 @@ def decide(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
     compared: bool, max_memory: int | None,
 ) -> tuple[Place, int]:  # fmt: skip
-    """Where states are to wait, and the peak that is expected then. Raises QuantkitError (exit code 5) where
-    an evaluation does not fit, before any weight is read."""
+    """Return the place of the hidden states and the expected peak. Raises QuantkitError (exit code 5) if an
+    evaluation does not fit, before any weight is read."""
     asked = checkpoints, dtype, device, tokens, batch, compared
     limit = Limit.of(max_memory)
     own = [limit.left] if limit else []
@@ -83,7 +84,7 @@ def decide(
 
 
 def scratch_folder() -> Path:
-    """Where a file of states may lie: as TMPDIR says, or in /var/tmp, as /tmp is memory on many machines."""
+    """Return the folder of a file of states: TMPDIR, or /var/tmp, as /tmp is memory on many machines."""
     if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
         return Path("/var/tmp")
     return Path(tempfile.gettempdir())

@@ -34,7 +34,7 @@ class Scores:
     agree: Tensor | None = None
 
     def of_all_ranks(self) -> Scores:
-        """With those of the windows of other processes, in the order of all."""
+        """Return the scores of all processes, in the order of the windows."""
         parts = distributed.all_gather(self)
         if len(parts) == 1:
             return self
@@ -73,7 +73,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What was measured of one model; None where there is no base, or it was not asked for."""
+    """The metrics of one model; None without a base, or for a metric that was not requested."""
 
     nll: Estimate
     ppl: Estimate
@@ -83,7 +83,7 @@ class Metrics:
 
 
 def select(names: str | None) -> frozenset[str]:
-    """The metrics of a comma-separated list; all for None. Raises QuantkitError naming unknown ones."""
+    """Return the metrics of a comma-separated list; None: all. Raises QuantkitError naming unknown ones."""
     chosen = SELECTABLE if names is None else tuple(name.strip() for name in names.split(","))
     unknown = [name for name in chosen if name not in SELECTABLE]
     if unknown:
@@ -109,14 +109,14 @@ def summarize(scores: Scores, base: Scores | None, chosen: frozenset[str]) -> Me
 
 
 def estimate(values: Tensor) -> Estimate:
-    """Mean of `values [tokens]` and its standard error, in float64; one token has none."""
+    """Return the mean of `values [tokens]` and its standard error, in float64; one token has none."""
     values = values.double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return Estimate(values.mean().item(), spread / math.sqrt(len(values)))
 
 
 def increase(nll: Tensor, base_nll: Tensor) -> Increase:
-    """How much higher the perplexity of `nll [tokens]` is than that of `base_nll [tokens]`.
+    """Return the increase of the perplexity of `nll [tokens]` over that of `base_nll [tokens]`.
 
     By the delta method the variance of `exp(mean a) - exp(mean b)` is that of the mean of
     `exp(mean a) a - exp(mean b) b`; that of their ratio follows from the mean of `a - b`.

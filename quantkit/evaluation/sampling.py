@@ -1,4 +1,4 @@
-"""How the next token is chosen, and where a text ends: for whatever generates."""
+"""Settings of sampling, and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sampling:
     top_p: float = 1.0
 
     def check(self) -> None:
-        """Raise QuantkitError for values that make no sense."""
+        """Raise QuantkitError for invalid values."""
         if self.tokens < 1:
             raise QuantkitError(f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
         if not 0 <= self.temperature < float("inf"):
@@ -41,7 +41,8 @@ class Sampling:
 
 
 def generation_config(sampling: Sampling, ends: list[int]) -> transformers.GenerationConfig:
-    """For transformers' `generate`: nothing but what is asked, and the `ends` of a text (token ids)."""
+    """Return the configuration for transformers' `generate`: the settings and the `ends` of a text (token
+    ids)."""
     sampled = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return transformers.GenerationConfig(
         max_new_tokens=sampling.tokens,
@@ -73,7 +74,7 @@ def generate(
 
 
 def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | None:
-    """The checkpoint's generation_config.json; None where it has none."""
+    """Return the checkpoint's generation_config.json; None where it has none."""
     if not (checkpoint.folder / "generation_config.json").is_file():
         return None
     try:
@@ -93,7 +94,8 @@ def _no_config(checkpoint: Checkpoint, why: str) -> QuantkitError:
 
 
 def ends_of_text(checkpoint: Checkpoint) -> list[int]:
-    """Ids that end a text: as generation_config.json says, else the configuration, else the tokenizer."""
+    """Return the ids that end a text, of generation_config.json, else the configuration, else the
+    tokenizer."""
     stored = stored_config(checkpoint)
     configured = getattr(checkpoint.text_config, "eos_token_id", None)
     found = (stored and stored.eos_token_id, configured, checkpoint.tokenizer.eos_token_id)

@@ -1,4 +1,4 @@
-"""Text that a model writes itself: what it takes text to be, in its own language and of its own kind.
+"""Text sampled from a model, to calibrate or train on.
 
 To be compressed or trained on that needs no one else's text, and none has to be found that is like what it
 was trained on. Sequences are sampled from the bare distribution (temperature 1, nothing cut off), many at
@@ -41,7 +41,7 @@ class Settings:
     batch_size: int = BATCH
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise QuantkitError for what cannot be written."""
+        """Raise QuantkitError for invalid values."""
         for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
@@ -62,10 +62,10 @@ def sequences(
     device: torch.device,
     listen: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Tensor]:
-    """Batches of int64 `[batch, seqlen]` on the host, the same for the same settings. The model is held whole
-    meanwhile.
+    """Yield batches of int64 `[batch, seqlen]` on the host, equal for equal settings. The whole model is in
+    memory.
 
-    Raises QuantkitError when it does not fit the memory (exit code 5), or has no token to begin with.
+    Raises QuantkitError for a model that does not fit (exit code 5) or has no token to begin with.
     """
     first, samples = beginning(checkpoint), settings.samples
     model = load_model(checkpoint, dtype, device, min(settings.batch_size, samples) * settings.seqlen)
@@ -84,7 +84,8 @@ def sequences(
 
 
 def beginning(checkpoint: Checkpoint) -> int:
-    """The token that begins a text, or else parts two. Raises QuantkitError where there is neither."""
+    """Return the token that begins a text, or else separates two. Raises QuantkitError without such a
+    token."""
     tokenizer = checkpoint.tokenizer
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, checkpoint.text_config.bos_token_id)
     first = next((mark for mark in marks if mark is not None), None)
@@ -132,8 +133,8 @@ def write(
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raise QuantkitError unless text may be written there: over nothing but such text, and that only where
-    the user allows it."""
+    """Raise QuantkitError unless text may be written there. Only such text is replaced, and only with
+    `overwrite`."""
     if not output.parent.is_dir():
         raise QuantkitError(f"no such folder: {output.parent}", "make it, or choose another -o", USAGE)
     check_place(output)

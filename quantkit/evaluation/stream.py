@@ -1,4 +1,4 @@
-"""A model run block by block over any number of tokens: none of it is held whole, only hidden states are."""
+"""A model run block by block over any number of tokens: memory holds one block and the hidden states."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class StreamedModel:
         return StreamedModel(name, skeleton, trial, cache, weights_only)
 
     def states(self, batches: Sequence[Tensor], listen: Listener, place: Place | None = None) -> States:
-        """Final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`; they wait at
-        `place`, if that was planned."""
+        """Return final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`; they
+        wait at `place`, if that was planned."""
         count = len(self.skeleton.blocks)
 
         def entered(index: int) -> None:
@@ -68,17 +68,19 @@ class StreamedModel:
         return states
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """float32 `[tokens, vocabulary]` of final hidden states `[tokens, hidden]`."""
+        """Return log-probabilities, float32 `[tokens, vocabulary]`, of final hidden states `[tokens,
+        hidden]`."""
         return torch.log_softmax(self.skeleton.logits(hidden).float(), -1)
 
     @property
     def kv(self) -> Kv | None:
-        """What its cache was, once it has run. Raises QuantkitError for a model that has none to quantize."""
+        """Return the cache of a model that has run. Raises QuantkitError for a model without keys and
+        values."""
         return self.cache.describe(self.name) if self.cache else None
 
     @property
     def chunk_tokens(self) -> int:
-        """How many tokens' logits are held at a time."""
+        """Return the number of tokens in a chunk of logits."""
         return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))
 
 

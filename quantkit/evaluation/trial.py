@@ -1,4 +1,4 @@
-"""A data-free method tried in memory: what it would cost, without writing anything."""
+"""A data-free method applied in memory, to measure its loss without writing anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.quantize.prepare import composing, linears, recipe
 
 
 def data_free() -> list[str]:
-    """Methods that can be tried: with their default options they need no text."""
+    """Return the methods whose default options need no text."""
     found = []
     for name in methods.available():
         with suppress(QuantkitError):  # a method that makes no checkpoint says so
@@ -29,7 +29,7 @@ def data_free() -> list[str]:
 
 
 def _method(name: str, settings: Sequence[str]) -> Method:
-    """A method with these settings over its defaults."""
+    """Return a method with these settings over its defaults."""
     options = recipe.options(name, settings, "--as")
     methods.check(name, options)
     if turned := composing.rotation(options):
@@ -99,5 +99,5 @@ class Trial:
         return errors
 
     def sizes(self, checkpoint: Checkpoint) -> Sizes:
-        """Of the tensors that would be written."""
+        """Return the sizes of the tensors that would be written."""
         return self.method.output.sizes(checkpoint, self.specs, self.method.layout)

@@ -15,7 +15,8 @@ from quantkit.tables import size
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> nn.Module:
-    """The whole model, every weight decoded or as its layout computes with it, ready for `tokens` of context.
+    """Return the whole model, every weight decoded or as its layout computes with it, ready for `tokens` of
+    context.
 
     Raises QuantkitError (exit code 5) when it needs more memory than is free.
     """
@@ -33,7 +34,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
 
 
 def load_blocks(skeleton: Skeleton) -> nn.Module:
-    """The skeleton's model with all of its weights in memory."""
+    """Return the skeleton's model with all of its weights in memory."""
     skeleton.load_rest()
     skeleton.streams = False
     container = skeleton.model.get_submodule(skeleton.names.blocks)
@@ -43,7 +44,8 @@ def load_blocks(skeleton: Skeleton) -> nn.Module:
 
 
 def _memory(skeleton: Skeleton, tokens: int) -> int:
-    """Bytes of all weights decoded, of the keys and values, and of the largest weight while it is decoded."""
+    """Return bytes of all weights decoded, of the keys and values, and of the largest weight while it is
+    decoded."""
     names = skeleton.names
     sizes = [math.prod(shape) for name, shape in names.shapes.items() if not names.in_tower(name)]
     config = skeleton.checkpoint.text_config

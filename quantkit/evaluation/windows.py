@@ -51,7 +51,7 @@ class Windows:
 
     @property
     def note(self) -> str | None:
-        """What to say where much of the text is not measured."""
+        """Return a warning if much of the text is not measured."""
         used = self.protocol.tokens + self.left
         if self.left < NOTED * used:
             return None
@@ -59,9 +59,9 @@ class Windows:
         return f"the last {tokens} of {text} fill no window of {self.protocol.ctx}: not measured"
 
     def shared(self, batch: int) -> Windows:
-        """This rank's of them, in whole batches of so many.
+        """Return the windows of this rank, in whole batches of `batch`.
 
-        Raises QuantkitError where some ranks would have none.
+        Raises QuantkitError if there are fewer batches than ranks.
         """
         if distributed.count() == 1:
             return self
@@ -141,13 +141,13 @@ def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windo
 
 
 def read_text(path: Path) -> str:
-    """The text of --text. Raises QuantkitError for what is not there or is no UTF-8."""
+    """Return the text of --text. Raises QuantkitError for a missing file and for text that is not UTF-8."""
     with sources.opened(path, "text", "check the path given to --text") as file:
         return file.read()
 
 
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:
-    """Raise QuantkitError if windows are longer than what the model was made for."""
+    """Raise QuantkitError if windows are longer than the model's context."""
     context = checkpoint.context
     if context is not None and ctx > context:
         raise QuantkitError(

@@ -26,7 +26,7 @@ MOST_HELD_OUT = 32  # sequences: enough to decide on
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the calibration tokens came from: enough to make the same ones again.
+    """The origin of calibration tokens, enough to make the same tokens again.
 
     `sha256` is that of the token block, int64 little-endian; `chat_template` that of the template
     which conversations went through, None where there were none.
@@ -113,14 +113,14 @@ def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def begins_with_bos(tokenizer) -> bool:
-    """Whether the tokenizer puts its BOS token before every text."""
+    """Return whether the tokenizer puts its BOS token before every text."""
     with tokenizing.explained():
         first = tokenizer("a")["input_ids"][:1]
     return tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
 
 
 def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> tuple[list[int], str | None]:
-    """At least `needed` tokens where there are as many, and the sha256 of the chat template that was used.
+    """Return at least `needed` tokens if the text has as many, and the sha256 of the chat template used.
 
     No document keeps a BOS of its own, as chat templates write it, where every sequence gets one.
     """
@@ -136,7 +136,7 @@ def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> t
 
 
 def _slice(stream: list[int], samples: int, seqlen: int, bos: int | None) -> Tensor:
-    """Sequences int64 `[≤ samples, seqlen]`, each beginning with `bos` where there is one."""
+    """Return sequences int64 `[≤ samples, seqlen]`, each beginning with `bos` where there is one."""
     body = seqlen - (bos is not None)
     count = min(samples, len(stream) // body)
     tokens = torch.tensor(stream[: count * body], dtype=torch.int64).view(count, body)

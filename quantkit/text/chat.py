@@ -43,8 +43,8 @@ class ChatTemplate:
         self._today = today
 
     def render(self, conversation: Conversation, answer: bool = False) -> str:
-        """The conversation as the model would see it, special tokens and all; with `answer`, up to where the
-        model's next answer begins.
+        """Return the conversation as the model would see it, special tokens and all; with `answer`, up to
+        where the model's next answer begins.
 
         Raises QuantkitError when the model has no template or its template refuses the messages.
         """
@@ -78,7 +78,7 @@ class ChatTemplate:
 
 
 def _at_a_fixed_date(template: str, today: datetime.date) -> str:
-    """The template with its own `strftime_now`: transformers' says today, and lets none be passed in."""
+    """Return the template with a fixed `strftime_now`; transformers' uses today."""
     if "strftime_now" not in template:
         return template
     filled = "".join(f" | replace('%{code}', '{today.strftime(f'%{code}')}')" for code in "YymdbBaAHMSj")

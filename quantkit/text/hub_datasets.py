@@ -40,7 +40,7 @@ class Dataset:
 
 
 def parse(text: str) -> Dataset | None:
-    """The dataset `text` names, by alias or hub id; None if it has not the form of one."""
+    """Return the dataset `text` names, by alias or hub id; None if it has not the form of one."""
     match = ID.fullmatch(ALIASES.get(text, text))
     if match is None:
         return None
@@ -50,7 +50,8 @@ def parse(text: str) -> Dataset | None:
 def open_rows(
     wanted: Dataset, column: str, revision: str | None, seed: int, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
-    """The dataset as it was found, and its rows as (place, value of the column), fetched as they are taken.
+    """Return the dataset as found, and its rows as (place, value of the column), fetched as they are
+    taken.
 
     Files come in seeded order, rows in the file's. `column` counts where the id names none. Raises
     QuantkitError for what the hub or the dataset does not have, also while rows are taken.
@@ -83,7 +84,8 @@ def open_rows(
 
 
 def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]:
-    """Rows file by file. The order is made here: that of datasets' own shuffle changes with its version."""
+    """Yield rows file by file. The order is made here: that of datasets' own shuffle changes with its
+    version."""
     files = list(range(stream.num_shards))
     random.Random(seed).shuffle(files)
     number = 0

@@ -1,4 +1,4 @@
-"""Where the data that comes with quantkit lies."""
+"""The folder of the data that comes with quantkit."""
 
 from __future__ import annotations
 

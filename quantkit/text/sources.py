@@ -1,4 +1,4 @@
-"""Where calibration documents come from: text, JSON lines, parquet, datasets of the hub, the shipped text."""
+"""Sources of calibration documents: text, JSON lines, parquet, datasets of the hub, the shipped text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Source:
 
 
 def open_source(options: CalibrationOptions, offline: bool) -> Source:
-    """What `--calibration` names: the shipped text, an existing path, else a dataset of the hub.
+    """Open the text that `--calibration` names: the shipped text, an existing path, else a dataset of the
+    hub.
 
     Raises QuantkitError when it is none of these or cannot be read, also while documents are taken.
     """
@@ -85,7 +86,7 @@ def _json_lines(path: Path, column: str) -> Iterator[Document]:
 
 @contextmanager
 def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) -> Iterator[TextIO]:
-    """A file of UTF-8 text. Raises QuantkitError, also for what is wrong in it while it is read."""
+    """Open a file of UTF-8 text. Raises QuantkitError, also for errors while the file is read."""
     try:
         refuse_irregular(path)
         with open(path, encoding="utf-8") as file:
@@ -112,7 +113,7 @@ def _json_row(line: str, asked: str, where: str) -> Iterator[Document]:
 
 
 def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
-    """Row groups in seeded order, a batch of rows and one column in memory at a time."""
+    """Yield row groups in seeded order, with a batch of rows and one column in memory."""
     import pyarrow
     from pyarrow import parquet
 
@@ -141,7 +142,7 @@ def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
 
 
 def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Document]:
-    """Pieces of text, or conversations; a row without a value is passed over."""
+    """Yield pieces of text, or conversations; rows without a value are skipped."""
     for where, value in rows:
         if isinstance(value, str):
             yield from _cut(value)
@@ -152,7 +153,7 @@ def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Documen
 
 
 def _joined(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[str]:
-    """Pieces of about PIECE_CHARS made of consecutive rows."""
+    """Yield pieces of about PIECE_CHARS made of consecutive rows."""
     piece: list[str] = []
     size = 0
     for document in _documents(rows, column):
@@ -175,7 +176,7 @@ def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Pieces of about PIECE_CHARS, cut at line ends."""
+    """Yield pieces of about PIECE_CHARS, cut at line ends."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARS)
@@ -191,7 +192,7 @@ def _all_shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document
 
 
 def _shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    """Documents in seeded order, of which only BUFFER are held at a time."""
+    """Yield documents in seeded order, with at most BUFFER in memory."""
     source = random.Random(seed)
     held: list[Document] = []
     for document in documents:

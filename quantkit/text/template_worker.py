@@ -1,4 +1,4 @@
-"""Chat templates of strangers run where they can do no harm: in a worker with little memory and time.
+"""Rendering of untrusted chat templates in a worker process with limited memory and time.
 
 A loop in a loop, or a string times a number, is all that a template needs. The worker is a fresh Python:
 a fork of a process whose libraries run threads may hang. It renders one conversation after the other with
@@ -107,12 +107,12 @@ WORKER = Worker()
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy as Python's; for other objects the name of their type, as transformers does."""
+    """Return a number of numpy as Python's; other objects as the name of their type."""
     return value.item() if hasattr(value, "dtype") and hasattr(value, "item") else f"<{type(value).__name__}>"
 
 
 def _received(pipe: Connection) -> bytes:
-    """A message of the worker; empty where it has ended, or writes more than any answer."""
+    """Return a message of the worker; empty where it has ended, or writes more than any answer."""
     try:
         return pipe.recv_bytes(ANSWER)
     except (EOFError, OSError):
@@ -144,7 +144,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _said(render_template: Any, request: list[Any]) -> list[str]:
-    """The text, or how the template failed. Raises MemoryError."""
+    """Return the text, or how the template failed. Raises MemoryError."""
     template, messages, tokens, answer = request
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime + SECONDS)

@@ -1,4 +1,4 @@
-"""Block by block: each student block learns to give what the teacher's block gives, in constant memory.
+"""Training block by block: each student block learns the output of the teacher's block, in constant memory.
 
     for each block:
         teacher's states ▶ its block: the target      student's states ▶ its block, trained, rounded, staged
@@ -59,8 +59,8 @@ def walk(
     timings: Timings,
     progress: Progress,
 ) -> Final:
-    """Both models side by side, block by block; what lies outside the blocks is loaded. Blocks that an
-    earlier run has staged are only run."""
+    """Run both models block by block and train each block. Parameters outside the blocks are loaded. Blocks
+    that an earlier run has staged are not trained again."""
     done = staging.done(student.depth, progress.warn)
     progress.start(student.depth, sum(done))
 
@@ -106,8 +106,8 @@ def _improved(
     options: DistillOptions,
     seed: int,
 ) -> Floats:
-    """The block's floats after training, as they will be stored; the old ones where those are nearer to the
-    teacher on text held out. train, held_out: what enters the block, and what is to leave it."""
+    """Return the block's floats after training, as they will be stored; the old floats where these are nearer
+    to the teacher on held-out text. train, held_out: inputs of the block and target outputs."""
     inputs, targets = train
     steps = options.block_epochs * len(inputs)
     descent = Shares(block.floats, block.floats.keys() - block.dtypes.keys(), options.block_lr, steps)
@@ -125,8 +125,8 @@ def _improved(
 
 
 def error(found: Tensor, target: Tensor) -> Tensor:
-    """Squared error of each token's states as a share of the target's square, `[batch, tokens]`: a few
-    tokens, the first above all, are a thousand times as large as the others in many models."""
+    """Return the squared error of each token's states relative to the target's square, `[batch, tokens]`: a
+    few tokens, the first above all, are a thousand times as large as the others in many models."""
     wanted = target.float()
     return (found.float() - wanted).square().mean(-1) / wanted.square().mean(-1).clamp(min=SMALLEST)
 

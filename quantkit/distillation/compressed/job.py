@@ -1,4 +1,4 @@
-"""A compressed student on its way: read this first.
+"""The job of a compressed student: read this first.
 
     block by block (blocks.py) ▶ better on held-out text? ▶ end to end (whole.py) ▶ better? ▶ publish
 
@@ -42,7 +42,7 @@ HINT = "a student learns from the model that it was made from: give that one"
 
 @dataclass(frozen=True)
 class CompressedJob(Job):
-    """trained: how many numbers, by what they are."""
+    """trained: number of linears and of norms and biases."""
 
     student: Student
     text: Text
@@ -124,7 +124,7 @@ class CompressedJob(Job):
         return {"eval": of_job.measure(teacher.checkpoint, made, self.evaluated, teacher.device, listen)}
 
     def _divergence(self, final: Final, states: States) -> float:
-        """Of a student's final hidden states of the held-out text."""
+        """Return the divergence of a student's final hidden states of the held-out text."""
         vocabulary = self.source.text_config.vocab_size
         pairs = zip(final.teacher, states, strict=True)
         return divergence.mean(self.teacher.logits, self.student.skeleton.logits, pairs, vocabulary)
@@ -145,7 +145,7 @@ class CompressedJob(Job):
             (place / TIMINGS).write_text(json.dumps(told, indent=2) + "\n")
 
     def _described(self) -> dict:
-        """What the manifest says of the job; nothing in it depends on time or place."""
+        """Return the manifest's entry of the job; nothing in it depends on time or place."""
         teacher, student, made = self.request.teacher, self.request.student, self.fingerprint
         return {
             "teacher": {"name": Path(teacher).name, "sha256": made["teacher_sha256"]},
@@ -172,7 +172,7 @@ class CompressedJob(Job):
 
 
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
-    """Open, compare and check. Raises QuantkitError for all that would fail later.
+    """Open and check teacher and student, and plan the job. Raises QuantkitError for invalid input.
 
     text: that of --eval. A dry run skips what only matters to a job that will run: the output's place and the
     hashes.
@@ -202,7 +202,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
 
 
 def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
-    """Teacher and student. Raises QuantkitError unless the one can teach the other."""
+    """Return teacher and student. Raises QuantkitError unless the student was made from such a teacher."""
     trusted = request.trust_remote_code
     teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
     student = open_checkpoint(request.student, None, request.offline, trusted)
@@ -243,7 +243,7 @@ def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None
 
 
 def _trained(student: Student, request: Request) -> dict[str, int]:
-    """How many linears, and norms and biases, there are to train. Raises QuantkitError for none."""
+    """Return the numbers of linears and of norms and biases to train. Raises QuantkitError for none."""
     if not student.rows:
         raise QuantkitError(
             f"no linear in the blocks of {request.student} has codes that quantkit writes",
@@ -255,7 +255,7 @@ def _trained(student: Student, request: Request) -> dict[str, int]:
 
 
 def _stage(name: str, before: float, after: float, progress: Progress) -> dict:
-    """What is said of a stage, at once and in the record."""
+    """Report a stage; return its entry of the record."""
     kept = after < before
     verdict = "kept" if kept else "not kept"
     progress.phase(f"{name}: held-out KL divergence {before:.5f} → {after:.5f}, {verdict}")

@@ -1,4 +1,4 @@
-"""What distillation takes in memory, from shapes alone."""
+"""Memory of a distillation, estimated from shapes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Memory:
 
 
 def plan(teacher: Skeleton, student: Student, text: Text, options: DistillOptions) -> Memory:
-    """What the stages take at most, one estimate for both, and whether the codes of all blocks find room.
+    """Return the peak memory of both stages, and whether the codes of all blocks fit in memory.
 
-    Raises QuantkitError (exit code 5) where not even one block's do.
+    Raises QuantkitError (exit code 5) if not even one block's codes fit.
     """
     element, free = teacher.dtype.itemsize, free_memory(teacher.device)
     sizes = [sum(p.numel() for p in block.parameters()) for block in student.skeleton.blocks]

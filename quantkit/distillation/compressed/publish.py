@@ -1,4 +1,4 @@
-"""The student's files with other floats in them: copied whole, changed where the floats lie, read back.
+"""The student's files with trained floats: copied whole, patched where the floats lie, read back.
 
 No tensor changes its place or its size, so what loaded the student loads the result.
 """
@@ -33,8 +33,8 @@ Patch = tuple[Path, int, bytes]  # of a file of the student: place and bytes
 
 
 def write(student: Student, floats: Floats | None, record: dict, place: Path, name: str) -> None:
-    """The output at `place`, a folder or a GGUF file, to be called `name`. floats: by name in the model; None
-    leaves all tensors as they are. record: what distillation did, for the manifest and the model card.
+    """Write the output to `place`, a folder or a GGUF file, named `name`. floats: by name in the model; None
+    leaves all tensors unchanged. record: of the distillation, for the manifest and the model card.
     """
     checkpoint = student.checkpoint
     changes = patches(student, floats) if floats is not None else iter(())
@@ -64,7 +64,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:
-    """What changes in the student's files, block by block."""
+    """Yield the patches of the student's files, block by block."""
     checkpoint, names = student.checkpoint, student.skeleton.names
     for index in range(student.depth):
         with student.block(index) as block:
@@ -87,7 +87,7 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
 
 
 def _patch(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
-    """Another value of a stored tensor."""
+    """Return the patch that replaces a stored tensor."""
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.folder, *checkpoint.placed(name, tensor)
     info = checkpoint.infos[name]
@@ -128,7 +128,7 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
 
 
 def _card(record: dict, name: str) -> str:
-    """A section of the model card."""
+    """Return a section of the model card."""
     made, stages = record["calibration"], record["stages"]
     done = [f"{stage['name']} {'kept' if stage['kept'] else 'left out'}" for stage in stages]
     lines = [

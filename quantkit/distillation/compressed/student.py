@@ -1,4 +1,4 @@
-"""The student: a compressed checkpoint whose blocks run on floats that are given to them.
+"""The student: a compressed checkpoint whose blocks run on given floats.
 
 Codes stay what they are. Of every linear the layout's floats (`Grid.floats`), and of norms and biases all
 values, are handed to a block each time it runs: autograd follows from its output to them, and what is kept
@@ -40,12 +40,12 @@ class TracedBlock:
     rounding: frozenset[str] = frozenset()
 
     def of_linear(self, local: str, floats: Mapping[str, Tensor]) -> Floats:
-        """Those of one linear, by the names that its grid gives them."""
+        """Return the floats of one linear, by the grid's names."""
         names = self.weights[local].floats()
         return {name: floats[f"{local}.weight.{name}"] for name in names}
 
     def values(self, floats: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Parameters by name, as the block computes with them; autograd follows."""
+        """Return parameters by name, as the block computes with them; autograd follows."""
         found = {name: floats[name].to(dtype) for name in self.dtypes}
         for local, weight in self.weights.items():
             traced = weight.with_floats(self.of_linear(local, floats)).traced()
@@ -53,7 +53,7 @@ class TracedBlock:
         return found
 
     def stored(self, floats: Mapping[str, Tensor]) -> Floats:
-        """Floats as they are once they have been stored."""
+        """Return the floats rounded as they will be stored."""
         found = {name: floats[name].to(dtype).float() for name, dtype in self.dtypes.items()}
         for local, weight in self.weights.items():
             kept = weight.grid.storable(self.of_linear(local, floats))
@@ -83,7 +83,7 @@ class Student:
 
     @contextmanager
     def block(self, index: int, hold: bool = False) -> Iterator[TracedBlock]:
-        """A block in memory, for as long as it is looked at, or from then on where it is to be held."""
+        """Load a block for the duration of the context; with `hold`, keep the block in memory."""
         if index in self._held:
             yield self._held[index]
             return
@@ -95,7 +95,7 @@ class Student:
             self.skeleton.free_block(index)
 
     def _load(self, index: int) -> TracedBlock:
-        """Raises QuantkitError for a linear that could not be stored again as it is."""
+        """Load a block. Raises QuantkitError for a linear that could not be stored again unchanged."""
         skeleton = self.skeleton
         fetched = skeleton.fetch_block(index)
         module = skeleton.load_block(index, fetched=replace(fetched, parts={}))
@@ -120,14 +120,14 @@ class Student:
         return TracedBlock(index, weights, layouts, floats, dtypes, frozenset(rounding))
 
     def run(self, block: TracedBlock, hidden: Tensor, floats: Mapping[str, Tensor]) -> Tensor:
-        """What flows out of a block that computes with `floats`; autograd follows where it is on."""
+        """Return the output of a block that computes with `floats`; autograd follows if enabled."""
         with _rounded_inputs(self.skeleton.blocks[block.index], block, floats):
             return self.skeleton.trace_block(block.index, hidden, block.values(floats, self.skeleton.dtype))
 
     def outputs(
         self, block: TracedBlock, batches: Iterable[Tensor], floats: Mapping[str, Tensor]
     ) -> Iterator[Tensor]:
-        """`run` of every batch, without gradients; weights are decoded once for all."""
+        """Yield `run` of every batch, without gradients; weights are decoded once."""
         with torch.no_grad():
             values = block.values(floats, self.skeleton.dtype)
         for hidden in batches:
@@ -136,7 +136,7 @@ class Student:
             yield found
 
     def floats(self, hold: bool) -> Floats:
-        """Those of all blocks as they are stored, by names in the model, on the host."""
+        """Return the stored floats of all blocks, by names in the model, on the host."""
         found = {}
         for index in range(self.depth):
             with self.block(index, hold) as block:
@@ -145,8 +145,8 @@ class Student:
         return found
 
     def rest(self) -> TracedBlock:
-        """Norms and biases outside the blocks, by their names in the model, as a block without linears; their
-        values are there once `load_rest` has read them."""
+        """Return norms and biases outside the blocks, by names in the model, as a block without linears;
+        their values are there once `load_rest` has read them."""
         names, inside = self.skeleton.names, f"{self.skeleton.names.blocks}."
         named = dict(self.skeleton.model.named_parameters())
         wanted = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
@@ -155,14 +155,14 @@ class Student:
         return TracedBlock(self.depth, {}, {}, floats, dtypes)
 
     def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
-        """Logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; autograd follows where it is on."""
+        """Return logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; autograd follows if enabled."""
         values = {name: value.to(self.skeleton.dtype) for name, value in rest.items()}
         return self.skeleton.trace_logits(hidden, values)
 
 
 def vectors(module: nn.Module) -> list[str]:
-    """Names of norms' parameters and of biases. Other vectors (decays of a state-space model, a router's
-    corrections) are no part of a layer's scale."""
+    """Return the names of norms' parameters and of biases. Other vectors (decays of a state-space model, a
+    router's corrections) are no part of a layer's scale."""
     found = []
     for owner, part in module.named_modules():
         for leaf, parameter in part.named_parameters(recurse=False):
@@ -173,7 +173,7 @@ def vectors(module: nn.Module) -> list[str]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are alike; of 8-bit floats torch compares no more than the bytes."""
+    """Return whether two tensors are equal; 8-bit floats are compared as bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return one.view(torch.uint8).equal(other.view(torch.uint8)) if one.itemsize == 1 else one.equal(other)
@@ -194,7 +194,7 @@ def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> N
 
 @contextmanager
 def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, Tensor]) -> Iterator[None]:
-    """Linears whose layout rounds activations, too, give what it computes; gradients pass straight
+    """Run linears whose layout rounds activations as this layout computes; gradients pass straight
     through."""
     hooks = []
 
@@ -220,5 +220,5 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
 
 
 def _coded(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
-    """The same file with the linears of its blocks left packed."""
+    """Return the checkpoint with the linears of its blocks left packed."""
     return checkpoint.coded([row.name for row in linears(Skeleton(checkpoint, dtype, device))])

@@ -1,4 +1,4 @@
-"""End to end: all floats of the student at once, towards the teacher's distribution of the next token.
+"""Training end to end: all floats at once, on the teacher's distribution of the next token.
 
 The student's blocks are run forward without autograd, and only what enters each is kept; then backwards one
 by one, each run again with autograd for the gradient that its output is given (checkpointing by block, Chen
@@ -41,14 +41,14 @@ class EndToEnd:
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def step(self, number: int) -> None:
-        """One batch of the text, in another order each epoch."""
+        """Train on one batch; each epoch has another order."""
         epoch, place = divmod(number, len(self.text.train))
         batch = order(len(self.text.train), self.seed, self.student.depth, epoch)[place]
         self._descend(self.text.train[batch], self.final.taught[batch], self.descent.values())
         self.descent.step()
 
     def divergence(self) -> float:
-        """From the teacher, on the held-out text, of the student as it will be stored."""
+        """Return the divergence from the teacher on held-out text, of the student as it will be stored."""
         floats = {name: value.to(self.student.skeleton.device) for name, value in self.stored().items()}
         finals = (self._forward(ids, floats)[-1] for ids in self.text.held_out)
         rest = self._rest(floats)
@@ -60,7 +60,7 @@ class EndToEnd:
         )
 
     def stored(self) -> Floats:
-        """The floats as they will be stored, on the host."""
+        """Return the floats as they will be stored, on the host."""
         floats = {name: value.detach() for name, value in self.descent.values().items()}
         found = self.student.rest().stored(floats)
         for index in range(self.student.depth):
@@ -70,7 +70,7 @@ class EndToEnd:
         return {name: found[name].cpu().contiguous() for name in floats}
 
     def _forward(self, ids: Tensor, floats: Mapping[str, Tensor]) -> list[Tensor]:
-        """What enters every block, and what leaves the last."""
+        """Return the input of every block, and the output of the last."""
         with torch.no_grad():
             flows = [self.student.skeleton.embed(ids)]
             for index in range(self.student.depth):
@@ -79,7 +79,7 @@ class EndToEnd:
         return flows
 
     def _descend(self, ids: Tensor, taught: Tensor, floats: Floats) -> None:
-        """Leave the gradient of a batch's mean divergence with what `floats` were made of."""
+        """Accumulate the gradient of a batch's mean divergence."""
         leaves = {name: value.detach().requires_grad_() for name, value in floats.items()}
         flows = self._forward(ids, leaves)
         gradient = self._through_head(taught, flows.pop(), self._rest(leaves))
@@ -92,7 +92,7 @@ class EndToEnd:
         torch.autograd.backward([floats[name] for name in reached], [leaves[name].grad for name in reached])
 
     def _through_head(self, taught: Tensor, final: Tensor, rest: Floats) -> Tensor:
-        """The gradient of the final hidden states; logits are formed for some tokens at a time."""
+        """Return the gradient of the final hidden states; logits are formed for some tokens at a time."""
         taught, tokens = taught.flatten(0, 1), final.shape[0] * final.shape[1]
 
         def loss(ours: Tensor, span: slice) -> Tensor:
@@ -108,7 +108,7 @@ class EndToEnd:
         return self.student.skeleton.names.of_block(index, local)
 
     def _inside(self, index: int, floats: Mapping[str, Tensor]) -> Floats:
-        """Those of a block, by their names in it."""
+        """Return the floats of a block, by names in the block."""
         prefix = self._name(index, "")
         return {name.removeprefix(prefix): value for name, value in floats.items() if name.startswith(prefix)}
 

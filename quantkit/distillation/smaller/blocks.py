@@ -1,4 +1,4 @@
-"""Which blocks matter: the divergence from the teacher's predictions when one is left out.
+"""The importance of blocks: the divergence from the teacher's predictions without each block.
 
 Blocks are left out one after another, the least missed first, and what is left is measured again (SLEB, Song
 et al. 2024, arXiv 2402.09025, section 3: blocks look dispensable one by one that are not so together). A
@@ -28,7 +28,8 @@ Counting = Callable[[int, int], None]  # rounds done, rounds in all
 def choose(
     skeleton: Skeleton, batches: Sequence[Tensor], keep: int, listen: Counting = lambda done, total: None
 ) -> tuple[tuple[int, ...], list[dict[int, float]]]:
-    """The `keep` blocks to keep, in order, and of each round the divergences, by the block left out.
+    """Return the `keep` most important blocks, in order, and the divergences of each round, by the block left
+    out.
 
     batches: ids `[batch, tokens]`, all of one shape. What lies outside the blocks is loaded.
     """
@@ -49,7 +50,7 @@ def choose(
 def left_out(
     skeleton: Skeleton, batches: Sequence[Tensor], kept: Sequence[int], teacher: Sequence[Tensor]
 ) -> dict[int, float]:
-    """Of each of the `kept` blocks, the divergence of what is left without it from the teacher.
+    """Return the divergence from the teacher without each of the `kept` blocks, by block.
 
     teacher: its final hidden states `[batch, tokens, hidden]`, by batch.
     """
@@ -71,8 +72,8 @@ def left_out(
 
 
 def without_others(skeleton: Skeleton, ids: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return the final hidden states of ids `[batch, tokens]` in the model of the blocks `kept` alone: what a
-    student of these blocks must compute."""
+    """Return the final hidden states of ids `[batch, tokens]` in the model of the blocks `kept` alone, the
+    expected result of the student."""
     states = [skeleton.embed(ids)]
     for index, _ in walk.blocks(skeleton, lambda index: (None, False), only=kept):
         states = through(skeleton, index, states)
@@ -80,8 +81,8 @@ def without_others(skeleton: Skeleton, ids: Tensor, kept: Sequence[int]) -> Tens
 
 
 def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Tensor]:
-    """Hidden states behind a loaded block. Raises QuantkitError if blocks pass more than these: what one
-    leaves, another needs, so none can be left out."""
+    """Return the hidden states after a loaded block. Raises QuantkitError if blocks pass more than these:
+    what one leaves, another needs, so none can be left out."""
     found = list(skeleton.outputs(index, states))
     width = skeleton.checkpoint.text_config.hidden_size
     if any(hidden.shape[-1] != width for hidden in (*states, *found)):

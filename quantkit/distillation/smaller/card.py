@@ -1,4 +1,4 @@
-"""What travels with the student: quantkit.json, how it came to be, and README.md, a model card."""
+"""Files that accompany the student: the manifest quantkit.json, and the model card README.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_TRAINED = "Not trained: on held-out text training did not bring it closer to
 
 
 def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) -> None:
-    """Write both into the folder. Nothing in them depends on time or place."""
+    """Write both files. Nothing in them depends on time or place."""
     manifest = {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
@@ -30,7 +30,7 @@ def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) 
 
 
 def card(teacher: Checkpoint, record: dict) -> str:
-    """The model card: what was left out, what it was trained on, what that gave."""
+    """Return the model card: kept blocks, training text and divergences."""
     local = Path(teacher.source).exists() or not hub.is_id(teacher.source)
     source = Path(teacher.source).name if local else teacher.source
     big, small = record["teacher"], record["student"]

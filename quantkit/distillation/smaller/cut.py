@@ -1,4 +1,4 @@
-"""The student as cut from its teacher: a checkpoint folder under the hub's names, written tensor by
+"""The student as cut from its teacher: a checkpoint folder with the hub's names, written tensor by
 tensor."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write(
 
 
 def rewrite(student: Checkpoint, state: Mapping[str, Tensor], place: Path, shard_bytes: int) -> None:
-    """The student's folder at `place`, with other values for the tensors of `state`, by their stored
+    """Write the student into the folder `place`, with new values of the tensors in `state`, by their stored
     names."""
 
     def data(info: TensorInfo) -> Iterator[bytes | memoryview]:
@@ -61,7 +61,7 @@ def rewrite(student: Checkpoint, state: Mapping[str, Tensor], place: Path, shard
 def renamed(
     skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int]
 ) -> Iterator[tuple[TensorInfo, str]]:
-    """Every stored tensor that the student has, and the name it gets: blocks are numbered anew.
+    """Yield every stored tensor of the student and its new name: blocks are renumbered.
 
     Blocks beyond the model's depth, which predict further tokens, are left out.
     """
@@ -81,11 +81,11 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source: str) -> None:
-    """Open the student and run it, as it will be run, on `ids [batch, tokens]`.
+    """Open the student and run it on `ids [batch, tokens]`.
 
     expected: the final hidden states of the teacher without what was left out, `[batch, tokens, hidden]`.
-    That the student computes these is the proof that a configuration with fewer blocks means what was meant.
-    Raises QuantkitError where it does not: blocks that count themselves.
+    Equal results prove that the configuration with fewer blocks is understood as intended.
+    Raises QuantkitError for other results, such as of blocks that depend on their number.
     """
     student = open_checkpoint(str(place), trust_remote_code=teacher.checkpoint.trust_remote_code)
     skeleton = Skeleton(student, teacher.dtype, teacher.device)

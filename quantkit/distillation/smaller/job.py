@@ -1,4 +1,4 @@
-"""A smaller student on its way: chosen, cut, proven, trained, judged, published whole or not at all.
+"""The job of a smaller student: choose blocks, cut, prove, train, judge, publish.
 
 Everything is opened, resolved and checked before anything is loaded. Each stage leaves what it made in the
 staging folder, from which `--resume` goes on.
@@ -52,7 +52,7 @@ class SmallerJob(Job):
 
     @property
     def shard_bytes(self) -> int:
-        """Of the largest weight file."""
+        """Return the size of the largest weight file."""
         return int(self.request.run.max_shard_gb * 1e9)
 
     def record(self) -> dict:
@@ -88,8 +88,8 @@ class SmallerJob(Job):
         }
 
     def make(self, progress: Progress, timings: Timings) -> dict:
-        """The trained student is published only if its predictions for held-out text are closer to the
-        teacher's than those of the student as it was cut."""
+        """Publish the trained student only if its predictions for held-out text are closer to the teacher's
+        than those of the student as cut."""
         teacher, staging = self.teacher, self.staging
         text, held_out = hold_out(self.calibration.tokens)
         with timings("load"):
@@ -122,8 +122,8 @@ class SmallerJob(Job):
         return told
 
     def _cut(self, text: Tensor, progress: Progress) -> tuple[Checkpoint, dict]:
-        """The student as cut from `text [sequences, tokens]`, and how its blocks were chosen: both as an
-        interrupted run left them, where it did."""
+        """Return the student as cut from `text [sequences, tokens]`, and how its blocks were chosen. Results
+        of an interrupted run are used."""
         place, told = self.staging.folder / "cut", self.staging.folder / "cut.json"
         if place.exists():
             return self._named(place, "as cut"), json.loads(told.read_text())
@@ -152,15 +152,15 @@ class SmallerJob(Job):
         return self._named(place, "as cut"), chosen
 
     def _named(self, place: Path, how: str) -> Checkpoint:
-        """A student's folder, as the tables call it."""
+        """Return the checkpoint of a student's folder, named as in the tables."""
         opened = open_checkpoint(str(place), trust_remote_code=self.request.trust_remote_code)
         return replace(opened, source=f"{self.staging.output.name} {how}")
 
     def _train(
         self, student: Checkpoint, told: Targets, progress: Progress
     ) -> tuple[dict[str, Tensor], dict]:
-        """The trained tensors by their stored names, as they are stored, and a record; none where all that
-        was tried had diverged."""
+        """Return the trained tensors by their stored names, as they are stored, and a record; none if
+        training diverged."""
         skeleton = Skeleton(student, torch.float32, self.teacher.device)
         model, names = load_blocks(skeleton), skeleton.names
         for name, parameter in model.named_parameters():
@@ -198,7 +198,7 @@ class SmallerJob(Job):
         return best(self.staging) if step else {}, record
 
     def _judge(self, students: Students, held_out: Tensor, progress: Progress) -> dict:
-        """Teacher and students by held-out text and, where one was given, by another."""
+        """Measure teacher and students on held-out text and on the text of --eval."""
         models = [replace(self.source, source=self.source.name), *students]
 
         def measure(text: Windows) -> dict:
@@ -217,7 +217,7 @@ class SmallerJob(Job):
 
 
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
-    """Open, resolve and check. Raises QuantkitError for all that would fail later.
+    """Open and check the teacher, and plan the job. Raises QuantkitError for invalid input.
 
     text: that of --eval. A dry run skips what matters only to a job that will run.
     """

@@ -1,4 +1,4 @@
-"""A smaller student learns the teacher's predictions, as a whole model in memory.
+"""Training of a smaller student on the teacher's predictions, as a whole model in memory.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
 section 2), over all tokens; beside it the squared distance of what enters the heads, relative to its size.
@@ -42,7 +42,7 @@ class Schedule:
     def of(
         options: SmallerOptions, trained: int, seqlen: int, vocabulary: int, batch: int | None
     ) -> Schedule:
-        """As long as the options say, for `trained` sequences."""
+        """Return the schedule of the options, for `trained` sequences."""
         batch = min(batch or max(1, STEP_TOKENS // seqlen), trained)
         fits = max(1, LOGITS_BYTES // (4 * vocabulary * seqlen))
         together = max(size for size in range(1, batch + 1) if batch % size == 0 and size <= fits)
@@ -50,7 +50,8 @@ class Schedule:
         return Schedule(steps, batch, together, max(1, math.ceil(steps / STOPS)))
 
     def rows(self, number: int, trained: int, seed: int) -> list[Tensor]:
-        """The sequences of step `number`, those of each forward pass. An epoch's last step may have fewer."""
+        """Return the sequences of step `number`, those of each forward pass. An epoch's last step may have
+        fewer."""
         passes, each = trained // self.together, self.batch // self.together
         epoch, place = divmod(number, -(-passes // each))
         order = torch.randperm(trained, generator=torch.Generator().manual_seed(seed + epoch))
@@ -86,13 +87,13 @@ class Learner:
         self.descent = Descent(trained, adam, rate)
 
     def predictions(self, ids: Tensor) -> Prediction:
-        """What the student predicts for ids `[batch, tokens]`, in float32."""
+        """Return the student's predictions for ids `[batch, tokens]`, in float32."""
         with torch.autocast(self._device.type, torch.bfloat16, self._bfloat16), entering(self.model) as found:
             logits = self.model(input_ids=ids.to(self._device), use_cache=False).logits
         return logits.float(), found[0].float()
 
     def step(self, number: int) -> None:
-        """One batch, in as many forward passes as its logits need; the order is another in each epoch."""
+        """Train on one batch, in as many forward passes as its logits need; each epoch has another order."""
         self.model.train()
         torch.manual_seed(self._seed + number)  # of dropout, where a model has it
         passes = self.schedule.rows(number, self.targets.trained, self._seed)
@@ -106,7 +107,7 @@ class Learner:
 
     @torch.no_grad()
     def divergence(self) -> float:
-        """Mean over the sequences that are not trained on."""
+        """Return the mean divergence over the held-out sequences."""
         self.model.eval()
         total = 0.0
         for index in range(self.targets.trained, len(self.targets.ids)):
@@ -128,7 +129,7 @@ def loss(student: Prediction, teacher: Prediction, options: SmallerOptions) -> T
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Operations that give the same result twice, where there are such; the random state comes back."""
+    """Use deterministic operations where torch has them; restore the random state afterwards."""
     before, warned = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

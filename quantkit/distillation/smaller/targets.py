@@ -1,4 +1,4 @@
-"""What the teacher predicts: its final hidden states for all training tokens, in a file that is mapped.
+"""Predictions of the teacher: its final hidden states for all training tokens, in a mapped file.
 
 The teacher runs once, block by block, and is never held whole. Hidden states are hidden-size wide, not
 vocabulary-size: the teacher's logits are formed from them again where they are needed, by its own norm and
@@ -25,7 +25,7 @@ Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; what e
 
 
 class Targets:
-    """What is trained on and what decides. ids: int64 `[sequences, tokens]`, of which so many at the end are
+    """Training and held-out sequences. ids: int64 `[sequences, tokens]`, of which so many at the end are
     `held_out`; states: `[sequences, tokens, hidden]` in the teacher's precision, mapped from a file."""
 
     def __init__(self, skeleton: Skeleton, ids: Tensor, held_out: int, states: Tensor):
@@ -34,11 +34,11 @@ class Targets:
 
     @property
     def trained(self) -> int:
-        """Sequences that are trained on."""
+        """Return the number of training sequences."""
         return len(self.ids) - self.held_out
 
     def predictions(self, sequences: Tensor) -> Prediction:
-        """The teacher's for these sequences, `[batch]`, on its device."""
+        """Return the teacher's predictions for sequences `[batch]`, on its device."""
         with entering(self._skeleton.model) as found:
             logits = torch.stack([self._skeleton.logits(self.states[index]) for index in sequences.tolist()])
         return logits, torch.cat(found)
@@ -46,7 +46,7 @@ class Targets:
 
 @contextmanager
 def entering(model: nn.Module) -> Iterator[list[Tensor]]:
-    """What enters the model's head in every forward meanwhile, `[batch, tokens, hidden]`."""
+    """Collect the inputs of the model's head, `[batch, tokens, hidden]`, during the context."""
     found: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: found.append(args[0]))
     try:
@@ -56,7 +56,7 @@ def entering(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def nbytes(skeleton: Skeleton, tokens: int) -> int:
-    """Bytes of the file."""
+    """Return the size of the file in bytes."""
     return tokens * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
 
 
@@ -64,7 +64,7 @@ def gather(
     skeleton: Skeleton, ids: Tensor, held_out: int, path: Path,
     listen: Callable[[int, int], None] = lambda done, total: None,
 ) -> Targets:  # fmt: skip
-    """The targets for `ids [sequences, tokens]`; those that lie at `path` already are used.
+    """Return the targets for `ids [sequences, tokens]`; an existing file at `path` is used.
 
     What lies outside the blocks is loaded. The file appears whole or not at all.
     """
@@ -90,6 +90,6 @@ def gather(
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor whose memory is the file."""
+    """Return a tensor whose memory is the file."""
     size = torch.Size(shape).numel()
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)

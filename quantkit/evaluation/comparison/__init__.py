@@ -1,1 +1,1 @@
-"""What becomes of measurements: the record, gates, tables, plots, the page. Nothing here imports torch."""
+"""The record of measurements, gates, tables, plots and the page. Nothing here imports torch."""

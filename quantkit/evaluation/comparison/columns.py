@@ -16,10 +16,10 @@ UNREADABLE = 1e4  # from here on decimals say nothing
 
 @dataclass(frozen=True)
 class Column:
-    """header, what it says, and the cell of a model's record.
+    """A column: its header, the meaning of the header, and the cell of a model's record.
 
-    needs: the metric that has to be measured, a comparison's; None for every table. floor: whether the
-    noise floor has it, too.
+    needs: the metric that must have been measured; None for a column of every table. floor: whether the
+    noise floor has a cell.
     """
 
     header: str
@@ -30,7 +30,7 @@ class Column:
 
 
 def number(value: float | None) -> str:
-    """A divergence in nats: five decimals, or an exponent where those would say nothing."""
+    """Return a divergence in nats with five decimals, a small one with an exponent."""
     if value is None:
         return NOTHING
     return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
@@ -55,7 +55,7 @@ def bits(value: float | None) -> str:
 
 
 def _at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
-    """The cell of what stands at a path of a model's record."""
+    """Return a function that writes the value at a path of a model's record."""
     return lambda model: write(look_up(model, path))
 
 
@@ -100,7 +100,7 @@ DISTRIBUTION = (
 
 
 def columns(record: dict) -> list[Column]:
-    """The columns of what was measured, the model's own aside."""
+    """Return the columns of the measured figures, without the model's own."""
     compared = len(record["models"]) > 1
     measured = {None, *(record["models"][0]["metrics"] if compared else ())}
     front = set(record["pareto"]["models"]) if compared else ()
@@ -146,7 +146,7 @@ def rows(record: dict) -> list[list[str]]:
 
 
 def labels(sources: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths that tell them apart; alike ones are numbered."""
+    """Return the shortest ends of the paths that tell them apart; alike ones are numbered."""
     parts = [[part for part in source.split("/") if part not in ("", ".")] or [source] for source in sources]
     named = []
     for position, (source, own) in enumerate(zip(sources, parts, strict=True)):
@@ -159,13 +159,13 @@ def labels(sources: Sequence[str]) -> list[str]:
 
 
 def label_by_source(record: dict) -> dict[str, str]:
-    """Source -> label of every model; of equal sources the first one's."""
+    """Return the label of every model by its source; the first label of equal sources."""
     sources = [model["source"] for model in record["models"]]
     return dict(reversed(list(zip(sources, labels(sources), strict=True))))
 
 
 def protocol(record: dict) -> str:
-    """Under what the figures hold, in one line."""
+    """Return the protocol of the figures in one line."""
     data = record["data"]
     bos = "in every window" if data["bos"] else "none"
     return (
@@ -175,7 +175,7 @@ def protocol(record: dict) -> str:
 
 
 def floor_note(record: dict) -> str:
-    """What the row of the noise floor is; empty where there is none."""
+    """Return the note on the row of the noise floor; empty without such a row."""
     floor = record["noise_floor"]
     if not floor:
         return ""

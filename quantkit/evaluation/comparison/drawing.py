@@ -55,7 +55,7 @@ STYLE = {
 
 
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
-    """An `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
+    """Return an `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids of their own beside other figures
         draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()
@@ -68,7 +68,7 @@ def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
 
 
 def _tidy(tag: re.Match) -> str:
-    """A tag with the page's fonts and colours, in lengths of a hundredth of a pixel."""
+    """Return a tag with the page's fonts and colours, in lengths of a hundredth of a pixel."""
     text = re.sub(r"\s+", " ", tag[0]).strip()
     text = re.sub(r'font(-size|-family)?: [^;"]*; | transform="rotate\(-0 [^"]*"|(?<=\d)pt(?=")', "", text)
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
@@ -77,26 +77,26 @@ def _tidy(tag: re.Match) -> str:
 
 @contextmanager
 def theme(more: dict[str, str] | None = None) -> Iterator[None]:
-    """matplotlib as it should draw here, silent about letters that its font has not."""
+    """Set matplotlib's style, without warnings of missing letters."""
     with matplotlib.rc_context(STYLE | (more or {})), warnings.catch_warnings(action="ignore"):
         yield
 
 
 def document(figure: Figure, width: int = 720, height: int = 440) -> str:
-    """A file of its own, with its title and both colour schemes in it."""
+    """Return an SVG file with title and both colour schemes."""
     style = f"<style>.plot{LIGHT_PALETTE}{DARK_SCHEME}{{.plot{DARK_PALETTE}}}{PLOT_STYLE}</style>"
     first, rest = svg(figure, width, height, titled=True).split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}>{style}{rest}\n'
 
 
 def png(figure: Figure, path: Path) -> None:
-    """A file of 1440 × 880 pixels, light. Raises OSError."""
+    """Write a file of 1440 × 880 pixels, light. Raises OSError."""
     with theme():
         draw(figure, 720, 440, titled=True).savefig(path, dpi=2 * PIXELS, metadata={"Software": None})
 
 
 def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
-    """A canvas of so many pixels, and as many more in height as the legend above the plot takes."""
+    """Return a canvas of so many pixels, and as many more in height as the legend above the plot takes."""
     named = [series for series in figure.series if not series.bare]
     columns = max(1, width // NAME)
     tall = height + ROW * -(-len(named) // columns)
@@ -139,13 +139,14 @@ def _plot(axes: Axes, figure: Figure) -> None:
 
 
 def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
-    """Every point that has a mark, and the id of that."""
+    """Yield every point that has a mark, and the id of the mark."""
     points = itertools.chain.from_iterable(series.points for series in figure.series if not series.bare)
     return ((f"point-{index}", point) for index, point in enumerate(points))
 
 
 def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
-    """Round values; on a logarithmic axis powers of ten, and between few of them 2 and 5 times these."""
+    """Put ticks at round values; on a logarithmic axis at powers of ten, on a short one at 2 and 5 times
+    these."""
     axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
     low, high = axis.get_view_interval()
     if own.ticks:
@@ -163,7 +164,7 @@ def _colour(series: Series) -> str:
 
 
 def _mark(series: Series) -> dict:
-    """A dot or a ring; series of one colour differ by their marks, and curves without colour, too."""
+    """Return the mark of a series, a dot or a ring; series of one colour have different marks."""
     colour, again = _colour(series), series.colour // len(SERIES)
     if not series.joined:
         filled = PAPER if series.hollow else colour
@@ -172,13 +173,13 @@ def _mark(series: Series) -> dict:
 
 
 def shortened(text: str) -> str:
-    """The end of a long name: that is where names of one family differ."""
+    """Return the end of a long name, where names of one family differ."""
     text = shown(text)
     return text if len(text) <= LONGEST else "…" + text[1 - LONGEST :]
 
 
 def shown(text: str) -> str:
-    """Text without what neither XML nor a font has a place for: control characters, lone surrogates."""
+    """Return the text without control characters and lone surrogates, which neither XML nor fonts have."""
     return "".join(
         c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
     )

@@ -1,4 +1,4 @@
-"""What the plots show, as data."""
+"""Plots as data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Point:
-    """low, high: ends of an error bar. note: what a reader sees who asks for more."""
+    """A point. low, high: ends of an error bar. note: text of the tooltip."""
 
     x: float
     y: float
@@ -77,13 +77,13 @@ class Figure:
 
 
 def figures(record: dict) -> list[Figure]:
-    """Every plot there is something to draw for: quality, by layer."""
+    """Return every plot with data: quality, errors by layer."""
     made = [quality(record), *(by_layer(record, measure) for measure in MEASURES)]
     return [figure for figure in made if figure and figure.series]
 
 
 def quality(record: dict) -> Figure | None:
-    """Loss against size. On a logarithmic axis divergences of 0 have no place: the base is a line."""
+    """Return loss against size. The base has divergence 0 and is a line on the logarithmic axis."""
     if len(record["models"]) < 2:
         return None
     loss, front = record["pareto"]["loss"], set(record["pareto"]["models"])
@@ -126,14 +126,14 @@ def quality(record: dict) -> Figure | None:
 
 
 def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, float | None]:
-    """Ends of an error bar, which no logarithmic axis lets reach 0."""
+    """Return the ends of an error bar; on a logarithmic axis above 0."""
     if stderr is None:
         return None, None
     return max(value - stderr, value / 10) if log else value - stderr, value + stderr
 
 
 def by_layer(record: dict, measure: str) -> Figure:
-    """Error of the quantized linears, block by block; outputs and weights are different scales."""
+    """Return errors of the quantized linears by block; outputs and weights have different scales."""
 
     def points(model: dict, name: str) -> Iterator[Point]:
         layers = model["layers"]

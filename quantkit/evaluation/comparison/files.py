@@ -1,4 +1,4 @@
-"""Files that a comparison writes: page, plots, summary. What cannot be written is refused before the work."""
+"""Output files of a comparison: page, plots, summary. Unwritable places are refused before the work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where to; None for what is not wanted. plot: `NAME.svg` or `NAME.png`, the first plot; the others get
-    their key behind the name, as in `NAME-layers-output.svg`."""
+    """Paths of the output files; None for a file that is not written. plot: `NAME.svg` or `NAME.png`, the
+    first plot; the others get their key behind the name, as in `NAME-layers-output.svg`."""
 
     html: Path | None = None
     plot: Path | None = None
@@ -34,7 +34,7 @@ class Outputs:
                 raise _unwritable(path, "cannot be written there")
         if self.summary and self.summary.exists():
             with writing(self.summary):
-                odd = b"\0" in untrusted.read(self.summary)
+                odd = {"\0", "\ufffd"} & set(untrusted.read(self.summary).decode(errors="replace"))
             if odd or self.summary.suffix.lower() not in MARKDOWN:
                 what = f"--summary {self.summary} is no Markdown file: nothing is appended"
                 raise QuantkitError(what, "choose a new file, or one that ends in .md", USAGE)
@@ -50,7 +50,7 @@ class Outputs:
     def write(
         self, figures: Sequence[Figure], page: Callable[[], str], summary: Callable[[], str] = str
     ) -> list[Path]:
-        """Write all that is wanted; the paths of page and plots. summary: as Markdown."""
+        """Write the files and return the paths of page and plots. summary: as Markdown."""
         written = []
         if self.summary:
             with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ class Outputs:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system says against writing a file becomes a QuantkitError."""
+    """Turn the system's errors of writing a file into a QuantkitError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Gates: limits on what a candidate may lose, for continuous integration.
+"""Gates: limits on the loss of a candidate, for continuous integration.
 
 A gate judges the measured value itself; its standard error stands beside it in the table and decides nothing.
 What could not be measured as a number has not passed.
@@ -25,7 +25,7 @@ NAMES = {  # metric -> its name, and whether it is written as a percentage
 
 @dataclass(frozen=True)
 class Gate:
-    """metric: a path into the metrics of a model; needs: the name it is selected by."""
+    """A limit. metric: path into the metrics of a model; needs: name of the metric in --metrics."""
 
     flag: str
     needs: str
@@ -38,7 +38,7 @@ class Gate:
 
 
 def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | None) -> list[Gate]:
-    """Gates as typed. Raises QuantkitError for what is no limit.
+    """Return the gates of flags as typed. Raises QuantkitError for an invalid limit.
 
     max_ppl_increase: `2%` of the base's perplexity, or `0.5`, a difference of perplexities. max_kld: nats.
     min_top1: `0.9` or `90%`.
@@ -57,7 +57,7 @@ def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | Non
 
 
 def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
-    """A number, or a percentage as a share of 1."""
+    """Return a number, or a percentage as a share of 1."""
     percent = text.strip().endswith("%")
     try:
         limit = float(text.strip().removesuffix("%")) / (100 if percent else 1)
@@ -69,7 +69,7 @@ def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
 
 
 def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> None:
-    """Raise QuantkitError for gates that would have nothing to judge."""
+    """Raise QuantkitError for gates without a metric or candidate to judge."""
     for gate in gates:
         if gate.needs not in chosen:
             raise QuantkitError(
@@ -92,7 +92,7 @@ def look_up(model: dict, path: str) -> float | None:
 
 
 def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
-    """The JSON of every gate for every candidate; `models` are records, the base first."""
+    """Return the JSON of every gate for every candidate; `models` are records, the base first."""
     return [
         {
             "metric": gate.metric,

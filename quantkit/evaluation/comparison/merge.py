@@ -1,4 +1,4 @@
-"""Result files read back, checked, and put together: only what was measured alike shares a table."""
+"""Result files read back, checked and merged: only figures of one protocol share a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Named = tuple[str, dict]  # file, record
 
 
 def read(path: Path) -> Named:
-    """One file of `quantkit eval --json`. Raises QuantkitError naming what is wrong with it."""
+    """Read one file of `quantkit eval --json`. Raises QuantkitError naming the fault."""
     try:
         text = untrusted.read(path).decode("utf-8")
     except OSError as error:
@@ -45,7 +45,7 @@ def _refuse(text: str) -> float:
 
 
 def _fault(record: Any) -> str | None:
-    """The first thing in which a record breaks the schema, limits on numbers and names among it."""
+    """Return the first violation of the schema in a record, limits on numbers and names included."""
     import jsonschema
 
     schema = json.loads(Path(__file__).with_name("eval-3.json").read_text(encoding="utf-8"))
@@ -94,6 +94,6 @@ def _conditions(record: dict) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A value of the protocol, hashes cut."""
+    """Return a value of the protocol, hashes cut."""
     text = str(value)
     return text if len(text) <= 20 else f"{text[:12]}…"

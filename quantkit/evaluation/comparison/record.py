@@ -25,7 +25,7 @@ def record(
     protocol: Protocol, dtype: Any, device: Any, evaluation: Evaluation, chosen: frozenset[str],
     gates: Sequence[Gate] = (), tasks: dict | None = None,
 ) -> dict:  # fmt: skip
-    """All that was measured, under which protocol and where. Numbers that are not finite become null.
+    """Return all measurements with protocol and environment. Numbers that are not finite become null.
 
     tasks: what the tasks' figures depend on, where some were run.
     """
@@ -51,7 +51,7 @@ def record(
 
 
 def environment(device: str) -> dict:
-    """What the figures were measured with; no name of the machine or its user."""
+    """Return the versions and the system of a measurement, without names of machine or user."""
     return {
         "quantkit": __version__,
         "python": platform.python_version(),
@@ -63,8 +63,8 @@ def environment(device: str) -> dict:
 
 
 def pareto(models: Sequence[dict]) -> dict:
-    """Sources of the models that no other beats: none is both as small and as good, and better in one. What
-    is measured by its weights only is no model that anybody serves.
+    """Return the sources of the models on the Pareto front: no other is as small and as good, and better in
+    one. What is measured by its weights only is no model that anybody serves.
 
     The loss is the KL divergence, 0 for the base, or the perplexity where no divergence was measured.
     """
@@ -88,7 +88,7 @@ def _beats(one: tuple, other: tuple) -> bool:
 
 
 def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
-    """Those that were chosen; null where there was nothing to compare with."""
+    """Return the chosen metrics; null without a base to compare with."""
     found = asdict(metrics)
     return {name: found[name] for name in found if name in chosen | {"nll", "ppl"}}
 
@@ -98,7 +98,7 @@ def _name(dtype: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for every number that JSON has no word for."""
+    """Return the value with None in place of numbers that JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

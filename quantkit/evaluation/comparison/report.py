@@ -1,4 +1,4 @@
-"""What a measurement shows: one report, printed on a terminal, written as a page, drawn as plots."""
+"""The report of a measurement: printed on a terminal, written as a page, drawn as plots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Table:
     meanings: Mapping[str, str] = field(default_factory=dict)
 
     def print(self, console: Console) -> None:
-        """As several tables where the console is too narrow for all columns."""
+        """Print the table, on a narrow console as several."""
         rows = [cells for _, group in self.groups for cells in group]
         names = [[heading, *[""] * (len(self.headers) - 1)] for heading, _ in self.groups]
         for kept in split(self.headers, [*rows, *names], console.width):
@@ -71,7 +71,7 @@ class Report:
         from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
 
         def shown(value: object) -> object:
-            """Strangers' text without control characters."""
+            """Return text without control characters."""
             return drawing.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
         environment = Environment(
@@ -85,7 +85,7 @@ class Report:
 
 
 def split(headers: Sequence[str], found: Rows, width: int) -> list[list[int]]:
-    """Indices of the columns of each table: as many as fit, the first column in every one."""
+    """Return indices of the columns of each table: as many as fit, the first column in every one."""
     widths = [max(map(cell_len, column)) for column in zip(headers, *found, strict=True)]
     parts = [[0]]
     for index in range(1, len(headers)):

@@ -19,7 +19,7 @@ WORST = 10  # linears of a model that are listed
 
 
 def report(record: dict) -> Report:
-    """Return all there is to show of a record that fits the schema."""
+    """Return the report of a record that fits the schema."""
     base, *candidates = labels([model["source"] for model in record["models"]])
     others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
     meanings = {column.header: column.meaning for column in columns(record)}
@@ -41,7 +41,7 @@ def print_comparison(record: dict) -> None:
 
 
 def markdown(record: dict) -> str:
-    """GitHub-flavoured Markdown: gates first, then the table and its protocol."""
+    """Return GitHub-flavoured Markdown: gates, table and protocol."""
     headers = ["model", *(column.header for column in columns(record))]
     grid = [f"| {' | '.join(map(_escape, cells))} |" for cells in (headers, *rows(record))]
     grid.insert(1, f"| --- |{' ---: |' * (len(headers) - 1)}")
@@ -71,7 +71,7 @@ def gates_line(record: dict) -> str:
 
 
 def _worst(record: dict) -> dict[str, dict[str, str]]:
-    """Return the linears of each model that lost most, under a heading."""
+    """Return the linears of each model with the largest errors, under a heading."""
     names, found = label_by_source(record), {}
     for model in record["models"]:
         if layers := model["layers"]:
@@ -83,7 +83,7 @@ def _worst(record: dict) -> dict[str, dict[str, str]]:
 
 
 def _escape(text: str) -> str:
-    """Text of a user as it is, not as markup."""
+    """Return text with markup characters escaped."""
     for character in "\\`*_{}[]<>#|~&":
         text = text.replace(character, f"\\{character}")
     return " ".join(text.split())

@@ -65,7 +65,7 @@ class Tasks:
         return Tasks(loaded, limit)
 
     def measure(self, model: StreamedModel, listen: Listener) -> TaskScores:
-        """Value and standard error of every metric of every task."""
+        """Return value and standard error of every metric of every task."""
         from lm_eval.evaluator import evaluate
 
         from quantkit.evaluation.tasks.harness import HarnessModel
@@ -82,12 +82,12 @@ class Tasks:
         return {name: _scores(row) for name, row in results["results"].items()}
 
     def record(self) -> dict[str, Any]:
-        """What the figures depend on besides the model."""
+        """Return the settings that the figures depend on besides the model."""
         return {"limit": self.limit, "lm_eval": version("lm_eval")}
 
 
 def _load(names: Sequence[str]) -> dict[str, Any]:
-    """What the harness knows under these names, data included."""
+    """Return the harness's tasks of these names, data included."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -114,7 +114,7 @@ def _load(names: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _silence() -> Iterator[Any]:
-    """Keep the harness's bars and prints off the terminal; gives what lets a listener be heard."""
+    """Keep the harness's bars and prints off the terminal; yield a wrapper for listeners that print."""
     terminal = sys.stderr
 
     def heard(listen: Listener) -> Listener:
@@ -129,7 +129,7 @@ def _silence() -> Iterator[Any]:
 
 
 def cloze() -> dict[str, Any]:
-    """The bundled task as a configuration of the harness: the last word, given all before it."""
+    """Return the bundled task as a configuration of the harness: the last word, given all before it."""
     from datasets import Dataset
 
     return {
@@ -145,7 +145,7 @@ def cloze() -> dict[str, Any]:
 
 
 def passages() -> list[dict[str, str]]:
-    """The passages of the bundled task, `{"text": …}` each."""
+    """Return the passages of the bundled task, `{"text": …}` each."""
     lines = (Path(__file__).parent / "cloze.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -162,5 +162,5 @@ def _scores(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def _number(value: Any) -> float | None:
-    """The harness writes N/A where it has no standard error."""
+    """Return a number, or None for the harness's N/A."""
     return float(value) if isinstance(value, (int, float)) else None

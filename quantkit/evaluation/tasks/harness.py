@@ -1,4 +1,4 @@
-"""A streamed model as lm-evaluation-harness wants one: log-likelihoods only.
+"""A streamed model for lm-evaluation-harness: log-likelihoods only.
 
 Texts are tokenized, and too long ones cut, as the harness does for transformers models, so that the figures
 can be compared.
@@ -17,7 +17,7 @@ DEFAULT_CONTEXT = 2048  # the harness's, for models without a limit
 
 
 class HarnessModel(TemplateLM):
-    """See lm_eval.api.model.LM; what is asked of it there is answered here by `score`."""
+    """A model in the sense of lm_eval.api.model.LM; `score` computes the answers."""
 
     def __init__(self, model: StreamedModel, listen: Listener):
         super().__init__()
@@ -32,7 +32,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context. Raises QuantkitError if the tokenizer has nothing for it."""
+        """Return the token of an empty context. Raises QuantkitError if the tokenizer has none."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return token
@@ -43,19 +43,20 @@ class HarnessModel(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Ids of a text, with the tokenizer's own special tokens unless told, or BOS stands there already."""
+        """Return ids of a text, with the tokenizer's own special tokens unless told, or BOS stands there
+        already."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
-        """requests: `(texts, ids of the context, ids of the continuation)`."""
+        """Return scores. requests: `(texts, ids of the context, ids of the continuation)`."""
         pairs = [(context, continuation) for _, context, continuation in requests]
         return score(self.model, pairs, self.max_length, self.listen)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows that do not overlap."""
+        """Return the log-likelihoods of whole texts, in windows that do not overlap."""
         pairs, counts = [], []
         for (text,) in (request.args for request in requests):
             windows = list(
@@ -67,5 +68,5 @@ class HarnessModel(TemplateLM):
         return [sum(next(found).log_prob for _ in range(count)) for count in counts]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Tasks that ask for it are refused before they run: the model is never held whole."""
+        """Raise NotImplementedError: tasks that generate are refused before they run."""
         raise NotImplementedError

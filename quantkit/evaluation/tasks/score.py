@@ -19,7 +19,7 @@ Batch = tuple[Tensor, list["Row"]]  # ids [rows, tokens], padded
 
 
 class Row(NamedTuple):
-    """What a model reads for the request at `place`: its last `len(targets)` positions predict `targets`."""
+    """The input of the request at `place`: its last `len(targets)` positions predict `targets`."""
 
     place: int
     ids: list[int]
@@ -34,7 +34,7 @@ class Score(NamedTuple):
 
 
 def score(model: StreamedModel, requests: Sequence[Request], longest: int, listen: Listener) -> list[Score]:
-    """The score of every request, in order. What is longer than `longest` tokens loses its beginning.
+    """Return the score of every request, in order. What is longer than `longest` tokens loses its beginning.
 
     Rows are padded at the end, which no position before it attends to in a causal model.
     """
@@ -52,7 +52,8 @@ def score(model: StreamedModel, requests: Sequence[Request], longest: int, liste
 
 
 def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
-    """Batches of about equal work, the longest rows first, as many at a time as pass the blocks together."""
+    """Yield batches of about equal work, the longest rows first, as many at a time as pass the blocks
+    together."""
     together: list[Batch] = []
     start = held = 0
     while start < len(rows):
@@ -71,7 +72,7 @@ def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
 
 
 def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[int, Score]:
-    """Of all rows of a batch, from its final hidden states `[rows, tokens, hidden]`."""
+    """Return the scores of a batch's rows, from final hidden states `[rows, tokens, hidden]`."""
     picked = torch.cat(
         [hidden[k, len(row.ids) - len(row.targets) : len(row.ids)] for k, row in enumerate(rows)]
     )
