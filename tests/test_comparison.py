@@ -159,8 +159,8 @@ def test_the_table_on_a_pipe_has_every_column(capsys):
     assert protocol.startswith("book.txt (sha256 0123456789ab), 4000 tokens scored, context 256, stride 128")
     assert note == "noise floor: base against itself in bfloat16, first 1000 tokens"
     assert gates == [
-        "gate passed: KL divergence of four is 0.02, asked for is ≤ 0.05",
-        "gate FAILED: KL divergence of three is 0.08, asked for is ≤ 0.05",
+        "gate passed: KL divergence of four is 0.02, limit ≤ 0.05",
+        "gate FAILED: KL divergence of three is 0.08, limit ≤ 0.05",
     ]
 
 
@@ -219,7 +219,7 @@ def test_names_are_text_in_markdown_and_on_a_terminal(capsys):
 def test_markdown_is_a_table_of_github():
     lines = table.markdown(records.record(gates=[verdict("out/three", False)])).split("\n")
     assert lines[0] == "### quantkit eval: 1 of 1 gates failed"
-    assert lines[2:4] == ["- ❌ FAILED: KL divergence of three is 0.08, asked for is ≤ 0.05", ""]
+    assert lines[2:4] == ["- ❌ FAILED: KL divergence of three is 0.08, limit ≤ 0.05", ""]
     rows = [line for line in lines if line.startswith("|")]
     assert len({line.count("|") for line in rows}) == 1 and len(rows) == 2 + 4
     assert lines[-3].startswith("noise floor") and lines[-2:] == ["", ""]

@@ -82,9 +82,9 @@ def test_verdicts_name_model_metric_and_number():
         gates.refuse_failed({"gates": verdicts})
     assert error.value.exit_code == GATE == 7
     assert error.value.message == (
-        "3 of 6 gates failed: perplexity increase of out/three is 10 %, asked for is ≤ 2.5 %; "
-        "KL divergence of out/three is 0.08, asked for is ≤ 0.02; "
-        "top-1 agreement of out/three is not a number, asked for is ≥ 50 %"
+        "3 of 6 gates failed: perplexity increase of out/three is 10 %, limit ≤ 2.5 %; "
+        "KL divergence of out/three is 0.08, limit ≤ 0.02; "
+        "top-1 agreement of out/three is not a number, limit ≥ 50 %"
     )
 
 
@@ -129,7 +129,7 @@ def test_a_failing_gate_still_writes_everything(run, tmp_path):
     assert err.startswith(f"error: 1 of 2 gates failed: KL divergence of {source} is {value}, ")
     written = summary.read_text()
     assert written.startswith("# before\n\n### quantkit eval: 1 of 2 gates failed\n\n")
-    assert f"- ❌ FAILED: KL divergence of llama as nf4 is {value}, asked for is ≤ 1e-09\n" in written
+    assert f"- ❌ FAILED: KL divergence of llama as nf4 is {value}, limit ≤ 1e-09\n" in written
     assert "- ✅ passed: top-1 agreement of llama as nf4 is " in written
     code, out, _ = run(*limits)
     assert code == 7 and "gate FAILED: KL divergence of llama as nf4" in out

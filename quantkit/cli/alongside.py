@@ -15,7 +15,7 @@ from quantkit.quantize import methods
 if TYPE_CHECKING:
     import typer
 
-OTHERS = ("run", "imatrix", "eval")  # commands beside the methods that several processes share
+OTHERS = ("run", "imatrix", "eval")  # commands besides the methods that several processes share
 
 
 def guard(app: typer.Typer, name: str) -> None:
@@ -30,18 +30,18 @@ def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(**values: Any) -> None:
         ranks.refuse(name, name in (*methods.available(), *OTHERS))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is told by us, in one line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # quantkit reports a lost process in one line
         from quantkit.models.machine import distributed
 
-        with running.stopping() as asked:
+        with running.stopping() as signals:
             try:
                 with distributed.joined(values.get("device", "auto")):
                     if distributed.rank():
                         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
                     function(**values)
             except KeyboardInterrupt as error:
-                if not asked:
+                if not signals:
                     raise
-                raise QuantkitError(EXIT_CODES[asked[0]], exit_code=asked[0]) from error
+                raise QuantkitError(EXIT_CODES[signals[0]], exit_code=signals[0]) from error
 
     return invoke

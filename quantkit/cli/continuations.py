@@ -73,9 +73,9 @@ def _verdict(made: Continuation, first: Continuation) -> str:
         return "not compared: another tokenizer"
     if parting is None:
         return f"the same {count(len(made.ids), 'token')}"
-    alike = count(parting.index, "token")
+    equal = count(parting.index, "token")
     return (
-        f"{alike} alike, then {parting.token!r} ({parting.probability:.3f}) instead of {parting.expected!r} "
+        f"{equal} equal, then {parting.token!r} ({parting.probability:.3f}) instead of {parting.expected!r} "
         f"({parting.probability_of_expected:.3f} here, {parting.probability_there:.3f} in {name_of(first)})"
     )
 

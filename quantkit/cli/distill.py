@@ -55,7 +55,7 @@ OUTPUT = Annotated[
     ),
 ]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns training
-HELP = {  # where training differs from what jobs say
+HELP = {  # help that differs from that of other jobs
     "dtype": "Precision of the forward passes; what is trained is float32. (auto: float32)",
     "batch_size": "Sequences per step. (default: about 512 tokens; of a smaller student 2,048)",
 }
@@ -66,7 +66,7 @@ FIXED = (
 )  # fmt: skip
 
 
-ASKED = "output", "revision", "offline", "trust_remote_code", "resume", "overwrite"
+REQUEST = "output", "revision", "offline", "trust_remote_code", "resume", "overwrite"
 
 
 def _distill(context: typer.Context, **values: Any) -> None:
@@ -99,8 +99,8 @@ def _distill(context: typer.Context, **values: Any) -> None:
             from quantkit.distillation.smaller import job as smaller_job
 
         chosen = (flags.options(kind, typed) for kind in (options, CalibrationOptions, RunOptions))
-        asked = {name: values[name] for name in ASKED}
-        request = job.Request(values["teacher"], values["student"], *chosen, **asked)
+        further = {name: values[name] for name in REQUEST}
+        request = job.Request(values["teacher"], values["student"], *chosen, **further)
         kind = smaller_job if smaller else compressed_job
         if job.is_done(request):
             progress.close()

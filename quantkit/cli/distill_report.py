@@ -117,8 +117,8 @@ def left_out(chosen: dict, depth: int) -> str:
 
     gone = sorted((*last(index), index) for index in set(range(depth)) - set(chosen["blocks"]))
     (_, worth, first), *others = gone
-    told = [f"block {first} (KL divergence without it {worth:.3f})"]
-    return ", then ".join([*told, *(f"{index} ({worth:.3f})" for _, worth, index in others)])
+    parts = [f"block {first} (KL divergence without it {worth:.3f})"]
+    return ", then ".join([*parts, *(f"{index} ({worth:.3f})" for _, worth, index in others)])
 
 
 def print_finished(schema: str, output: Path, as_json: bool) -> None:

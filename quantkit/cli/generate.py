@@ -70,10 +70,10 @@ def command(
         ]
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoints[0], place)
-        alike = generate.comparable(checkpoints)
-        for warning in generate.warnings(checkpoints, alike, settings):
+        comparable = generate.comparable(checkpoints)
+        for warning in generate.warnings(checkpoints, comparable, settings):
             progress.warn(warning)
-        for checkpoint, same in zip(checkpoints, alike, strict=True):
+        for checkpoint, same in zip(checkpoints, comparable, strict=True):
             progress.phase(f"loading and running {checkpoint.source}")
             first = made[0] if made else None
             stream = continuations.stream(settings) if live else None

@@ -23,8 +23,10 @@ def command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The page: one file, no script, nothing from a network.")
     ] = Path("report.html"),
-    png: Annotated[bool, typer.Option("--png", help="Write the plots, too, beside the page.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was written.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Write the plots next to the page.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not print the names of the files.")
+    ] = False,
 ) -> None:
     """Run `quantkit report`."""
     from quantkit.evaluation.comparison.files import Outputs
@@ -33,7 +35,7 @@ def command(
 
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):
-            hint = "quantkit eval … --json > FILE makes one; the page goes to -o, plots lie beside it"
+            hint = "quantkit eval … --json > FILE makes one; -o names the page and its plots"
             raise QuantkitError(f"{path} is no result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()

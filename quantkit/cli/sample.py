@@ -67,5 +67,5 @@ def command(
         return
     print(f"written      {record['output']}")
     print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
-    asked = f"--calibration {record['output']} --samples {samples} --seqlen {seqlen}"
-    print(f"\nnext: quantkit gptq {model} {asked} -o {base_name(model)}-gptq-own")
+    options = f"--calibration {record['output']} --samples {samples} --seqlen {seqlen}"
+    print(f"\nnext: quantkit gptq {model} {options} -o {base_name(model)}-gptq-own")

@@ -154,9 +154,9 @@ def is_done(request: Request) -> bool:
     if request.student is not None:
         return (manifest.get("distilled") or {}).get("options") == options
     made, source = manifest.get("job") or {}, manifest.get("source") or {}
-    told = source.get("name"), made.get("method"), (made.get("calibration") or {}).get("seed")
+    found = source.get("name"), made.get("method"), (made.get("calibration") or {}).get("seed")
     wanted = Path(request.teacher).name, "distill", request.calibration.seed
-    return told == wanted and made.get("options") == options
+    return found == wanted and made.get("options") == options
 
 
 def as_read(options: DistillOptions | SmallerOptions) -> dict:

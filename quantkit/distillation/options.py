@@ -69,5 +69,5 @@ class SmallerOptions:
 
 def _check(name: str, value: object, fits: object, hint: str) -> None:
     if not fits:
-        told = f"{value:g}" if isinstance(value, float) else value
-        raise QuantkitError(f"--{name.replace('_', '-')} {told} makes no sense", hint, USAGE)
+        shown = f"{value:g}" if isinstance(value, float) else value
+        raise QuantkitError(f"--{name.replace('_', '-')} {shown} makes no sense", hint, USAGE)

@@ -90,7 +90,7 @@ class Floor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results in the order asked for, the base first. floor: None where it was not asked for. states: where
+    """Results in the given order, the base first. floor: None if not requested. states: where
     hidden states waited, `device`, `host` or `disk`; predicted_bytes: the peak that was expected, above the
     interpreter."""
 
@@ -130,8 +130,8 @@ def evaluate(
     recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
-    asked = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
-    place, peak = memory.decide(*asked)
+    planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
+    place, peak = memory.decide(*planned)
     results, base, base_scores, floor = [], None, None, None
     for (checkpoint, trial, kv, alone), layers in zip(candidates, recorded, strict=True):
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
@@ -196,7 +196,7 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
 
 def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:
     """Return the final hidden states `[batch, ctx, hidden]` of all windows, by batch, stored at `place`."""
-    full = disk_errors(place.folder, "run the same command again, or say where with TMPDIR")
+    full = disk_errors(place.folder, "run the same command again, with another folder in TMPDIR")
     with unchanged.watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
         return model.states(windows.ids.split(_batch(windows)), listen, place)
 

@@ -95,10 +95,10 @@ def record(
     }
 
 
-def shared_dtype(asked: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+def shared_dtype(requested: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Return one precision for all models: the first model's if the hardware has it."""
     declared = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(checkpoint.config.dtype, "F32")
-    return getattr(torch, choose_dtype(asked, declared, device))
+    return getattr(torch, choose_dtype(requested, declared, device))
 
 
 def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
@@ -109,10 +109,10 @@ def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
     return [found == hashes[0] for found in hashes]
 
 
-def warnings(checkpoints: Sequence[Checkpoint], alike: Sequence[bool], settings: Settings) -> list[str]:
-    """Return warnings of texts too long or not comparable. alike: the result of `comparable`."""
+def warnings(checkpoints: Sequence[Checkpoint], same_tokens: Sequence[bool], settings: Settings) -> list[str]:
+    """Return warnings of texts too long or not comparable. same_tokens: the result of `comparable`."""
     found = []
-    for checkpoint, same in zip(checkpoints, alike, strict=True):
+    for checkpoint, same in zip(checkpoints, same_tokens, strict=True):
         length, context = encode(checkpoint, settings).shape[1] + settings.tokens, checkpoint.context
         if context is not None and length > context:
             found.append(f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}")
@@ -127,11 +127,11 @@ def continue_prompt(
     dtype: torch.dtype,
     device: torch.device,
     first: Continuation | None = None,
-    alike: bool = True,
+    same_tokens: bool = True,
     stream: Stream | None = None,
 ) -> Continuation:
     """Load the model, continue the prompt, free the model. `first`: what another is compared with, token by
-    token where their tokenizers are `alike`.
+    token if `same_tokens`.
 
     Raises QuantkitError when the model does not fit the memory (exit code 5), lacks tensors, or has no chat
     template to put a `chat` prompt into.
@@ -141,7 +141,7 @@ def continue_prompt(
     model = load_model(checkpoint, dtype, device, ids.shape[1] + settings.tokens)
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
-    recorder = _Recorder(ids.shape[1], first.ids if first and alike else [])
+    recorder = _Recorder(ids.shape[1], first.ids if first and same_tokens else [])
     # What the checkpoint recommends would make models differ by more than their weights.
     streamer = Streamer(tokenizer, stream) if stream else None
     given = ids.to(device)
@@ -162,7 +162,7 @@ def continue_prompt(
         load_seconds=loaded - began,
         seconds=seconds,
     )
-    if first is None or not alike:
+    if first is None or not same_tokens:
         return made
     return replace(made, compared=True, parting=parting(tokenizer, made, first, recorder.of_expected))
 

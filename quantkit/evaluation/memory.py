@@ -57,13 +57,13 @@ def decide(
 ) -> tuple[Place, int]:  # fmt: skip
     """Return the place of the hidden states and the expected peak. Raises QuantkitError (exit code 5) if an
     evaluation does not fit, before any weight is read."""
-    asked = checkpoints, dtype, device, tokens, batch, compared
+    given = checkpoints, dtype, device, tokens, batch, compared
     limit = Limit.of(max_memory)
     own = [limit.left] if limit else []
     accelerated = is_accelerator(device)
     free = distributed.least(min([free_memory(device), *([] if accelerated else own)]))
-    here, states = need(*asked)
-    there, _ = need(*asked, spilled=True)
+    here, states = need(*given)
+    there, _ = need(*given, spilled=True)
     kept = (2 if compared else 1) * states
     host = distributed.least(min([host_memory(), *own]))
     if here <= COMFORT * free:

@@ -40,7 +40,7 @@ def _method(name: str, settings: Sequence[str]) -> Method:
 
 @dataclass(frozen=True)
 class Trial:
-    """One method applied to blocks as they are loaded. name: as it was asked for, such as
+    """One method applied to blocks as they are loaded. name: as typed, such as
     `fp4,solver=rtn`."""
 
     name: str
@@ -48,14 +48,14 @@ class Trial:
     specs: list[LinearSpec]
 
     @staticmethod
-    def prepare(asked: str, checkpoint: Checkpoint) -> Trial:
+    def prepare(typed: str, checkpoint: Checkpoint) -> Trial:
         """Resolve `METHOD` or `METHOD,OPTION=VALUE,…` on the checkpoint's shapes.
 
         Raises QuantkitError if it is none, needs calibration or does not fit, and for a quantized checkpoint.
         """
-        name, *settings = asked.split(",")
+        name, *settings = typed.split(",")
         if name not in methods.available():
-            raise QuantkitError(f"--as {asked}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+            raise QuantkitError(f"--as {typed}: no such method", f"choose {' or '.join(data_free())}", USAGE)
         _method(name, ())  # gguf writes files only, so its options are not looked at
         method = _method(name, settings)
         if method.needs:
@@ -64,14 +64,14 @@ class Trial:
                 plain = [*settings, "solver=rtn", "transform=none"]
                 if not _method(name, plain).needs:
                     hint = f"--as {','.join([name, *plain])} rounds to nearest, without text; or {hint}"
-            what = f"--as {asked} needs calibration text, so it cannot be tried on the fly"
+            what = f"--as {typed} needs calibration text, so it cannot be tried on the fly"
             raise QuantkitError(what, hint, USAGE)
         if checkpoint.quantized:
             raise QuantkitError(
                 f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE
             )
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-        return Trial(asked, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
+        return Trial(typed, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
 
     def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> dict[str, float]:
         """Quantize block `index`, which is loaded, and make it compute as a client of the result would, or

@@ -25,9 +25,9 @@ class Conversation:
     where: str  # the row, for an error
 
 
-def column_of(columns: Iterable[str], asked: str) -> str | None:
-    """Return the column that holds a row's text: `asked`, or a chat column in place of the default one."""
-    wanted = (asked, *(COLUMNS if asked == CalibrationOptions.text_column else ()))
+def column_of(columns: Iterable[str], requested: str) -> str | None:
+    """Return the column that holds a row's text: `requested`, or for the default a chat column."""
+    wanted = (requested, *(COLUMNS if requested == CalibrationOptions.text_column else ()))
     columns = list(columns)
     return next((name for name in wanted if name in columns), None)
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         except ValueError as error:
             raise QuantkitError(
                 "the model has no chat template",
-                hint="put its chat_template.jinja beside its tokenizer, or give plain text, without --chat",
+                hint="put its chat_template.jinja into its folder, or give plain text, without --chat",
                 exit_code=USAGE,
             ) from error
         if self.sha256 is None:

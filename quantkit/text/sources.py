@@ -99,20 +99,20 @@ def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) ->
         raise QuantkitError(f"{what} {path} cannot be read: {error.strerror}", hint, NOT_FOUND) from error
 
 
-def _json_row(line: str, asked: str, where: str) -> Iterator[Document]:
+def _json_row(line: str, requested: str, where: str) -> Iterator[Document]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object a line", USAGE) from error
-    column = column_of(row, asked) if isinstance(row, dict) else None
+    column = column_of(row, requested) if isinstance(row, dict) else None
     if column is None:
-        raise _no_text(where, asked, row if isinstance(row, dict) else [type(row).__name__])
+        raise _no_text(where, requested, row if isinstance(row, dict) else [type(row).__name__])
     value = row[column]
     # Unlike those of a dataset, rows of a file stay whole: they are shuffled all at once.
     yield from [value] if isinstance(value, str) else _documents([(where, value)], column)
 
 
-def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
+def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
     """Yield row groups in seeded order, with a batch of rows and one column in memory."""
     import pyarrow
     from pyarrow import parquet
@@ -120,9 +120,9 @@ def _parquet(path: Path, asked: str, seed: int) -> Iterator[Document]:
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            column = column_of(columns, asked)
+            column = column_of(columns, requested)
             if column is None:
-                raise _no_text(str(path), asked, columns)
+                raise _no_text(str(path), requested, columns)
             sizes = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
             order = list(range(len(sizes)))
             random.Random(seed).shuffle(order)

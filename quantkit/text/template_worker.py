@@ -30,7 +30,7 @@ class Failed(Exception):
 
 
 class Runaway(Exception):
-    """The worker was ended; the message says why."""
+    """The worker was ended; the message is the reason."""
 
 
 class Worker:
@@ -89,9 +89,9 @@ class Worker:
             raise full from error
         if not pipe.poll(SECONDS):
             raise Runaway("it does not end")
-        if not (said := _received(pipe)):
+        if not (answered := _received(pipe)):
             raise full
-        return json.loads(said)
+        return json.loads(answered)
 
     def stop(self) -> None:
         """End the worker, if this process has one."""
@@ -132,18 +132,18 @@ def _serve(pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     except (OSError, ValueError):  # a system without /proc: time and output are limited all the same
         pass
-    # made while there is memory, and said once the error is gone, whose traceback holds what filled it
+    # made while there is memory; sent after the error, whose traceback holds the memory
     full = json.dumps(["runaway", f"it took more than {MEMORY >> 20} MiB of memory"]).encode()
     pipe.send_bytes(b"ready")
     while request := _received(pipe):
         try:
-            said = json.dumps(_said(render_jinja_template, json.loads(request))).encode()
+            answered = json.dumps(_answer(render_jinja_template, json.loads(request))).encode()
         except MemoryError:
-            said = full
-        pipe.send_bytes(said)
+            answered = full
+        pipe.send_bytes(answered)
 
 
-def _said(render_template: Any, request: list[Any]) -> list[str]:
+def _answer(render_template: Any, request: list[Any]) -> list[str]:
     """Return the text, or how the template failed. Raises MemoryError."""
     template, messages, tokens, answer = request
     used = resource.getrusage(resource.RUSAGE_SELF)

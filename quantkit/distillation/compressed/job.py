@@ -102,11 +102,11 @@ class CompressedJob(Job):
                 curve = training.train(
                     learner, learner.steps, epoch, best, self.staging, progress, "end to end"
                 )
-            told, step = list(curve.values()), training.best_step(curve, best)
-            stage = _stage("end to end", best, min(told), progress)
-            stages.append(stage | {"epochs": told, "epoch": step // epoch})
+            divergences, step = list(curve.values()), training.best_step(curve, best)
+            stage = _stage("end to end", best, min(divergences), progress)
+            stages.append(stage | {"epochs": divergences, "epoch": step // epoch})
             if step:
-                best, floats = min(told), training.best(self.staging)
+                best, floats = min(divergences), training.best(self.staging)
         if floats is None:
             output = self.staging.output
             progress.warn(
@@ -141,8 +141,8 @@ class CompressedJob(Job):
         with timings("verify"):
             publish.verify(self.student, floats, place, self.text.held_out[0])
         if place.is_dir():
-            told = {"seconds": timings.seconds, "steps_down": []}
-            (place / TIMINGS).write_text(json.dumps(told, indent=2) + "\n")
+            seconds = {"seconds": timings.seconds, "steps_down": []}
+            (place / TIMINGS).write_text(json.dumps(seconds, indent=2) + "\n")
 
     def _described(self) -> dict:
         """Return the manifest's entry of the job; nothing in it depends on time or place."""

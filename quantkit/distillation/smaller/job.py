@@ -99,10 +99,10 @@ class SmallerJob(Job):
         ids = self.calibration.tokens
         with timings("teach"):
             place = staging.folder / "targets.bin"
-            counting = _counting(progress, "asking the teacher")
-            told = targets.gather(teacher, ids, len(held_out), place, counting)
+            counting = _counting(progress, "running the teacher")
+            predicted = targets.gather(teacher, ids, len(held_out), place, counting)
         with timings("train"):
-            state, trained = self._train(student, told, progress)
+            state, trained = self._train(student, predicted, progress)
         progress.phase("writing the student")
         with timings("write"):
             place = staging.assemble(lambda place: cut.rewrite(student, state, place, self.shard_bytes))
@@ -113,20 +113,20 @@ class SmallerJob(Job):
         if made["published"] == "cut":
             staging.wait()
             staging.assemble(lambda place: shutil.copytree(student.folder, place))
-        told = self.record() | made | {"chosen": chosen, "trained": trained}
-        told["student"] |= {
+        record = self.record() | made | {"chosen": chosen, "trained": trained}
+        record["student"] |= {
             "parameters": trained.pop("parameters"),
             "bytes": sum(info.nbytes for info in student.infos.values()),
         }
-        card.describe(self.source, staging.place, told, self.fingerprint)
-        return told
+        card.describe(self.source, staging.place, record, self.fingerprint)
+        return record
 
     def _cut(self, text: Tensor, progress: Progress) -> tuple[Checkpoint, dict]:
         """Return the student as cut from `text [sequences, tokens]`, and how its blocks were chosen. Results
         of an interrupted run are used."""
-        place, told = self.staging.folder / "cut", self.staging.folder / "cut.json"
+        place, choice = self.staging.folder / "cut", self.staging.folder / "cut.json"
         if place.exists():
-            return self._named(place, "as cut"), json.loads(told.read_text())
+            return self._named(place, "as cut"), json.loads(choice.read_text())
         teacher = self.teacher
         judged = text[:: -(-text.numel() // blocks.TOKENS)]
         batches = list(judged.split(plan.default_batch_size(text.shape[1])))
@@ -146,7 +146,7 @@ class SmallerJob(Job):
             "tokens": judged.numel(),
             "lists": shape.per_layer(self.source.text_config),
         }
-        write_text(told, json.dumps(chosen, indent=2))
+        write_text(choice, json.dumps(chosen, indent=2))
         os.replace(temporary, place)
         self.staging.write_rest({"blocks": torch.tensor(kept)})  # from here on an error leaves what was done
         return self._named(place, "as cut"), chosen
@@ -157,7 +157,7 @@ class SmallerJob(Job):
         return replace(opened, source=f"{self.staging.output.name} {how}")
 
     def _train(
-        self, student: Checkpoint, told: Targets, progress: Progress
+        self, student: Checkpoint, predicted: Targets, progress: Progress
     ) -> tuple[dict[str, Tensor], dict]:
         """Return the trained tensors by their stored names, as they are stored, and a record; none if
         training diverged."""
@@ -179,7 +179,7 @@ class SmallerJob(Job):
         stored_as = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(self.teacher.dtype, "F32")
         bfloat16 = choose_dtype("auto", stored_as, skeleton.device) == "bfloat16"
         options, seed, schedule = self.request.options, self.request.calibration.seed, self.schedule
-        taught = learner.Learner(model, stored, told, options, schedule, seed, bfloat16)
+        taught = learner.Learner(model, stored, predicted, options, schedule, seed, bfloat16)
         with learner.deterministic(skeleton.device):
             curve = train(
                 taught, schedule.steps, schedule.every, math.inf, self.staging, progress, "training"

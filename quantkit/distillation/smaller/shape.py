@@ -26,7 +26,7 @@ def check_teacher(checkpoint: Checkpoint, skeleton: Skeleton, blocks: int) -> No
         why = "other modalities are wrapped around its language model, whose blocks their code counts, too"
         hint = "distil a model of text alone"
     elif getattr(checkpoint.text_config, DEPTH, None) != depth:
-        why = f"its configuration does not say in {DEPTH} that it has {depth} blocks"
+        why = f"{DEPTH} in its configuration is not {depth}, its number of blocks"
         hint = "quantkit cuts models whose depth is one number"
     elif skeleton.names.joined or len(skeleton.names.stored) > len(set(skeleton.names.stored.values())):
         why = "its checkpoint stores parameters in pieces that transformers joins"
@@ -86,7 +86,7 @@ def check_shapes(skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int]
     if why:
         raise QuantkitError(
             f"{checkpoint.source} cannot be cut so: its configuration then makes another model ({why})",
-            hint="its blocks are not told apart by lists in config.json that can be cut in step; another "
-            "number of --blocks may do",
+            hint="config.json has no list of its blocks' types that can be cut; another number of --blocks "
+            "may work",
             exit_code=UNSUPPORTED,
         )

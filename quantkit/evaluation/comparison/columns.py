@@ -11,7 +11,7 @@ from quantkit.tables import megabytes
 
 NOTHING = "–"
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
-UNREADABLE = 1e4  # from here on decimals say nothing
+UNREADABLE = 1e4  # larger values are written with an exponent
 
 
 @dataclass(frozen=True)

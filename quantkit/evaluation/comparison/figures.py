@@ -30,7 +30,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One model. Joined points make a line named in a legend; others are dots with the name beside them.
+    """One model. Joined points make a line named in a legend; others are dots.
 
     colour: index into a palette. hollow: drawn as a ring. bare: a dashed line alone, which no legend names.
     """

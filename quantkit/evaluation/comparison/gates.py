@@ -1,6 +1,6 @@
 """Gates: limits on the loss of a candidate, for continuous integration.
 
-A gate judges the measured value itself; its standard error stands beside it in the table and decides nothing.
+A gate judges the measured value itself; the standard error in the table decides nothing.
 What could not be measured as a number has not passed.
 """
 
@@ -108,7 +108,7 @@ def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
 
 
 def describe(verdict: dict, label: str) -> str:
-    """`KL divergence of model is 0.0713, asked for is ≤ 0.05`."""
+    """`KL divergence of model is 0.0713, limit ≤ 0.05`."""
     name, share = NAMES[verdict["metric"]]
 
     def written(value: float | None) -> str:
@@ -117,7 +117,7 @@ def describe(verdict: dict, label: str) -> str:
         return f"{100 * value:.4g} %" if share else f"{value:.4g}"
 
     limit = f"{OPERATORS[verdict['op']][1]} {written(verdict['limit'])}"
-    return f"{name} of {label} is {written(verdict['value'])}, asked for is {limit}"
+    return f"{name} of {label} is {written(verdict['value'])}, limit {limit}"
 
 
 def refuse_failed(record: dict) -> None:

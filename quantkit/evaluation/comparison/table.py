@@ -52,7 +52,7 @@ def markdown(record: dict) -> str:
 
 
 def verdicts(record: dict) -> list[str]:
-    """`FAILED: KL divergence of model is 0.0713, asked for is ≤ 0.05`, a line for each gate."""
+    """`FAILED: KL divergence of model is 0.0713, limit ≤ 0.05`, a line for each gate."""
     names = label_by_source(record)
     return [
         f"{'passed' if verdict['pass'] else 'FAILED'}: "
