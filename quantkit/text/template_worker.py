@@ -7,15 +7,15 @@ transformers' own sandbox, ends with its parent, and is replaced after a templat
 
 from __future__ import annotations
 
+import atexit
 import json
-import multiprocessing
 import os
 import resource
-import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 SECONDS = 10.0
@@ -37,9 +37,10 @@ class Worker:
     """A process that renders templates, started when it is first needed."""
 
     def __init__(self) -> None:
-        self._running: tuple[BaseProcess, Connection] | None = None
+        self._running: tuple[subprocess.Popen, Connection] | None = None
         self._owner = 0  # a fork of this process must not talk to its parent's worker
         self._one = threading.Lock()
+        atexit.register(self.stop)
 
     def render(
         self,
@@ -71,10 +72,15 @@ class Worker:
         return text
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
+        ours, theirs = Pipe()
+        process = subprocess.Popen(  # multiprocessing would run the parent's script again
+            [sys.executable, "-P", __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is its parent's
+        )
         theirs.close()
         self._running, self._owner = (process, ours), os.getpid()
         if not ours.poll(START_SECONDS) or not _received(ours):
@@ -99,7 +105,7 @@ class Worker:
         if running is not None and self._owner == os.getpid():
             process, pipe = running
             process.kill()
-            process.join()
+            process.wait()
             pipe.close()
 
 
@@ -121,9 +127,6 @@ def _received(pipe: Connection) -> bytes:
 
 def _serve(pipe: Connection) -> None:
     """Answer requests until the parent has gone, or a template has used up the memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -160,3 +163,7 @@ def _answer(render_template: Any, request: list[Any]) -> list[str]:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         return ["failed", first]
     return ["text", text] if len(text) <= TEXT else ["runaway", f"it writes more than {TEXT >> 20} MiB"]
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
